@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all of their set-up from a fresh clone, in .venv, and take seconds when repeated.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
+
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
+	@echo "make test    run all tests"
+	@echo "make lint    check style"
+	@echo "make clean   remove everything that was built or written"
+
+setup: $(READY)
+
+$(READY): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "thinwire needs Python 3.10 or later: make PYTHON=python3.x" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/thinwire demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) build demo runs

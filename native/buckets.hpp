@@ -1,0 +1,153 @@
+// What all quantizers share: a segment is cut into buckets with a scale each, and each bucket is read from memory once:
+// its scale, its codes and its residual are computed while it is in the first-level cache.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "kernels.hpp"
+#include "pack.hpp"
+#include "random.hpp"
+#include "reduce.hpp"
+
+namespace thinwire {
+
+constexpr float kMinScale = 0x1p-118f;      // below this, 255 / scale could overflow
+constexpr float kMinScaleWide = 0x1p-110f;  // and 65535 / scale
+constexpr float kMaxScale = 0x1.fffp127f;  // so that (scale / num_steps) * num_steps stays finite
+
+// The float so many units in the last place away; x is not negative.
+THINWIRE_INLINE float neighbour(float x, int32_t ulps) { return float_from_bits(magnitude(x) + ulps); }
+
+THINWIRE_INLINE float stored_scale(float scale, bool finite, float least = kMinScale) {
+    if (!finite) return scale;
+    return scale < least ? 0.0f : std::min(scale, kMaxScale);
+}
+
+// The smallest float whose square is at least `sum`. Squares are exact in float64, so any backend's root will do.
+THINWIRE_INLINE float root_of(double sum) {
+    float root = static_cast<float>(std::sqrt(sum));
+    if (static_cast<double>(root) * root < sum) root = neighbour(root, 1);
+    const float below = neighbour(root, -1);
+    return static_cast<double>(below) * below >= sum ? below : root;
+}
+
+THINWIRE_INLINE float bucket_scale(const float* x, size_t n, bool l2, float least = kMinScale) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();  // one NaN for all, so that bytes agree
+    if (l2) {
+        const double sum = tree_sum<Term::kSquare>(x, n);
+        if (sum != sum) return nan;
+        const bool finite = sum <= std::numeric_limits<double>::max();
+        return stored_scale(finite ? root_of(sum) : static_cast<float>(sum), finite, least);
+    }
+    const int32_t largest = max_magnitude(x, n);
+    return largest > kInfinityBits ? nan : stored_scale(float_from_bits(largest), largest < kInfinityBits, least);
+}
+
+// False where every code is zero: the scale is zero or not finite.
+THINWIRE_INLINE bool usable(float scale) { return scale > 0 && scale <= kMaxScale; }
+
+inline size_t num_buckets(size_t n, size_t bucket_size) { return (n + bucket_size - 1) / bucket_size; }
+
+inline size_t code_nbytes(size_t n, int bits) { return (n * bits + 7) / 8; }
+
+// Bytes of all scales, which come first.
+template <typename Segment>
+size_t checked_scales_nbytes(const std::vector<Segment>& segments, size_t nbytes, const Buckets& buckets,
+                             size_t scale_nbytes) {
+    require(buckets.bits >= 1 && buckets.bits <= 16, "bits: expected 1 to 16");
+    require(buckets.size >= 1, "bucket_size: expected at least 1");
+    size_t scales = 0, codes = 0;
+    for (const Segment& segment : segments) {
+        scales += scale_nbytes * num_buckets(segment.numel, buckets.size);
+        codes += code_nbytes(segment.numel, buckets.bits);
+    }
+    require(nbytes == scales + codes, "payload: its size does not fit the segments");
+    return scales;
+}
+
+// `rule.scale_of(x, n, buckets)` is a bucket's scale, of the type Rule::Scale, and
+// `rule.encode<with_residual>(x, n, key, position, scale, codes, residual)` codes a part of one bucket.
+template <typename Code, typename Rule>
+THINWIRE_INLINE void encode_buckets(const Rule& rule, const float* x, size_t n, float* residual, Key key,
+                                    Buckets buckets, uint8_t* scales, uint8_t* out) {
+    alignas(64) Code codes[kChunk];
+    typename Rule::Scale scale{};
+    size_t bucket_end = 0;
+    for (size_t start = 0; start < n; start += kChunk) {
+        const size_t end = std::min(n, start + kChunk);
+        for (size_t at = start; at < end;) {
+            if (at == bucket_end) {
+                bucket_end = std::min(n, at + buckets.size);
+                scale = rule.scale_of(x + at, bucket_end - at, buckets);
+                store(scales, scale);
+                scales += sizeof scale;
+            }
+            const size_t stop = std::min(end, bucket_end);
+            Code* to = codes + (at - start);
+            const uint32_t position = static_cast<uint32_t>(at);
+            if (residual)
+                rule.template encode<true>(x + at, stop - at, key, position, scale, to, residual + at);
+            else
+                rule.template encode<false>(x + at, stop - at, key, position, scale, to, nullptr);
+            at = stop;
+        }
+        for (size_t i = end - start; i % 8; ++i) codes[i] = 0;
+        pack_codes(buckets.bits, codes, end - start, out + start / 8 * buckets.bits);
+    }
+}
+
+// `rule.decode(codes, n, step, out)` adds a part of one bucket, whose step is rule.step(scale, weight).
+template <typename Code, typename Rule>
+THINWIRE_INLINE void decode_buckets(const Rule& rule, const uint8_t* scales, const uint8_t* payload, float* out,
+                                    size_t n, float weight, Buckets buckets) {
+    alignas(64) Code codes[kChunk];
+    typename Rule::Scale step{};
+    size_t bucket_end = 0;
+    for (size_t start = 0; start < n; start += kChunk) {
+        const size_t end = std::min(n, start + kChunk);
+        prefetch(out + end, std::min(n, end + kChunk) - end);
+        unpack_codes(buckets.bits, payload + start / 8 * buckets.bits, end - start, codes);
+        for (size_t at = start; at < end;) {
+            if (at == bucket_end) {
+                bucket_end = std::min(n, at + buckets.size);
+                step = rule.step(load<typename Rule::Scale>(scales), weight);
+                scales += sizeof step;
+            }
+            const size_t stop = std::min(end, bucket_end);
+            rule.decode(codes + (at - start), stop - at, step, out + at);
+            at = stop;
+        }
+    }
+}
+
+// Calls `encode(x, n, residual, key, scales, codes)` for every segment.
+template <typename Scale = float, typename Encode>
+void for_each_encoded(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes,
+                      const std::vector<uint64_t>& keys, const Buckets& buckets, const std::vector<Output>& residuals,
+                      Encode encode) {
+    uint8_t* codes = out + checked_scales_nbytes(xs, out_nbytes, buckets, sizeof(Scale));
+    require(keys.size() == xs.size(), "keys: expected one per segment");
+    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    for (size_t i = 0; i < xs.size(); ++i) {
+        const size_t n = xs[i].numel;
+        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
+        encode(xs[i].data, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), out, codes);
+        out += sizeof(Scale) * num_buckets(n, buckets.size);
+        codes += code_nbytes(n, buckets.bits);
+    }
+}
+
+// Calls `decode(scales, codes, out, n)` for every segment.
+template <typename Scale = float, typename Decode>
+void for_each_decoded(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, const Buckets& buckets,
+                      Decode decode) {
+    const uint8_t* codes = payload + checked_scales_nbytes(outs, nbytes, buckets, sizeof(Scale));
+    for (const Output& out : outs) {
+        decode(payload, codes, out.data, out.numel);
+        payload += sizeof(Scale) * num_buckets(out.numel, buckets.size);
+        codes += code_nbytes(out.numel, buckets.bits);
+    }
+}
+
+}  // namespace thinwire

@@ -1,0 +1,89 @@
+// Copies what is kept of an array to the front of another, with its indices: the inner loop of every selection.
+//
+// Compilers do not vectorise this from a plain loop, so that there is a version with AVX-512 intrinsics beside the plain
+// one; which one runs is decided at run time. (Compression goes to a register and not to memory, which is slow on Zen 4.)
+#pragma once
+
+#include "hits.hpp"
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define THINWIRE_HAS_AVX512 1
+#include <immintrin.h>
+#endif
+
+namespace thinwire {
+
+// What belongs to the k largest: magnitudes above `threshold`, and the first `ties` that equal it.
+struct Cut {
+    int32_t threshold;
+    size_t ties;
+};
+
+#ifdef THINWIRE_HAS_AVX512
+
+inline bool has_avx512() {
+    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("popcnt");
+    return has;
+}
+
+// Of 16 elements those in `mask` go to `indices` and `values`; returns how many.
+__attribute__((target("avx512f,popcnt"))) inline size_t compress16(__mmask16 mask, __m512i index, __m512 value,
+                                                                   int32_t* indices, float* values) {
+    _mm512_storeu_si512(indices, _mm512_maskz_compress_epi32(mask, index));
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(mask, value));
+    return static_cast<size_t>(__builtin_popcount(mask));
+}
+
+// Appends to `indices` and `values` those of x[at..at + 64) whose magnitude reaches `threshold`; returns how many.
+__attribute__((target("avx512f,popcnt"))) inline size_t compact64_avx512(const float* x, size_t at, int32_t threshold,
+                                                                         int32_t* indices, float* values) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32(threshold);
+    __m512 value[4];
+    __mmask16 mask[4];
+    for (int i = 0; i < 4; ++i) {
+        value[i] = _mm512_loadu_ps(x + at + 16 * i);
+        mask[i] = _mm512_cmpge_epi32_mask(_mm512_and_si512(_mm512_castps_si512(value[i]), magnitude), least);
+    }
+    if ((mask[0] | mask[1] | mask[2] | mask[3]) == 0) return 0;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    size_t count = 0;
+    for (int i = 0; i < 4; ++i) {
+        const __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(at) + 16 * i));
+        count += compress16(mask[i], index, value[i], indices + count, values + count);
+    }
+    return count;
+}
+
+// Appends until `count` exceeds `capacity` or fewer than a block are left from `at` on, which moves.
+__attribute__((target("avx512f,popcnt"))) inline size_t compact_avx512(const float* x, size_t n, int32_t threshold,
+                                                                       size_t& at, size_t count, int32_t* indices,
+                                                                       float* values, size_t capacity) {
+    for (; at + kBlock <= n && count <= capacity; at += kBlock)
+        count += compact64_avx512(x, at, threshold, indices + count, values + count);
+    return count;
+}
+
+// `keep` for whole groups of 16; `at` is where the rest begins. Writes no further than it has read.
+__attribute__((target("avx512f,popcnt"))) inline size_t keep_avx512(const int32_t* from_indices,
+                                                                    const float* from_values, size_t count, Cut& cut,
+                                                                    size_t& at, int32_t* indices, float* values,
+                                                                    size_t room) {
+    const __m512i bits = _mm512_set1_epi32(0x7fffffff), threshold = _mm512_set1_epi32(cut.threshold);
+    size_t kept = 0;
+    for (; at + 16 <= count && kept + 16 <= room; at += 16) {
+        const __m512 value = _mm512_loadu_ps(from_values + at);
+        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(value), bits);
+        uint32_t above = _mm512_cmpgt_epi32_mask(magnitude, threshold);
+        for (uint32_t equal = _mm512_cmpeq_epi32_mask(magnitude, threshold); equal && cut.ties; equal &= equal - 1) {
+            above |= equal & (0 - equal);
+            --cut.ties;
+        }
+        kept += compress16(static_cast<__mmask16>(above), _mm512_loadu_si512(from_indices + at), value, indices + kept,
+                           values + kept);
+    }
+    return kept;
+}
+
+#endif
+
+}  // namespace thinwire

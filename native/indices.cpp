@@ -1,0 +1,260 @@
+// Ascending indices, coded per segment by the smaller of Elias-Fano and a bitmap. A segment's code is one bit stream,
+// padded with zeros to whole bytes. Elias-Fano: bit (index >> l) + j is set for the j-th index, then come the low l
+// bits of each. Where none or all are kept there is nothing to code.
+//
+// The code above has a size that is known beforehand. `pack_smallest` also tries packed gaps, whose size depends on the
+// indices: per segment a byte that names the code, and the code. A plain 32 bits an index is never smaller.
+#include "bitstream.hpp"
+#include "kernels.hpp"
+
+namespace thinwire {
+
+namespace {
+
+struct Code {
+    bool bitmap;
+    int low_bits;        // of Elias-Fano
+    uint64_t mark_bits;  // the bitmap, or the high parts in unary
+    uint64_t num_bits;
+    size_t nbytes() const { return (num_bits + 7) / 8; }
+};
+
+Code choose(uint64_t count, uint64_t numel) {
+    if (count == 0 || count == numel) return {true, 0, 0, 0};
+    Code best{true, 0, numel, numel};
+    bool first = true;
+    uint64_t smallest = 0;
+    for (int low = 0; low < 32 && (numel >> low) > 0; ++low) {
+        const uint64_t marks = count + ((numel - 1) >> low), bits = count * low + marks;
+        if (!first && bits >= smallest) continue;
+        first = false;
+        smallest = bits;
+        if (bits < numel) best = {false, low, marks, bits};
+    }
+    return best;
+}
+
+void set_bit(uint8_t* bytes, uint64_t at) { bytes[at / 8] |= static_cast<uint8_t>(1u << (at % 8)); }
+
+void pack_segment(const int32_t* indices, size_t count, const Code& code, uint8_t* out) {
+    if (code.num_bits == 0) return;
+    std::memset(out, 0, code.nbytes());
+    const int low = code.bitmap ? 0 : code.low_bits;
+    for (size_t j = 0; j < count; ++j) {
+        const uint32_t index = static_cast<uint32_t>(indices[j]);
+        set_bit(out, code.bitmap ? index : (index >> low) + j);
+    }
+    if (low == 0) return;
+    BitWriter writer(out, code.mark_bits);
+    const uint32_t mask = (uint32_t{1} << low) - 1;
+    for (size_t j = 0; j < count; ++j) writer.put(static_cast<uint32_t>(indices[j]) & mask, low);
+    writer.finish();
+}
+
+// Positions of the set bits among the first `num_bits`; false if there are not exactly `count`.
+bool read_marks(const uint8_t* in, uint64_t num_bits, int32_t* positions, size_t count) {
+    size_t found = 0;
+    for (uint64_t byte = 0; byte * 8 < num_bits; ++byte) {
+        uint32_t bits = in[byte];
+        if (num_bits - byte * 8 < 8) bits &= (1u << (num_bits - byte * 8)) - 1;
+        for (; bits; bits &= bits - 1) {
+            if (found == count) return false;
+            positions[found++] = static_cast<int32_t>(byte * 8 + static_cast<uint64_t>(lowest_bit(bits)));
+        }
+    }
+    return found == count;
+}
+
+bool unpack_segment(const uint8_t* in, const Code& code, uint64_t numel, int32_t* indices, size_t count) {
+    if (code.num_bits == 0) {
+        for (size_t j = 0; j < count; ++j) indices[j] = static_cast<int32_t>(j);
+        return true;
+    }
+    if (code.num_bits % 8 && in[code.nbytes() - 1] >> (code.num_bits % 8)) return false;  // padding
+    if (!read_marks(in, code.mark_bits, indices, count)) return false;
+    if (code.bitmap) return true;
+    BitReader reader(in, code.mark_bits, in + code.nbytes());
+    int64_t before = -1;
+    for (size_t j = 0; j < count; ++j) {
+        const uint64_t high = static_cast<uint64_t>(indices[j]) - j;
+        const int64_t index = static_cast<int64_t>(high << code.low_bits | reader.get(code.low_bits));
+        if (index <= before || index >= static_cast<int64_t>(numel)) return false;
+        indices[j] = static_cast<int32_t>(before = index);
+    }
+    return true;
+}
+
+bool ascending_below(const int32_t* indices, size_t count, int64_t numel) {
+    int64_t before = -1;
+    for (size_t j = 0; j < count; ++j) {
+        if (indices[j] <= before || indices[j] >= numel) return false;
+        before = indices[j];
+    }
+    return true;
+}
+
+// Gaps between indices, less one, in blocks of 128: a byte with the bits of the largest, then that many bits for each.
+constexpr size_t kGaps = 128;
+
+uint32_t gap_at(const int32_t* indices, size_t j) {
+    return static_cast<uint32_t>(j == 0 ? indices[0] : indices[j] - indices[j - 1] - 1);
+}
+
+int bits_of(uint32_t value) {
+    int bits = 0;
+    while (value >> bits) ++bits;
+    return bits;
+}
+
+size_t gaps_nbytes(size_t count, int width) { return (count * static_cast<size_t>(width) + 7) / 8; }
+
+void pack_gaps(const int32_t* indices, size_t count, std::vector<uint8_t>& out) {
+    for (size_t at = 0; at < count; at += kGaps) {
+        const size_t end = std::min(count, at + kGaps);
+        uint32_t any = 0;  // has the bits of the largest
+        for (size_t j = at; j < end; ++j) any |= gap_at(indices, j);
+        const int width = bits_of(any);
+        out.push_back(static_cast<uint8_t>(width));
+        const size_t start = out.size();
+        out.resize(start + gaps_nbytes(end - at, width));
+        BitWriter writer(out.data() + start, 0);
+        for (size_t j = at; j < end; ++j) writer.put(gap_at(indices, j), width);
+        writer.finish();
+    }
+}
+
+// Bytes that were read, or none if they are no such code.
+size_t unpack_gaps(const uint8_t* in, size_t nbytes, size_t numel, int32_t* indices, size_t count) {
+    size_t read = 0;
+    int64_t before = -1;
+    for (size_t at = 0; at < count; at += kGaps) {
+        const size_t size = std::min(kGaps, count - at);
+        if (read == nbytes || in[read] > 31) return 0;
+        const int width = in[read++];
+        const size_t num_bits = size * static_cast<size_t>(width), end = read + gaps_nbytes(size, width);
+        if (end > nbytes || (num_bits % 8 && in[end - 1] >> (num_bits % 8))) return 0;
+        BitReader reader(in + read, 0, in + end);
+        for (size_t j = at; j < at + size; ++j) {
+            before += 1 + static_cast<int64_t>(reader.get(width));
+            if (before >= static_cast<int64_t>(numel)) return 0;
+            indices[j] = static_cast<int32_t>(before);
+        }
+        read = end;
+    }
+    return read;
+}
+
+constexpr uint8_t kBySize = 0, kByGaps = 1;
+
+std::vector<Code> checked_codes(const std::vector<int64_t>& counts, const std::vector<int64_t>& numels, size_t numel) {
+    require(counts.size() == numels.size(), "counts: expected one per segment");
+    std::vector<Code> codes;
+    size_t total = 0;
+    for (size_t s = 0; s < counts.size(); ++s) {
+        require(numels[s] >= 0 && numels[s] <= INT32_MAX, "numels: expected 0 to 2^31 - 1");
+        require(counts[s] >= 0 && counts[s] <= numels[s], "counts: expected 0 to the segment's elements");
+        codes.push_back(choose(static_cast<uint64_t>(counts[s]), static_cast<uint64_t>(numels[s])));
+        total += static_cast<size_t>(counts[s]);
+    }
+    require(total == numel, "indices: expected the sum of counts");
+    return codes;
+}
+
+std::vector<Code> checked_codes(const std::vector<int64_t>& counts, const std::vector<int64_t>& numels, size_t numel,
+                                size_t nbytes) {
+    std::vector<Code> codes = checked_codes(counts, numels, numel);
+    for (const Code& code : codes) {
+        require(code.nbytes() <= nbytes, "payload: its size does not fit the counts");
+        nbytes -= code.nbytes();
+    }
+    require(nbytes == 0, "payload: its size does not fit the counts");
+    return codes;
+}
+
+}  // namespace
+
+void pack_indices(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
+                  const std::vector<int64_t>& numels, uint8_t* out, size_t out_nbytes) {
+    const std::vector<Code> codes = checked_codes(counts, numels, numel, out_nbytes);
+    for (size_t s = 0; s < codes.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]);
+        require(ascending_below(indices, count, numels[s]),
+                "indices: expected strictly ascending indices inside their segment; sort them first");
+        pack_segment(indices, count, codes[s], out);
+        indices += count;
+        out += codes[s].nbytes();
+    }
+}
+
+void unpack_indices(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
+                    const std::vector<int64_t>& numels, int32_t* indices, size_t numel) {
+    const std::vector<Code> codes = checked_codes(counts, numels, numel, nbytes);
+    for (size_t s = 0; s < codes.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]);
+        require(unpack_segment(payload, codes[s], static_cast<uint64_t>(numels[s]), indices, count),
+                "payload: does not hold ascending indices inside their segment; it is corrupt");
+        indices += count;
+        payload += codes[s].nbytes();
+    }
+}
+
+std::vector<uint8_t> pack_smallest(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
+                                   const std::vector<int64_t>& numels) {
+    std::vector<uint8_t> out, gaps;
+    const std::vector<Code> codes = checked_codes(counts, numels, numel);
+    for (size_t s = 0; s < codes.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]), at = out.size(), nbytes = codes[s].nbytes();
+        require(ascending_below(indices, count, numels[s]),
+                "indices: expected strictly ascending indices inside their segment; sort them first");
+        gaps.clear();
+        if (nbytes > 0) pack_gaps(indices, count, gaps);
+        if (gaps.size() < nbytes) {
+            out.push_back(kByGaps);
+            out.insert(out.end(), gaps.begin(), gaps.end());
+        } else {
+            out.resize(at + 1 + nbytes);
+            out[at] = kBySize;
+            pack_segment(indices, count, codes[s], out.data() + at + 1);
+        }
+        indices += count;
+    }
+    return out;
+}
+
+void unpack_smallest(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
+                     const std::vector<int64_t>& numels, int32_t* indices, size_t numel) {
+    const std::vector<Code> codes = checked_codes(counts, numels, numel);
+    for (size_t s = 0; s < codes.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]);
+        require(nbytes > 0 && payload[0] <= kByGaps, "payload: expected the byte that names how indices are coded");
+        size_t read = codes[s].nbytes();
+        bool ok;
+        if (payload[0] == kByGaps) {
+            read = unpack_gaps(payload + 1, nbytes - 1, static_cast<size_t>(numels[s]), indices, count);
+            ok = read > 0;
+        } else {
+            ok = read < nbytes && unpack_segment(payload + 1, codes[s], static_cast<uint64_t>(numels[s]), indices, count);
+        }
+        require(ok, "payload: its indices are corrupt");
+        indices += count;
+        payload += 1 + read;
+        nbytes -= 1 + read;
+    }
+    require(nbytes == 0, "payload: bytes are left after the indices");
+}
+
+void pack_words(const int32_t* words, size_t count, int bits, uint8_t* out, size_t out_nbytes) {
+    require(bits >= 0 && bits < 32 && out_nbytes == gaps_nbytes(count, bits), "out: its size does not fit the words");
+    BitWriter writer(out, 0);
+    const uint32_t mask = (uint32_t{1} << bits) - 1;
+    for (size_t j = 0; j < count; ++j) writer.put(static_cast<uint32_t>(words[j]) & mask, bits);
+    writer.finish();
+}
+
+void unpack_words(const uint8_t* payload, size_t nbytes, int bits, int32_t* words, size_t count) {
+    require(bits >= 0 && bits < 32 && nbytes == gaps_nbytes(count, bits), "payload: its size does not fit the words");
+    BitReader reader(payload, 0, payload + nbytes);
+    for (size_t j = 0; j < count; ++j) words[j] = static_cast<int32_t>(reader.get(bits));
+}
+
+}  // namespace thinwire

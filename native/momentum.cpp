@@ -1,0 +1,194 @@
+// Momentum and velocity of Deep Gradient Compression, written to new buffers, and the top-k of the velocity on the way.
+//
+// The pass reads three floats an element and writes two, so it is bound by memory. The new buffers are not needed again
+// soon: where they are large they bypass the cache, which saves reading them first. What reaches a threshold, guessed
+// from a sample of the new velocity, is collected while it is in registers, and the answer is found among those.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "hits.hpp"
+#include "kernels.hpp"
+#include "reduce.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace thinwire {
+
+namespace {
+
+constexpr size_t kLine = 16;  // floats that arrive together
+constexpr size_t kMinSampledLines = 64, kMaxSampledLines = 2048;
+constexpr size_t kMinCollected = 4096;     // in shorter segments the answer is looked for among all
+constexpr size_t kMinStreamed = 1 << 20;   // elements of a call whose new buffers would not stay in a cache
+
+struct Segment {
+    const float *g, *u, *v;
+    float *new_u, *new_v;
+    size_t numel;
+};
+
+// What a pass over blocks finds: positions of new velocities that reach the threshold.
+struct Candidates {
+    int32_t threshold;
+    size_t capacity;
+    std::unique_ptr<int32_t[]> indices;
+    std::unique_ptr<float[]> values;
+    size_t count = 0;
+};
+
+template <bool nesterov>
+THINWIRE_INLINE void step(const Segment& s, const Momentum& m, size_t at, size_t n, float* new_u, float* new_v) {
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) {
+        const float g = s.g[at + i] * m.factor;
+        const float u = nesterov ? (s.u[at + i] + g) * m.momentum : s.u[at + i] * m.momentum + g;
+        new_u[i] = u;
+        new_v[i] = s.v[at + i] + (nesterov ? u + g : u);
+    }
+}
+
+// Copies a block; with `streamed` past the cache, to an address that is a multiple of 16.
+template <bool streamed>
+THINWIRE_INLINE void put(float* to, const float* from, size_t n) {
+#if defined(__SSE2__)
+    if (streamed && n == kBlock) {
+        for (size_t i = 0; i < kBlock; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+        return;
+    }
+#endif
+    std::memcpy(to, from, n * sizeof(float));
+}
+
+THINWIRE_INLINE void collect(const float* x, size_t size, size_t at, Candidates& found) {
+    for (uint64_t hits = hits_of_block(x, size, found.threshold); hits && found.count < found.capacity; hits &= hits - 1) {
+        const size_t hit = static_cast<size_t>(lowest_bit(hits));
+        found.indices[found.count] = static_cast<int32_t>(at + hit);
+        found.values[found.count++] = x[hit];
+    }
+}
+
+template <bool streamed, bool nesterov>
+THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) {
+    alignas(64) float u[kBlock], v[kBlock];
+    for (size_t at = 0; at < s.numel; at += kBlock) {
+        const size_t size = std::min(kBlock, s.numel - at);
+        if (size == kBlock) {
+            step<nesterov>(s, m, at, kBlock, u, v);
+            if (found.capacity && max_magnitude(v, kBlock) >= found.threshold) collect(v, kBlock, at, found);
+        } else {
+            step<nesterov>(s, m, at, size, u, v);
+            if (found.capacity && max_magnitude(v, size) >= found.threshold) collect(v, size, at, found);
+        }
+        put<streamed>(s.new_u + at, u, size);
+        put<streamed>(s.new_v + at, v, size);
+    }
+}
+
+THINWIRE_CLONES void pass_through_cache(const Segment& s, const Momentum& m, Candidates& found) {
+    m.nesterov ? pass<false, true>(s, m, found) : pass<false, false>(s, m, found);
+}
+
+THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, Candidates& found) {
+    m.nesterov ? pass<true, true>(s, m, found) : pass<true, false>(s, m, found);
+}
+
+bool aligned(const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+void run(const Segment& s, const Momentum& m, bool large, Candidates& found) {
+    if (large && aligned(s.new_u) && aligned(s.new_v))
+        pass_streamed(s, m, found);
+    else
+        pass_through_cache(s, m, found);
+}
+
+// A threshold that somewhat more than k new velocities should reach, and room for them; no room means no guess.
+Candidates guess(const Segment& s, const Momentum& m, size_t k) {
+    const size_t lines = s.numel / kLine;
+    if (k == 0 || s.numel < kMinCollected) return {0, 0, nullptr, nullptr};
+    const size_t wanted = std::clamp(lines / 32, kMinSampledLines, kMaxSampledLines);
+    const size_t stride = std::max<size_t>(1, (lines / wanted) | 1);
+    std::vector<int32_t> sample;
+    sample.reserve((lines / stride + 1) * kLine);
+    for (size_t line = stride / 2; line < lines; line += stride) {
+        float u[kLine], v[kLine];
+        m.nesterov ? step<true>(s, m, line * kLine, kLine, u, v) : step<false>(s, m, line * kLine, kLine, u, v);
+        for (float x : v) sample.push_back(magnitude(x));
+    }
+    const double per_sample = static_cast<double>(s.numel) / static_cast<double>(sample.size());
+    const double expected = static_cast<double>(k) / per_sample;
+    const size_t rank = static_cast<size_t>(expected + 3 * std::sqrt(expected) + 4);
+    if (rank >= sample.size()) return {0, 0, nullptr, nullptr};
+    const auto cut = sample.begin() + static_cast<ptrdiff_t>(rank);
+    if (rank < sample.size() / 16)  // few: a heap of them rejects nearly all others at one comparison each
+        std::partial_sort(sample.begin(), cut + 1, sample.end(), std::greater<int32_t>());
+    else
+        std::nth_element(sample.begin(), cut, sample.end(), std::greater<int32_t>());
+    const size_t capacity = std::min(s.numel, static_cast<size_t>(3 * per_sample * (rank + 1)));
+    return {sample[rank], capacity, std::unique_ptr<int32_t[]>(new int32_t[capacity]),
+            std::unique_ptr<float[]>(new float[capacity])};
+}
+
+// Exactly k, as `topk` of the new velocity finds them: among the candidates if they are surely all there.
+void finish(const Segment& s, size_t k, const Candidates& found, int32_t* indices, float* values) {
+    if (found.count < k || found.count == found.capacity) {
+        topk({{s.new_v, s.numel}}, {static_cast<int64_t>(k)}, indices, values, k);
+        return;
+    }
+    topk({{found.values.get(), found.count}}, {static_cast<int64_t>(k)}, indices, values, k);
+    for (size_t i = 0; i < k; ++i) indices[i] = found.indices[indices[i]];
+}
+
+std::vector<Segment> zip(const MomentumBuffers& buffers) {
+    const size_t n = buffers.gs.size();
+    require(buffers.us.size() == n && buffers.vs.size() == n && buffers.new_us.size() == n && buffers.new_vs.size() == n,
+            "momentum: expected one buffer of each kind per segment");
+    std::vector<Segment> segments;
+    for (size_t i = 0; i < n; ++i) {
+        const size_t numel = buffers.gs[i].numel;
+        require(buffers.us[i].numel == numel && buffers.vs[i].numel == numel && buffers.new_us[i].numel == numel &&
+                    buffers.new_vs[i].numel == numel,
+                "momentum: buffers must be of their segment's size");
+        segments.push_back({buffers.gs[i].data, buffers.us[i].data, buffers.vs[i].data, buffers.new_us[i].data,
+                            buffers.new_vs[i].data, numel});
+    }
+    return segments;
+}
+
+bool is_large(const std::vector<Segment>& segments) {
+    size_t total = 0;
+    for (const Segment& s : segments) total += s.numel;
+    return total >= kMinStreamed;
+}
+
+}  // namespace
+
+void momentum(const MomentumBuffers& buffers, const Momentum& m) {
+    const std::vector<Segment> segments = zip(buffers);
+    Candidates none{0, 0, nullptr, nullptr};
+    for (const Segment& s : segments) run(s, m, is_large(segments), none);
+}
+
+void momentum_topk(const MomentumBuffers& buffers, const Momentum& m, const std::vector<int64_t>& counts,
+                   int32_t* indices, float* values, size_t numel) {
+    const std::vector<Segment> segments = zip(buffers);
+    require(counts.size() == segments.size(), "counts: expected one per segment");
+    for (size_t i = 0; i < segments.size(); ++i) {
+        const Segment& s = segments[i];
+        require(counts[i] >= 0 && static_cast<size_t>(counts[i]) <= s.numel,
+                "counts: expected 0 to the segment's elements");
+        const size_t k = static_cast<size_t>(counts[i]);
+        require(k <= numel, "indices: fewer than the sum of counts");
+        Candidates found = guess(s, m, k);
+        run(s, m, found.capacity > 0 && is_large(segments), found);
+        finish(s, k, found, indices, values);
+        indices += k;
+        values += k;
+        numel -= k;
+    }
+    require(numel == 0, "indices: more than the sum of counts");
+}
+
+}  // namespace thinwire

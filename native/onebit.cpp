@@ -1,0 +1,77 @@
+// Signs, and the means of a bucket's negative elements and of the others.
+#include "buckets.hpp"
+
+namespace thinwire {
+
+namespace {
+
+struct Means {
+    float low, high;
+};
+
+THINWIRE_INLINE float mean(double sum, size_t count) {
+    if (count == 0) return 0.0f;
+    const float mean = static_cast<float>(sum / static_cast<double>(count));
+    return mean == mean ? mean : std::numeric_limits<float>::quiet_NaN();  // one NaN for all, so that bytes agree
+}
+
+struct OneBit {
+    using Scale = Means;
+
+    THINWIRE_INLINE Means scale_of(const float* x, size_t n, Buckets) const {
+        size_t num_negative = 0;
+        for (size_t i = 0; i < n; ++i) num_negative += x[i] < 0;
+        return {mean(tree_sum<Term::kNegative>(x, n), num_negative),
+                mean(tree_sum<Term::kOther>(x, n), n - num_negative)};
+    }
+
+    template <bool with_residual>
+    THINWIRE_INLINE void encode(const float* x, size_t n, Key, uint32_t, Means means, uint8_t* codes,
+                                float* residual) const {
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i) {
+            const bool negative = x[i] < 0;
+            codes[i] = negative;
+            if (with_residual) residual[i] = x[i] - (negative ? means.low : means.high);
+        }
+    }
+
+    THINWIRE_INLINE Means step(Means means, float weight) const { return {means.low * weight, means.high * weight}; }
+
+    THINWIRE_INLINE void decode(const uint8_t* codes, size_t n, Means step, float* out) const {
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i) out[i] += codes[i] ? step.low : step.high;
+    }
+};
+
+THINWIRE_CLONES void pack_segment(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
+                                  uint8_t* out) {
+    encode_buckets<uint8_t>(OneBit(), x, n, residual, Key(0), *buckets, scales, out);
+}
+
+THINWIRE_CLONES void decode_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n, float weight,
+                                    const Buckets* buckets) {
+    decode_buckets<uint8_t>(OneBit(), scales, codes, out, n, weight, *buckets);
+}
+
+}  // namespace
+
+void onebit_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, size_t bucket_size,
+                 const std::vector<Output>& residuals) {
+    const Buckets buckets{1, bucket_size, false};
+    for_each_encoded<Means>(xs, out, out_nbytes, std::vector<uint64_t>(xs.size()), buckets, residuals,
+                            [&](const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
+                                pack_segment(x, n, residual, &buckets, scales, codes);
+                            });
+}
+
+void onebit_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
+                       size_t bucket_size) {
+    const Buckets buckets{1, bucket_size, false};
+    for_each_decoded<Means>(payload, nbytes, outs, buckets,
+                            [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
+                                decode_segment(scales, codes, out, n, weight, &buckets);
+                            });
+}
+
+}  // namespace thinwire

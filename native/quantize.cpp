@@ -1,0 +1,100 @@
+// Stochastic uniform quantization: evenly spaced levels.
+#include "buckets.hpp"
+
+namespace thinwire {
+
+namespace {
+
+// Codes are bytes up to 8 bits, else 16-bit words.
+template <typename Code>
+struct Uniform {
+    using Scale = float;
+    int num_steps;
+
+    THINWIRE_INLINE float scale_of(const float* x, size_t n, Buckets buckets) const {
+        return bucket_scale(x, n, buckets.l2, num_steps > 255 ? kMinScaleWide : kMinScale);
+    }
+
+    template <bool with_residual>
+    THINWIRE_INLINE void encode(const float* x, size_t n, Key key, uint32_t position, float scale, Code* codes,
+                                float* residual) const {
+        const int last = num_steps;
+        const float steps = static_cast<float>(last), inv = steps / scale, step = scale / steps;
+        if (!usable(scale)) {
+            for (size_t i = 0; i < n; ++i) {
+                codes[i] = 0;
+                if (with_residual) residual[i] = x[i] - -steps * step;
+            }
+            return;
+        }
+        uint32_t counter = counter_at(key, position);
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i, counter += kCounterStep) {
+            const float u = uniform_of(key, counter);
+            const float t = (x[i] * inv + steps) * 0.5f;
+            // t > -1, so truncation is floor or already clamped.
+            const int32_t code = std::min(static_cast<int32_t>(t + u), last);
+            codes[i] = static_cast<Code>(code);
+            if (with_residual) residual[i] = x[i] - static_cast<float>(2 * code - last) * step;
+        }
+    }
+
+    THINWIRE_INLINE float step(float scale, float weight) const {
+        return scale / static_cast<float>(num_steps) * weight;
+    }
+
+    THINWIRE_INLINE void decode(const Code* codes, size_t n, float step, float* out) const {
+        const int last = num_steps;
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i) out[i] += static_cast<float>(2 * codes[i] - last) * step;
+    }
+};
+
+THINWIRE_CLONES void quantize_segment(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
+                                      uint8_t* scales, uint8_t* out) {
+    if (q->buckets.bits <= 8)
+        encode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
+    else
+        encode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
+}
+
+THINWIRE_CLONES void dequantize_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n,
+                                        float weight, const Quantizer* q) {
+    if (q->buckets.bits <= 8)
+        decode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
+    else
+        decode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
+}
+
+THINWIRE_CLONES void fill_uniform(Key key, float* out, size_t n) {
+    uint32_t counter = counter_at(key, 0);
+    for (size_t i = 0; i < n; ++i, counter += kCounterStep) out[i] = uniform_of(key, counter);
+}
+
+void check_steps(const Quantizer& q) {
+    require(q.num_steps >= 1 && q.num_steps < 1 << q.buckets.bits, "num_steps: expected 1 to 2**bits - 1");
+}
+
+}  // namespace
+
+void uniform(uint64_t key, float* out, size_t numel) { fill_uniform(Key(key), out, numel); }
+
+void quantize(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
+              const Quantizer& quantizer, const std::vector<Output>& residuals) {
+    check_steps(quantizer);
+    for_each_encoded(xs, out, out_nbytes, keys, quantizer.buckets, residuals,
+                     [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
+                         quantize_segment(x, n, residual, key, &quantizer, scales, codes);
+                     });
+}
+
+void dequantize_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
+                    const Quantizer& quantizer) {
+    check_steps(quantizer);
+    for_each_decoded(payload, nbytes, outs, quantizer.buckets,
+                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
+                         dequantize_segment(scales, codes, out, n, weight, &quantizer);
+                     });
+}
+
+}  // namespace thinwire

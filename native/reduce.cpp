@@ -1,0 +1,49 @@
+// Norms of chunks, all_finite, and the one check that all kernels share.
+#include "reduce.hpp"
+
+#include <stdexcept>
+
+#include "kernels.hpp"
+
+namespace thinwire {
+
+namespace {
+
+constexpr size_t kFiniteBlock = 1 << 14;  // how far to read before looking at the answer
+
+THINWIRE_CLONES bool segment_finite(const float* x, size_t n) {
+    for (size_t start = 0; start < n; start += kFiniteBlock)
+        if (max_magnitude(x + start, std::min(kFiniteBlock, n - start)) >= kInfinityBits) return false;
+    return true;
+}
+
+}  // namespace
+
+bool all_finite(const std::vector<Input>& xs) {
+    for (const Input& x : xs)
+        if (!segment_finite(x.data, x.numel)) return false;
+    return true;
+}
+
+void require(bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+}
+
+namespace {
+
+THINWIRE_CLONES double chunk_norm(const float* x, size_t n) { return tree_sum<Term::kMagnitude>(x, n); }
+
+}  // namespace
+
+void chunk_norms(const std::vector<Input>& xs, size_t chunk, float* out, size_t out_numel) {
+    require(chunk > 0, "chunk: expected at least 1");
+    for (const Input& x : xs) {
+        for (size_t at = 0; at < x.numel; at += chunk) {
+            require(out_numel-- > 0, "out: fewer than the chunks");
+            *out++ = static_cast<float>(chunk_norm(x.data + at, std::min(chunk, x.numel - at)));
+        }
+    }
+    require(out_numel == 0, "out: more than the chunks");
+}
+
+}  // namespace thinwire

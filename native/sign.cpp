@@ -1,0 +1,84 @@
+// Signs and a mean magnitude per segment.
+#include <limits>
+
+#include "kernels.hpp"
+#include "pack.hpp"
+#include "reduce.hpp"
+
+namespace thinwire {
+
+namespace {
+
+float mean_magnitude(std::vector<double>& block_sums, size_t n) {
+    if (n == 0) return 0.0f;
+    const float mean = static_cast<float>(sum_of_blocks(block_sums) / static_cast<double>(n));
+    return mean == mean ? mean : std::numeric_limits<float>::quiet_NaN();  // one NaN for all, so that bytes agree
+}
+
+// Signs and sums in one pass over memory.
+THINWIRE_CLONES void pack_segment(const float* x, size_t n, std::vector<double>* block_sums, uint8_t* out) {
+    alignas(64) uint8_t codes[kSumBlock];
+    for (size_t start = 0; start < n; start += kSumBlock) {
+        const size_t count = std::min(kSumBlock, n - start);
+        const float* from = x + start;
+        block_sums->push_back(block_sum<Term::kMagnitude>(from, count));
+        for (size_t i = 0; i < count; ++i) codes[i] = from[i] < 0;
+        for (size_t i = count; i % 8; ++i) codes[i] = 0;
+        pack_chunk<1>(codes, count, out + start / 8);
+    }
+}
+
+THINWIRE_CLONES void subtract_signs(const float* x, size_t n, float scale, float* residual) {
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) residual[i] = x[i] - (x[i] < 0 ? -scale : scale);
+}
+
+THINWIRE_CLONES void decode_segment(const uint8_t* payload, float value, float* out, size_t n) {
+    alignas(64) uint8_t codes[kChunk];
+    for (size_t start = 0; start < n; start += kChunk) {
+        const size_t count = std::min(kChunk, n - start);
+        float* to = out + start;
+        prefetch(to + count, std::min(kChunk, n - start - count));
+        unpack_chunk<1>(payload + start / 8, count, codes);
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < count; ++i) to[i] += static_cast<float>(1 - 2 * codes[i]) * value;
+    }
+}
+
+template <typename Segment>
+void check_nbytes(const std::vector<Segment>& segments, size_t nbytes) {
+    size_t expected = 0;
+    for (const Segment& segment : segments) expected += sizeof(float) + (segment.numel + 7) / 8;
+    require(nbytes == expected, "payload: its size does not fit the segments");
+}
+
+}  // namespace
+
+void sign_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<Output>& residuals,
+               const float* fixed_scale) {
+    check_nbytes(xs, out_nbytes);
+    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    uint8_t* signs = out + sizeof(float) * xs.size();
+    for (size_t i = 0; i < xs.size(); ++i) {
+        const size_t n = xs[i].numel;
+        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
+        std::vector<double> block_sums;
+        pack_segment(xs[i].data, n, &block_sums, signs);
+        float scale = mean_magnitude(block_sums, n);
+        if (fixed_scale && magnitude(scale) < kInfinityBits) scale = *fixed_scale;
+        store(out + sizeof(float) * i, scale);
+        if (!residuals.empty()) subtract_signs(xs[i].data, n, scale, residuals[i].data);
+        signs += (n + 7) / 8;
+    }
+}
+
+void sign_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight) {
+    check_nbytes(outs, nbytes);
+    const uint8_t* signs = payload + sizeof(float) * outs.size();
+    for (size_t i = 0; i < outs.size(); ++i) {
+        decode_segment(signs, load<float>(payload + sizeof(float) * i) * weight, outs[i].data, outs[i].numel);
+        signs += (outs[i].numel + 7) / 8;
+    }
+}
+
+}  // namespace thinwire

@@ -1,0 +1,238 @@
+// Stochastic rounding to -1, 0 or 1 times a scale. Digits (the value plus 1, or a sum of those of many workers) are packed
+// in a radix: 5 ternary digits a byte, or as many digits of a larger base as an int32 holds, so that words may be added.
+#include "buckets.hpp"
+
+namespace thinwire {
+
+namespace {
+
+// Words of one block. Its digits lie in planes: element i is digit i / width of word i % width, so that neighbouring
+// words are packed alike. The last block of a segment is narrower.
+constexpr size_t kWords = 64;
+constexpr int kMaxDigits = 19;  // of base 3 in an int32
+
+template <typename Word>
+int digits_per_word(int base) {
+    if (sizeof(Word) == 1) return 5;
+    int digits = 0;
+    for (uint64_t power = base; power <= uint64_t{1} << 31; power *= base) ++digits;
+    return digits;
+}
+
+// Clips at `clip` standard deviations of the segment; the sums are those of x - x[0], so that a mean costs no precision.
+THINWIRE_INLINE float clip_limit(double sum, double squares, size_t n, float clip) {
+    const double count = static_cast<double>(n), variance = (squares - sum * sum / count) / count;
+    const float infinity = std::numeric_limits<float>::infinity();
+    return variance > 0 && variance <= std::numeric_limits<double>::max() ? clip * root_of(variance) : infinity;
+}
+
+THINWIRE_CLONES void segment_scales(const float* x, size_t n, float clip, size_t bucket_size, float* scales) {
+    std::vector<double> sums, squares;
+    int32_t largest = 0;
+    size_t bucket = 0;
+    const bool clips = clip < std::numeric_limits<float>::infinity();
+    for (size_t start = 0; start < n; start += kSumBlock) {
+        const size_t end = std::min(n, start + kSumBlock);
+        double sum[kSumLanes] = {}, square[kSumLanes] = {};
+        const double first = x[0];
+        for (size_t at = start; clips && at < end; at += kSumLanes) {
+            const size_t lanes = std::min(kSumLanes, end - at);
+            if (lanes == kSumLanes)
+                for (size_t lane = 0; lane < kSumLanes; ++lane) {
+                    const double shifted = x[at + lane] - first;
+                    sum[lane] += shifted, square[lane] += shifted * shifted;
+                }
+            else
+                for (size_t lane = 0; lane < lanes; ++lane) {
+                    const double shifted = x[at + lane] - first;
+                    sum[lane] += shifted, square[lane] += shifted * shifted;
+                }
+        }
+        sums.push_back(halve(sum, kSumLanes)), squares.push_back(halve(square, kSumLanes));
+        for (size_t at = start; at < end;) {
+            const size_t bucket_end = std::min(n, (bucket + 1) * bucket_size), stop = std::min(end, bucket_end);
+            largest = std::max(largest, max_magnitude(x + at, stop - at));
+            if (stop == bucket_end) scales[bucket++] = float_from_bits(largest), largest = 0;
+            at = stop;
+        }
+    }
+    if (n == 0) return;
+    const float limit = clip_limit(sum_of_blocks(sums), sum_of_blocks(squares), n, clip);
+    for (size_t i = 0; i < bucket; ++i) {
+        const int32_t bits = magnitude(scales[i]);
+        if (bits > kInfinityBits)
+            scales[i] = std::numeric_limits<float>::quiet_NaN();
+        else
+            scales[i] = bits == kInfinityBits ? scales[i] : stored_scale(std::min(scales[i], limit), true);
+    }
+}
+
+template <bool with_residual>
+THINWIRE_INLINE void encode(const float* x, size_t n, Key key, uint32_t position, float scale, uint8_t* digits,
+                            float* residual) {
+    if (!usable(scale)) {
+        for (size_t i = 0; i < n; ++i) {
+            digits[i] = 1;
+            if (with_residual) residual[i] = x[i] - 0.0f * scale;
+        }
+        return;
+    }
+    const float inv = 1.0f / scale;
+    uint32_t counter = counter_at(key, position);
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i, counter += kCounterStep) {
+        const float u = uniform_of(key, counter), r = x[i] * inv;
+        const int32_t value = (u < r) - (u < -r);
+        digits[i] = static_cast<uint8_t>(value + 1);
+        if (with_residual) residual[i] = x[i] - static_cast<float>(value) * scale;
+    }
+}
+
+struct Radix {
+    int base, digits;
+    size_t bucket_size;
+};
+
+template <typename Word>
+THINWIRE_INLINE void pack_words(Radix radix, const float* x, const float* scales, size_t n, float* residual, Key key,
+                                uint8_t* out) {
+    alignas(64) uint8_t digits[kWords * kMaxDigits];
+    const size_t block = kWords * radix.digits;
+    for (size_t start = 0; start < n; start += block) {
+        const size_t end = std::min(n, start + block), width = (end - start + radix.digits - 1) / radix.digits;
+        for (size_t at = start; at < end;) {
+            const size_t bucket = at / radix.bucket_size;
+            const size_t stop = std::min(end, (bucket + 1) * radix.bucket_size);
+            const uint32_t position = static_cast<uint32_t>(at);
+            if (residual)
+                encode<true>(x + at, stop - at, key, position, scales[bucket], digits + at - start, residual + at);
+            else
+                encode<false>(x + at, stop - at, key, position, scales[bucket], digits + at - start, nullptr);
+            at = stop;
+        }
+        for (size_t i = end - start; i < width * radix.digits; ++i) digits[i] = 0;
+        Word words[kWords] = {};
+        for (int plane = radix.digits - 1; plane >= 0; --plane)
+            for (size_t j = 0; j < width; ++j)
+                words[j] = static_cast<Word>(words[j] * static_cast<Word>(radix.base) + digits[plane * width + j]);
+        std::memcpy(out, words, width * sizeof(Word));
+        out += width * sizeof(Word);
+    }
+}
+
+// Divides each word by the base, and leaves the remainder in `digits`.
+template <typename Word>
+THINWIRE_INLINE void divide(Word* words, int base, Word* digits) {
+    const double inv = 1.0 / base;
+    for (size_t j = 0; j < kWords; ++j) {
+        // Exact: half a unit keeps the product away from the integers by more than it is rounded.
+        const Word quotient = sizeof(Word) == 1
+                                  ? static_cast<Word>((words[j] * 171u) >> 9)
+                                  : static_cast<Word>(static_cast<int64_t>((static_cast<double>(words[j]) + 0.5) * inv));
+        digits[j] = static_cast<Word>(words[j] - quotient * static_cast<Word>(base));
+        words[j] = quotient;
+    }
+}
+
+template <typename Word>
+THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float* scales, float* out, size_t n,
+                               float weight) {
+    const size_t block = kWords * radix.digits;
+    const int32_t zero = radix.base / 2;  // the digit, or sum of digits, that stands for 0
+    for (size_t start = 0; start < n; start += block) {
+        const size_t end = std::min(n, start + block), width = (end - start + radix.digits - 1) / radix.digits;
+        prefetch(out + end, std::min(n, end + block) - end);
+        Word words[kWords] = {}, digits[kWords];
+        std::memcpy(words, payload, width * sizeof(Word));
+        payload += width * sizeof(Word);
+        for (size_t at = start; at < end;) {
+            const size_t plane_end = std::min(end, at + width);
+            divide(words, radix.base, digits);
+            for (const size_t from = at; at < plane_end;) {
+                const size_t bucket = at / radix.bucket_size;
+                const size_t stop = std::min(plane_end, (bucket + 1) * radix.bucket_size);
+                const float step = scales[bucket] * weight;
+                THINWIRE_INDEPENDENT
+                for (size_t i = at; i < stop; ++i)
+                    out[i] += static_cast<float>(static_cast<int32_t>(digits[i - from]) - zero) * step;
+                at = stop;
+            }
+        }
+    }
+}
+
+THINWIRE_CLONES void pack_segment(const Radix* radix, const float* x, const float* scales, size_t n, float* residual,
+                                  Key key, uint8_t* out) {
+    if (radix->base == 3)
+        pack_words<uint8_t>(*radix, x, scales, n, residual, key, out);
+    else
+        pack_words<uint32_t>(*radix, x, scales, n, residual, key, out);
+}
+
+THINWIRE_CLONES void decode_segment(const Radix* radix, const uint8_t* payload, const float* scales, float* out,
+                                    size_t n, float weight) {
+    if (radix->base == 3)
+        add_words<uint8_t>(*radix, payload, scales, out, n, weight);
+    else
+        add_words<uint32_t>(*radix, payload, scales, out, n, weight);
+}
+
+size_t segment_nbytes(const Radix& radix, size_t n) {
+    return (n + radix.digits - 1) / radix.digits * (radix.base == 3 ? sizeof(uint8_t) : sizeof(uint32_t));
+}
+
+template <typename Segment>
+Radix checked_radix(const std::vector<Segment>& segments, size_t nbytes, size_t num_scales, int base,
+                    size_t bucket_size) {
+    require(base >= 3 && base % 2 == 1 && base < 1 << 30, "base: expected an odd number, 3 or more");
+    require(bucket_size >= 1, "bucket_size: expected at least 1");
+    const Radix radix{base, base == 3 ? digits_per_word<uint8_t>(base) : digits_per_word<uint32_t>(base), bucket_size};
+    size_t expected = 0, buckets = 0;
+    for (const Segment& segment : segments) {
+        expected += segment_nbytes(radix, segment.numel);
+        buckets += num_buckets(segment.numel, bucket_size);
+    }
+    require(nbytes == expected, "payload: its size does not fit the segments");
+    require(num_scales == buckets, "scales: expected one per bucket");
+    return radix;
+}
+
+}  // namespace
+
+void ternary_scales(const std::vector<Input>& xs, float clip, size_t bucket_size, float* scales, size_t num_scales) {
+    require(bucket_size >= 1, "bucket_size: expected at least 1");
+    size_t buckets = 0;
+    for (const Input& x : xs) buckets += num_buckets(x.numel, bucket_size);
+    require(num_scales == buckets, "scales: expected one per bucket");
+    for (const Input& x : xs) {
+        segment_scales(x.data, x.numel, clip, bucket_size, scales);
+        scales += num_buckets(x.numel, bucket_size);
+    }
+}
+
+void ternary_pack(const std::vector<Input>& xs, const float* scales, size_t num_scales, uint8_t* out,
+                  size_t out_nbytes, const std::vector<uint64_t>& keys, int base, size_t bucket_size,
+                  const std::vector<Output>& residuals) {
+    const Radix radix = checked_radix(xs, out_nbytes, num_scales, base, bucket_size);
+    require(keys.size() == xs.size(), "keys: expected one per segment");
+    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    for (size_t i = 0; i < xs.size(); ++i) {
+        const size_t n = xs[i].numel;
+        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
+        pack_segment(&radix, xs[i].data, scales, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), out);
+        out += segment_nbytes(radix, n);
+        scales += num_buckets(n, bucket_size);
+    }
+}
+
+void ternary_decode_add(const uint8_t* payload, size_t nbytes, const float* scales, size_t num_scales,
+                        const std::vector<Output>& outs, float weight, int base, size_t bucket_size) {
+    const Radix radix = checked_radix(outs, nbytes, num_scales, base, bucket_size);
+    for (const Output& out : outs) {
+        decode_segment(&radix, payload, scales, out.data, out.numel, weight);
+        payload += segment_nbytes(radix, out.numel);
+        scales += num_buckets(out.numel, bucket_size);
+    }
+}
+
+}  // namespace thinwire

@@ -1,0 +1,152 @@
+"""Training over a thin wire: compressed and decentralised averaging for PyTorch.
+
+The public names, in the order of a gradient's path: a strategy hands tensors to an averager, whose memory and codec
+make them small, and whose communicator sends them.
+"""
+
+from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, PowerGossip, PowerSGD, PushSum, dgc
+from .codec import (
+    ALQ,
+    AMQ,
+    NUQSGD,
+    QSGD,
+    SVD,
+    AdaptiveCodec,
+    AdaptiveThreshold,
+    AgreedCodec,
+    Cast,
+    ChunkTopK,
+    Codec,
+    Huffman,
+    Identity,
+    Key,
+    OneBit,
+    Quantize,
+    RandomK,
+    SignNorm,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    TopKInChunks,
+    TruncatedNormal,
+    TruncatedNormalMixture,
+    chain,
+)
+from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator
+from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
+from .notation import parse
+from .parallel import DGCSGD, ConsensusRecord, GradientCompression, compress_gradients, consensus, gradient_hook
+from .schedule import GeometricWarmup, Progress, Schedule, Values
+from .topology import (
+    BipartiteExponential,
+    BipartiteLinear,
+    Complete,
+    DavisSouthernWomen,
+    DirectedGraph,
+    DirectedRing,
+    ErdosRenyi,
+    Exponential,
+    Graph,
+    Hierarchical,
+    Hypercube,
+    Linear,
+    Phases,
+    Ring,
+    Star,
+    Topology,
+    Torus,
+    WattsStrogatz,
+    from_networkx,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # strategies
+    "compress_gradients",
+    "gradient_hook",
+    "GradientCompression",
+    "DGCSGD",
+    "consensus",
+    "ConsensusRecord",
+    # averagers
+    "Averager",
+    "Mean",
+    "PowerSGD",
+    "dgc",
+    "Mix",
+    "PushSum",
+    "Choco",
+    "DeepSqueeze",
+    "PowerGossip",
+    "Moniqua",
+    # memory
+    "Memory",
+    "ErrorFeedback",
+    "MomentumCorrection",
+    "Clip",
+    "ClipByNorm",
+    "ClipByValue",
+    "ClipValueByGlobalNorm",
+    # codecs
+    "Codec",
+    "AgreedCodec",
+    "Key",
+    "Identity",
+    "Cast",
+    "TopK",
+    "TopKInChunks",
+    "ChunkTopK",
+    "RandomK",
+    "Threshold",
+    "AdaptiveThreshold",
+    "QSGD",
+    "Quantize",
+    "NUQSGD",
+    "ALQ",
+    "AMQ",
+    "TruncatedNormal",
+    "TruncatedNormalMixture",
+    "AdaptiveCodec",
+    "TernGrad",
+    "SignSGD",
+    "OneBit",
+    "Huffman",
+    "SignNorm",
+    "SVD",
+    "chain",
+    # schedules
+    "Schedule",
+    "Progress",
+    "GeometricWarmup",
+    "Values",
+    # topologies
+    "Topology",
+    "Ring",
+    "DirectedRing",
+    "Torus",
+    "Hypercube",
+    "Star",
+    "Complete",
+    "Linear",
+    "Exponential",
+    "BipartiteExponential",
+    "BipartiteLinear",
+    "DavisSouthernWomen",
+    "WattsStrogatz",
+    "ErdosRenyi",
+    "Graph",
+    "DirectedGraph",
+    "from_networkx",
+    "Phases",
+    "Hierarchical",
+    # communication
+    "Communicator",
+    "CommunicationError",
+    "ProcessGroupCommunicator",
+    "LocalWorld",
+    "Ledger",
+    # notation
+    "parse",
+]

@@ -1,0 +1,7 @@
+"""`python -m thinwire` is `thinwire`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

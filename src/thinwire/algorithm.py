@@ -1,0 +1,45 @@
+"""Algorithms are data: the base of every codec, memory, topology and averager.
+
+An algorithm is a frozen dataclass. Its constructor is its configuration, equality is by value, and its `repr` is the
+shortest Python that rebuilds it: fields at their default are left out, parts that are algorithms themselves stand first
+and unnamed, everything else is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+class Algorithm:
+    """Base of all frozen, comparable, printable configurations.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.Mean(tw.TopK(0.01), tw.ErrorFeedback())
+        Mean(TopK(ratio=0.01), ErrorFeedback())
+    """
+
+    def __repr__(self) -> str:
+        arguments, positional = [], True
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if _is_default(field, value):
+                positional = False
+            elif positional and isinstance(value, Algorithm):
+                arguments.append(repr(value))
+            else:
+                positional = False
+                arguments.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _is_default(field: dataclasses.Field, value: object) -> bool:
+    if field.default is not dataclasses.MISSING:
+        return field.default == value
+    return field.default_factory is not dataclasses.MISSING and field.default_factory() == value
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise the user's mistake as a `ValueError`."""
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,28 @@
+"""Averagers: how workers agree. `base` has the contract, `gossip_base` that of gossip; one algorithm, one file."""
+
+from .base import Averager
+from .choco import Choco
+from .deepsqueeze import DeepSqueeze
+from .dgc import dgc
+from .gossip_base import Gossip, GossipState
+from .mean import Mean
+from .mix import Mix
+from .moniqua import Moniqua
+from .power_gossip import PowerGossip
+from .power_sgd import PowerSGD
+from .push_sum import PushSum
+
+__all__ = [
+    "Averager",
+    "Choco",
+    "DeepSqueeze",
+    "Gossip",
+    "GossipState",
+    "Mean",
+    "Mix",
+    "Moniqua",
+    "PowerGossip",
+    "PowerSGD",
+    "PushSum",
+    "dgc",
+]

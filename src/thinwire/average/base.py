@@ -1,0 +1,84 @@
+"""The contract of an averager: how workers agree.
+
+An averager takes a list of named tensors, one list on every worker, and moves them towards their mean over all workers.
+
+    state = averager.init(tensors, comm)             once; workers compare their configuration and fail together
+    handle = averager.step(state, tensors, comm)     may be called for parts of the tensors, a DDP bucket at a time
+    handle.wait()                                    leaves the result in `tensors`
+    averager.commit(state)                           ends the round, once all of its handles have been waited for
+
+A round is one training step: every tensor is stepped once, in one call or in several, in the same order on all workers.
+Memory changes in `commit` alone, and only where every result of the round is finite; results are the same on all
+workers, so all commit or none does. `discard` abandons a round that was broken off, such as by an error in backward.
+
+Collectives are issued in `step`, or all of them in `wait`, never from a completion callback. The caller may issue the
+next `step` before waiting for the last; it waits in the order of the steps.
+
+Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip_base.py`.
+
+Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so; what is remembered is unscaled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..algorithm import Algorithm, require
+from ..codec import Codec
+from ..comm import Communicator, Handle
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+class Averager(Algorithm, ABC):
+    """See the module's text for the contract."""
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether a round must be one call of `step` with all tensors."""
+        return False
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the result carries momentum already, so that the optimizer must not apply its own."""
+        return False
+
+    def set_epoch(self, state: Any, epoch: int) -> None:
+        """Tell schedules which epoch it is, between rounds and alike on all workers."""
+        state.progress = state.progress._replace(epoch=epoch)
+
+    def debias_factor(self, state: Any) -> float:
+        """What to multiply the tensors by to read the estimate of the mean: 1/w under push-sum, else 1.0."""
+        return 1.0
+
+    def current_codec(self, state: Any) -> Codec | None:
+        """The codec of the present round, its schedules resolved and its levels adapted; None if there is none."""
+        return None
+
+    @abstractmethod
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> Any:
+        """Make the state for these tensors, after checking that all workers agree on what they are about to do."""
+
+    @abstractmethod
+    def step(self, state: Any, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        """Begin to average `tensors`; the handle's `wait` leaves the result in them."""
+
+    @abstractmethod
+    def commit(self, state: Any) -> bool:
+        """End the round: keep what memory learned if every result was finite. Returns whether it was."""
+
+    @abstractmethod
+    def discard(self, state: Any) -> None:
+        """Abandon the round that was begun; memory stays as it was."""
+
+
+def check_agreement(averager: Averager, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
+    """Fail on all workers together, naming what differs on which rank, unless all are configured alike."""
+    names = [name for name, _ in tensors]
+    require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
+    described = {f"tensor {i}": f"{name} {tuple(t.shape)} {t.dtype}" for i, (name, t) in enumerate(tensors)}
+    comm.check_agreement({"averager": repr(averager), "seed": seed, "number of tensors": len(names)} | described)

@@ -1,0 +1,47 @@
+"""How encoded gradients meet: the exchanges of `Mean`. `base` has the contract; one exchange, one file.
+
+Steps, and bytes that one of W workers sends, for a payload of p bytes and d bytes of dense vectors:
+
+    all_reduce        2(W-1) steps    2(W-1)/W (p + d)    payloads that may be added on the wire (Identity, Cast)
+                      and 1 step      (W-1) a before      codecs that first agree on numbers of a bytes (TernGrad)
+    all_gather        1 step          (W-1) (p + d)       any codec
+    scatter_reduce    2 steps         2(W-1)/W (p + d)    any codec; the mean is encoded again
+    hierarchical      1 + 2 steps     (L-1) (p + d)       any codec; from one of L nodes to the others, 2 steps inside
+
+`cost.py` holds these formulas, and chooses by them for "auto".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .agree import agreed_all_reduce
+from .all_gather import all_gather
+from .all_reduce import all_reduce
+from .base import Finish, Job, Observe, flatten, split_like
+from .cost import COSTS, Load, cheapest
+from .hierarchical import agree_on_nodes, hierarchical
+from .scatter_reduce import OWNER_MEMORY, init_owner_memory, scatter_reduce
+
+EXCHANGES: dict[str, Callable[[Job], Finish]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "scatter_reduce": scatter_reduce,
+    "hierarchical": hierarchical,
+}
+
+__all__ = [
+    "COSTS",
+    "EXCHANGES",
+    "OWNER_MEMORY",
+    "Finish",
+    "Job",
+    "Load",
+    "Observe",
+    "agree_on_nodes",
+    "agreed_all_reduce",
+    "cheapest",
+    "flatten",
+    "init_owner_memory",
+    "split_like",
+]

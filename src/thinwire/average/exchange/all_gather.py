@@ -1,0 +1,26 @@
+"""Everyone sends its message to everyone: 1 step, (W-1)(p + d) bytes per worker.
+
+Where the codec's size is not fixed, sizes travel first: 2 steps, (W-1)(p + d + 8) bytes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Finish, Job, pack, unpack
+
+
+def all_gather(job: Job) -> Finish:
+    """Any codec; what each worker sends is encoded once. The result is `1/W sum_i C(x_i)`."""
+    message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+    with job.clock("exchange"):
+        handle = job.comm.all_gather(message, variable=not job.codec.fixed_size)
+
+    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+        with job.clock("wait"):
+            messages = [unpack(m, job.dense.numel()) for m in handle.wait()]
+        job.decode([payload for _, payload in messages], totals, job.scale / job.comm.size, job.keys)
+        for dense, _ in messages:
+            dense_total.add_(dense, alpha=1.0 / job.comm.size)
+
+    return finish

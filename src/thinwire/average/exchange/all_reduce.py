@@ -1,0 +1,23 @@
+"""Payloads are added on the wire, by the backend: 2(W-1) steps, 2(W-1)/W (p + d) bytes per worker."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Finish, Job
+
+
+def all_reduce(job: Job) -> Finish:
+    """Codecs whose payloads are summable. The result is `1/W decode(sum_i encode(x_i))`."""
+    payload = job.encode(job.tensors, job.keys, job.masked)
+    with job.clock("exchange"):
+        handles = [job.comm.all_reduce(part) for part in (payload.view(job.codec.sum_dtype), job.dense) if part.numel()]
+
+    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+        with job.clock("wait"):
+            for handle in handles:
+                handle.wait()
+        job.decode([payload], totals, job.scale / job.comm.size, job.keys)
+        dense_total.add_(job.dense, alpha=1.0 / job.comm.size)
+
+    return finish

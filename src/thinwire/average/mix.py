@@ -1,0 +1,59 @@
+"""D-PSGD: every worker takes a weighted mean of its neighbours and itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..topology import Ring, Topology
+from .gossip_base import Change, Gossip, GossipState, Round, check_doubly_stochastic
+
+
+@dataclass(frozen=True, repr=False)
+class Mix(Gossip):
+    """Plain gossip, uncompressed: `x_i <- sum_j P_ij x_j`, computed as `x_i + sum_j P_ij (x_j - x_i)`.
+
+    The mean over workers is kept, and disagreement shrinks by `1 - spectral_gap` a round in the long run. A worker
+    sends `4n` bytes to each neighbour, n the number of elements, in one step. Any doubly stochastic topology serves,
+    directed or time-varying ones too: `Mix(Exponential())` reaches the mean of `W = 2^k` workers in k rounds.
+
+    Args:
+        topology: who talks to whom, with which weights.
+
+    Raises:
+        ValueError: in `init`, a topology that does not keep the mean, or that cannot connect this many workers.
+
+    Source: Lian et al. 2017, Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv 1705.09056.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     x = torch.tensor([float(comm.rank)])
+        ...     averager = tw.Mix(tw.Exponential())
+        ...     state = averager.init([("x", x)], comm)
+        ...     for _ in range(2):
+        ...         averager.step(state, [("x", x)], comm).wait()
+        ...     return x.item()
+        >>> tw.LocalWorld(4).run(worker)
+        [1.5, 1.5, 1.5, 1.5]
+    """
+
+    topology: Topology = field(default_factory=Ring)
+
+    def _check_topology(self, size: int) -> None:
+        check_doubly_stochastic(self, size)
+
+    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+        wait = round.exchange(own)
+
+        def finish() -> Tensor:
+            with state.clock("wait"):
+                received = wait()
+            change = torch.zeros_like(own)
+            for peer, theirs in received.items():
+                change.add_(theirs.sub_(own), alpha=round.receives[peer])
+            return change
+
+        return finish

@@ -1,0 +1,127 @@
+"""Moniqua: gossip on values modulo a bound, in a few bits and without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..topology import Ring, Topology
+from .gossip_base import Change, Gossip, GossipState, Round, check_doubly_stochastic, check_number
+
+
+@dataclass(frozen=True, repr=False)
+class Moniqua(Gossip):
+    """Gossip modulo B. While neighbours differ by at most theta in every element, with `B = 2 theta / (1 - 2 delta)`,
+
+        c_i = Q(x_i mod B)                           is sent: `bits` bits an element
+        x^_j - x_i = (c_j - x_i) mod B               what i recovers of its neighbour j
+        x^_i - x_i = c_i - (x_i mod B)               what i's neighbours recover of i
+        x_i += gamma sum_j P_ij (x^_j - x^_i)
+
+    where `mod B` takes values in [-B/2, B/2). Q rounds to the `2^bits` levels evenly spaced from -B/2 to B/2, at
+    random and unbiased, so `|Q(y) - y| <= delta B` with `delta = 1 / (2^bits - 1)`: 1/3 for 2 bits, where B is 6 theta.
+    The random numbers are the same on all workers, so that equal values are sent as equal codes and agreement is kept.
+
+    Check: where theta holds, `|x^_j - x_j| <= delta B`, all recover the same, and the mean over workers is kept. Where
+    it does not hold, differences are off by multiples of B, and nothing tells: give theta some room. Errors do not
+    vanish as workers agree: disagreement settles at a level that grows with gamma and theta, which is why gamma (the
+    slack matrix `gamma P + (1 - gamma) I` of the paper) is below 1 by default. At 2 bits gamma 1 outgrows any theta.
+
+    A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour, in one step: B/2 as a float32, then the codes
+    of all tensors and of B/2 itself. There is no memory. Any doubly stochastic topology serves. A vector with a NaN or
+    infinite element makes all elements of the neighbours non-finite.
+
+    Args:
+        topology: who talks to whom.
+        theta: bound on the difference between neighbours in any element; lower => more precise, until it is wrong.
+        bits: bits an element, 2 to 8; lower => smaller messages, coarser.
+        gamma: step size in (0, 1]; higher => faster, and noisier.
+
+    Raises:
+        ValueError: a field out of range; in `init`, a topology that does not keep the mean.
+
+    Source: Lu and De Sa 2020, Moniqua: Modulo Quantized Communication in Decentralized SGD, arXiv 2002.11787.
+
+    Example:
+        >>> import thinwire as tw
+        >>> averager = tw.Moniqua(tw.Ring(), theta=0.5)
+        >>> averager.delta, averager.modulus
+        (0.3333333333333333, 3.0)
+    """
+
+    topology: Topology = field(default_factory=Ring)
+    theta: float = 1.0
+    bits: int = 2
+    gamma: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            isinstance(self.theta, (int, float)) and 0 < self.theta < float("inf"),
+            f"Moniqua: theta must be positive and finite, got {self.theta!r}",
+        )
+        require(
+            isinstance(self.bits, int) and 2 <= self.bits <= 8,
+            f"Moniqua: bits must be an integer from 2 to 8, got {self.bits!r}; at 1 bit rounding exceeds the modulus",
+        )
+        check_number(self, "gamma", self.gamma)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from the lowest level to the highest."""
+        return 2**self.bits - 1
+
+    @property
+    def delta(self) -> float:
+        """Bound of the rounding error, as a part of the modulus."""
+        return 1.0 / self.num_steps
+
+    @property
+    def modulus(self) -> float:
+        """B = 2 theta / (1 - 2 delta)."""
+        return 2.0 * self.theta * self.num_steps / (self.num_steps - 2)
+
+    def _check_topology(self, size: int) -> None:
+        check_doubly_stochastic(self, size)
+
+    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+        with state.clock("encode"):
+            wrapped = self._wrap(own)
+            key = kernels.mix_key(state.seed, 0, round.progress.step)
+            payload = self._encode(wrapped, key)
+        wait = round.exchange(payload)
+
+        def finish() -> Tensor:
+            with state.clock("wait"):
+                received = wait()
+            with state.clock("decode"):
+                change = torch.zeros_like(own)
+                own_error = self._decode(payload, own.numel()) - wrapped
+                for peer, theirs in received.items():
+                    difference = self._wrap(self._decode(theirs, own.numel()) - own) - own_error
+                    change.add_(difference, alpha=self.gamma * round.receives[peer])
+                return change
+
+        return finish
+
+    def _wrap(self, x: Tensor) -> Tensor:
+        """x modulo B, in [-B/2, B/2)."""
+        half = self.modulus / 2
+        return torch.remainder(x + half, self.modulus).sub_(half)
+
+    def _encode(self, wrapped: Tensor, key: int) -> Tensor:
+        # The kernel's scale is the largest magnitude; an element of B/2 at the end fixes it.
+        x = torch.cat([wrapped, wrapped.new_tensor([self.modulus / 2])])
+        nbytes = kernels.quantize_nbytes([x.numel()], self.bits, x.numel())
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+        kernels.quantize([x], payload, [key], self.bits, self.num_steps, x.numel())
+        return payload
+
+    def _decode(self, payload: Tensor, numel: int) -> Tensor:
+        out = torch.zeros(numel + 1, device=payload.device)
+        kernels.dequantize_add(payload, [out], 1.0, self.bits, self.num_steps, numel + 1)
+        return out[:-1]

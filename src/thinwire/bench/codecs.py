@@ -1,0 +1,180 @@
+"""`thinwire bench codecs`: the speed of every codec, as a ratio to a plain copy.
+
+For each codec, in every repetition and in this order: refresh the input (not timed), copy it with `Tensor.copy_`,
+encode it with the residual written in place, and `decode_add` the payload. The three are alternated because the speed
+of memory changes from second to second on a shared machine; the median of each is reported. All buffers have been
+written before, so that no page is touched for the first time under the clock.
+
+    encode_ratio = median copy seconds / median encode seconds        1 = as fast as copying the tensor
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..codec import Codec, Key
+from .rows import as_parsed, check_writable, print_table, write_json
+
+DEFAULT_CODECS = (
+    "Identity()",
+    "Cast()",
+    "TopK(ratio=0.001)",
+    "TopK(ratio=0.01)",
+    "TopK(ratio=0.01, sample=0.01)",
+    "TopKInChunks(ratio=0.015625)",
+    "ChunkTopK(ratio=0.01)",
+    "RandomK(ratio=0.01)",
+    "Threshold(value=2.6)",
+    "AdaptiveThreshold()",
+    "QSGD(bits=1, zero=False)",
+    *(f"QSGD(bits={bits})" for bits in range(2, 9)),
+    "QSGD(levels=255)",
+    "NUQSGD(bits=3)",
+    "NUQSGD(bits=4)",
+    "TernGrad()",
+    "SignNorm()",
+    "SignSGD()",
+    "OneBit()",
+    "chain(TopK(ratio=0.01), QSGD(bits=4))",
+    "chain(QSGD(bits=4), Huffman())",
+)
+
+
+@dataclass(frozen=True)
+class CodecsBench:
+    """Measure how fast codecs encode and decode, beside a plain copy and the plain-PyTorch reference."""
+
+    codecs: tuple[str, ...] = DEFAULT_CODECS
+    """Codecs in Python's notation, such as "QSGD(bits=4)"."""
+    megabytes: float = 25.0
+    """Size of the float32 input in MB (10^6 bytes); 25 is DDP's usual bucket."""
+    repetitions: int = 31
+    """Timed repetitions of each codec; more => steadier medians."""
+    reference_repetitions: int = 1
+    """The same for the plain-PyTorch reference, which takes seconds for some codecs; 0 leaves it out."""
+    threads: int = 1
+    """Threads that PyTorch may use; the kernels always run on one."""
+    json: Path | None = None
+    """Write the rows to this file."""
+
+    def __post_init__(self):
+        require(self.megabytes * 1e6 >= 4, f"megabytes must be at least one float (4e-6), got {self.megabytes}")
+        require(self.repetitions >= 1, f"repetitions must be at least 1, got {self.repetitions}")
+        require(
+            self.reference_repetitions >= 0,
+            f"reference_repetitions must be at least 0, got {self.reference_repetitions}",
+        )
+        require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+
+    def run(self) -> list[dict[str, Any]]:
+        """Measure, print the table, write the file, return the rows."""
+        codecs = [as_parsed(text, Codec) for text in self.codecs]
+        check_writable(self.json)
+        with _threads(self.threads):
+            x = torch.randn(int(self.megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(0))
+            rows = [self._row(codec, x) for codec in codecs]
+        _print(rows)
+        write_json(self.json, rows)
+        return rows
+
+    def _row(self, codec: Codec, x: Tensor) -> dict[str, Any]:
+        copy_seconds, encode_seconds, decode_seconds, payload_bytes = measure(codec, x, self.repetitions)
+        reference_encode_seconds = measure_reference(codec, x, self.reference_repetitions)
+        gigabytes = 4 * x.numel() / 1e9
+        return {
+            "codec": repr(codec),
+            "backend": x.device.type,
+            "num_elements": x.numel(),
+            "encode_gb_per_s": gigabytes / encode_seconds,
+            "decode_gb_per_s": gigabytes / decode_seconds,
+            "copy_gb_per_s": gigabytes / copy_seconds,
+            "encode_ratio": copy_seconds / encode_seconds,
+            "decode_ratio": copy_seconds / decode_seconds,
+            "reference_encode_gb_per_s": reference_encode_seconds and gigabytes / reference_encode_seconds,
+            "payload_bytes": payload_bytes,
+            "compression": 4 * x.numel() / payload_bytes,
+        }
+
+
+def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, float, int]:
+    """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes."""
+    work, out = x.clone(), torch.zeros_like(x)
+    for _ in range(3):  # warms up: the allocator needs to free and reuse a payload before it keeps its pages
+        payload = codec.encode(work, Key(), work)
+        codec.decode_add(payload, out, key=Key())
+    copies, encodes, decodes = [], [], []
+    for step in range(repetitions):
+        work.copy_(x)  # the last encode left its residual there
+        copies.append(_seconds(lambda: out.copy_(work)))
+        encodes.append(_seconds(lambda step=step: codec.encode(work, Key(step=step), residual=work)))
+        decodes.append(_seconds(lambda: codec.decode_add(payload, out, 0.5, Key())))
+    return median(copies), median(encodes), median(decodes), payload.numel()
+
+
+def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None:
+    """Median seconds of the same encode in plain PyTorch; None for no repetitions."""
+    seconds = []
+    with kernels.use_backend("reference"):
+        for step in range(repetitions):
+            work = x.clone()
+            seconds.append(_seconds(lambda step=step, work=work: codec.encode(work, Key(step=step), residual=work)))
+    return median(seconds) if seconds else None
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        [
+            row["codec"],
+            f"{row['compression']:.1f}",
+            f"{row['encode_gb_per_s']:.2f}",
+            f"{row['encode_ratio']:.2f}",
+            f"{row['decode_gb_per_s']:.2f}",
+            f"{row['decode_ratio']:.2f}",
+            "" if row["reference_encode_gb_per_s"] is None else f"{row['reference_encode_gb_per_s']:.2f}",
+            f"{row['copy_gb_per_s']:.1f}",
+        ]
+        for row in rows
+    ]
+    megabytes = 4 * rows[0]["num_elements"] / 1e6 if rows else 0
+    print_table(
+        f"Codecs on {megabytes:.3g} MB of float32",
+        [
+            "codec",
+            "times\nsmaller",
+            "encode\nGB/s",
+            "of\ncopy",
+            "decode\nGB/s",
+            "of\ncopy",
+            "encode in\nPyTorch",
+            "copy\nGB/s",
+        ],
+        lines,
+        "GB/s of float32. Encode writes the residual in place; 'of copy' is the speed as a share of Tensor.copy_.",
+    )

@@ -1,0 +1,281 @@
+"""Adaptive levels: stochastic quantization to levels that are fitted to the gradients while training.
+
+Coordinates divided by their bucket's norm are modelled by truncated normals, whose moments are measured in the round
+before an update on what is encoded. Workers pool these statistics, and the levels of least expected error are searched
+for. Between updates the codec is an ordinary `Quantize`: all workers know the levels, which do not travel with a
+payload.
+
+Source: Faghri et al. 2020, Adaptive Gradient Quantization for Data-Parallel SGD, arXiv 2010.12460.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..algorithm import require
+from .base import AdaptiveCodec, Key
+from .distributions import TruncatedNormal, TruncatedNormalMixture
+from .gradient_statistics import BucketStatistics, mixture, pooled, sample_buckets
+from .level_search import alq, alq_gd, amq, exponential_levels
+from .levels import Quantize
+from .quantize import check_buckets
+
+
+@dataclass
+class LevelState:
+    """What adaptive levels remember; the same on all workers but for the sample.
+
+    Attributes:
+        learned: float64; the levels (ALQ), each a float32 number, or the multiplier (AMQ).
+        last_update: step of the last update, also of one that changed nothing; 0 before the first.
+        sample: statistics of every segment encoded in the round before an update, by the stream of its key: the same
+            however the segments were put into buckets, and written once if the round is repeated.
+    """
+
+    learned: Tensor
+    last_update: int = 0
+    sample: dict[int, BucketStatistics] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and tensors from which training continues with the same bits."""
+        sample = {stream: stats.to_tensor() for stream, stats in self.sample.items()}
+        return {"learned": self.learned.clone(), "last_update": self.last_update, "sample": sample}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        require(
+            saved["learned"].shape == self.learned.shape,
+            f"saved levels have shape {tuple(saved['learned'].shape)}, expected {tuple(self.learned.shape)}; use the "
+            "codec they were saved with",
+        )
+        self.learned, self.last_update = saved["learned"].to("cpu", torch.float64, copy=True), saved["last_update"]
+        self.sample = {stream: BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved["sample"].items()}
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptiveLevels(AdaptiveCodec):
+    """What ALQ and AMQ share: when levels are updated, and from which statistics."""
+
+    bits: int = 3
+    bucket_size: int = 8192
+    norm: str = "l2"
+    distribution: str = "mixture"
+    weighting: str = "norm"
+    num_buckets: int = 350
+    zero: bool = False
+    update_steps: tuple[int, ...] = (100, 2000)
+    update_every: int | None = 10000
+
+    unbiased: ClassVar[bool] = True
+
+    def __post_init__(self):
+        name = type(self).__name__
+        require(
+            isinstance(self.bits, int) and 2 <= self.bits <= 8,
+            f"{name}: bits must be an integer from 2 to 8, got {self.bits!r}; levels are fitted for one number of bits",
+        )
+        check_buckets(self)
+        for option, allowed in (("distribution", ("mixture", "pooled")), ("weighting", ("norm", "norm2"))):
+            value = getattr(self, option)
+            require(value in allowed, f"{name}: {option} must be one of {', '.join(allowed)}, got {value!r}")
+        require(
+            isinstance(self.num_buckets, int) and self.num_buckets >= 1,
+            f"{name}: num_buckets must be a positive integer, got {self.num_buckets!r}",
+        )
+        object.__setattr__(self, "update_steps", tuple(self.update_steps))
+        every = [] if self.update_every is None else [self.update_every]
+        require(
+            all(isinstance(step, int) and step >= 1 for step in (*self.update_steps, *every)),
+            f"{name}: update_steps and update_every must be positive integers, got {self.update_steps} and "
+            f"{self.update_every!r}; the first round has no gradients to learn from",
+        )
+
+    @abstractmethod
+    def _start(self) -> Tensor:
+        """What `LevelState.learned` is before the first update."""
+
+    @abstractmethod
+    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+        """What to put in the place of `learned`."""
+
+    @abstractmethod
+    def _levels(self, learned: Tensor) -> Tensor:
+        """The level set, float64, from -1 to 1."""
+
+    def init_state(self) -> LevelState:
+        return LevelState(self._start())
+
+    def at(self, state: LevelState) -> Quantize:
+        return Quantize(tuple(_float32(self._levels(state.learned)).tolist()), self.bucket_size, self.norm)
+
+    def observes(self, step: int) -> bool:
+        return self._updates_at(step + 1)
+
+    def observe(self, state: LevelState, segments: Sequence[Tensor], keys: Sequence[Key]) -> None:
+        for x, key in zip(segments, keys, strict=True):
+            state.sample[key.stream] = self._statistics_of(x)
+
+    def _statistics_of(self, x: Tensor) -> BucketStatistics:
+        is_mixture = self.distribution == "mixture"
+        stats = sample_buckets(x, self.bucket_size, self.norm, self.num_buckets, largest=is_mixture)
+        if is_mixture:
+            return stats.largest(min(self.num_buckets, stats.norms.numel()))
+        merged = stats.merged()  # stands for the whole segment
+        return replace(merged, counts=merged.counts * (x.numel() / max(1.0, stats.counts.sum().item())))
+
+    def is_due(self, state: LevelState, step: int) -> bool:
+        return self._updates_at(step) and state.last_update != step
+
+    def _updates_at(self, step: int) -> bool:
+        periodic = self.update_every is not None and step > 0 and step % self.update_every == 0
+        return periodic or step in self.update_steps
+
+    def statistics(self, state: LevelState) -> Tensor:
+        nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64)] * 4)
+        stats = BucketStatistics.concatenate([nothing, *(state.sample[stream] for stream in sorted(state.sample))])
+        return (stats.largest(self.num_buckets) if self.distribution == "mixture" else stats.merged()).to_tensor()
+
+    def learn(self, state: LevelState, statistics: Sequence[Tensor]) -> Tensor:
+        stats = BucketStatistics.concatenate([BucketStatistics.from_tensor(flat.cpu()) for flat in statistics])
+        if not stats.informative:  # zero or not finite: nothing to learn from
+            return state.learned.clone()
+        is_mixture = self.distribution == "mixture"
+        dist = mixture(stats, self.num_buckets, self.weighting) if is_mixture else pooled(stats)
+        found = self._search(state.learned, dist)
+        # A distribution that is all but a point pulls levels together until float32 cannot tell them apart.
+        distinct = (_float32(self._levels(found)).diff() > 0).all()
+        return found if distinct else state.learned.clone()
+
+    def adopt(self, state: LevelState, learned: Tensor, step: int) -> None:
+        state.learned, state.last_update = learned.to("cpu", torch.float64), step
+        state.sample.clear()
+
+
+@dataclass(frozen=True, repr=False)
+class ALQ(AdaptiveLevels):
+    r"""Adaptive level quantization: all levels move to where the expected error of the gradients is least.
+
+    Coordinates are rounded as `Quantize` does, so the codec is unbiased with any levels. Their expected squared error
+    is
+
+        sum over buckets of norm^2 d Psi(l)
+        Psi(l) = sum_j integral over [l_j, l_{j+1}] of (l_{j+1}-r)(r-l_j) f(r) dr
+
+    with f the density of a bucket's d coordinates divided by its norm: a mixture of truncated normals, one for each of
+    the buckets of largest norm of all workers (`distribution="pooled"`: one for all coordinates, the variant ALQ-N).
+    By coordinate descent each level moves to its exact optimum given its neighbours, from the present, uniform,
+    exponential and quantile levels (`search="gradient"`: all levels at once, by clipped gradient steps, the variant
+    ALQ-GD).
+
+    Levels start as `+-(1/2)^j`. In `Mean` they are updated as rounds `update_steps` and every multiple of
+    `update_every` begin, from what was encoded in the round before, by one all-gather of 32 `num_buckets` bytes
+    (pooled: 32) and a broadcast. Statistics that are all zero or not finite leave the levels as they are. Used outside
+    of `Mean`, the codec has the levels of the start.
+
+    Args:
+        bits: bits an element, 2 to 8; lower => smaller messages, more noise.
+        bucket_size: elements that share a norm; larger => fewer scale bytes (4 a bucket), more noise.
+        norm: "l2" as in the paper, or "max": the largest magnitude, which suits a few bits and small buckets.
+        distribution: "mixture", or "pooled" for ALQ-N.
+        search: "coordinate", or "gradient" for ALQ-GD.
+        weighting: of the mixture's components, "norm" as in the paper, or "norm2", the square, with which Psi is the
+            error of the gradient.
+        num_buckets: components of the mixture (20 to 350 in the paper), and buckets sampled of each tensor; higher =>
+            nearer to the gradients, slower updates.
+        symmetric: whether with each level its negative is one.
+        zero: whether zero is a level. Without it all `2^bits` codes are used, as in the paper; with it a set of
+            `2^bits - 1` levels keeps zeros.
+        update_steps: rounds that begin with an update; the paper's are 100 and 2000 ...
+        update_every: ... and then every 10000; None for no more.
+
+    Raises:
+        ValueError: a field out of range.
+
+    Source: Faghri et al. 2020, arXiv 2010.12460.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     averager = tw.Mean(tw.ALQ(bits=2, norm="max", update_steps=(1,)))
+        ...     x = torch.randn(100, 100, generator=torch.Generator().manual_seed(comm.rank))
+        ...     state = averager.init([("x", x)], comm)
+        ...     for _ in range(2):
+        ...         averager.step(state, [("x", x.clone())], comm).wait()
+        ...         averager.commit(state)
+        ...     return [round(level, 2) for level in averager.current_codec(state).levels]
+        >>> tw.LocalWorld(2).run(worker)
+        [[-1.0, -0.21, 0.21, 1.0], [-1.0, -0.21, 0.21, 1.0]]
+    """
+
+    search: str = "coordinate"
+    symmetric: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.search in ("coordinate", "gradient"),
+            f"ALQ: search must be one of coordinate, gradient, got {self.search!r}",
+        )
+
+    def _start(self) -> Tensor:
+        return exponential_levels(self.bits, zero=self.zero)
+
+    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+        search = alq if self.search == "coordinate" else alq_gd
+        return _float32(search(learned, dist, self.symmetric)).to(torch.float64)
+
+    def _levels(self, learned: Tensor) -> Tensor:
+        return learned
+
+
+@dataclass(frozen=True, repr=False)
+class AMQ(AdaptiveLevels):
+    """Adaptive multiplier quantization: levels `+-p^j`, of which only p adapts.
+
+    As `ALQ`, with p found by gradient descent on `log Psi(p)` from p = 0.1, 0.2, ..., 0.9 and the present one. With
+    `distribution="pooled"` it is the variant AMQ-N.
+
+    Args:
+        bits, bucket_size, norm, distribution, weighting, num_buckets, zero, update_steps, update_every: as in `ALQ`.
+        multiplier: p before the first update, in (0, 1).
+
+    Raises:
+        ValueError: a field out of range.
+
+    Source: Faghri et al. 2020, arXiv 2010.12460.
+
+    Example:
+        >>> import thinwire as tw
+        >>> codec = tw.AMQ(bits=2, multiplier=0.25)
+        >>> codec.at(codec.init_state()).levels
+        (-1.0, -0.25, 0.25, 1.0)
+    """
+
+    multiplier: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1,
+            f"AMQ: multiplier must be between 0 and 1, got {self.multiplier!r}",
+        )
+        self.at(self.init_state())  # refuses levels that are not distinct
+
+    def _start(self) -> Tensor:
+        return torch.tensor([self.multiplier], dtype=torch.float64)
+
+    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+        return torch.tensor([amq(learned.item(), dist, self.bits, self.zero)], dtype=torch.float64)
+
+    def _levels(self, learned: Tensor) -> Tensor:
+        return exponential_levels(self.bits, learned.squeeze(), self.zero)
+
+
+def _float32(levels: Tensor) -> Tensor:
+    return levels.to(torch.float32)

@@ -1,0 +1,100 @@
+"""Composition by value: a sparsifier, and a codec for the values that it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..algorithm import require
+from .base import Codec, Key, Size
+from .entropy import EntropyCoded, EntropyCoder
+from .sparse import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Codec):
+    """What `chain(sparsifier, values)` makes: the payload is [values, as the second codec sends them][support].
+
+    The residual is exact: what the sparsifier drops, and what the second codec loses of the values that are kept.
+    """
+
+    sparsifier: Sparsifier
+    values: Codec
+
+    @property
+    def unbiased(self) -> bool:
+        return self.sparsifier.unbiased and self.values.unbiased
+
+    @property
+    def lossless(self) -> bool:
+        return self.sparsifier.lossless and self.values.lossless
+
+    @property
+    def fixed_size(self) -> bool:
+        return self.sparsifier.fixed_size and self.values.fixed_size
+
+    @property
+    def shared_key(self) -> bool:
+        return self.sparsifier.shared_key
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """Values may be added where all workers keep the same coordinates."""
+        return self.values.sum_dtype if self.shared_key else None
+
+    def support(self, payload: Tensor, size: Size | list[Size], key: Key | list[Key] | None = None) -> Selection:
+        """Which coordinates a payload carries; its values are empty."""
+        return self.sparsifier.support(payload, size, key)
+
+    def __repr__(self) -> str:
+        coded = isinstance(self.values, EntropyCoded)
+        links = [self.sparsifier, *([self.values.codec, self.values.coder] if coded else [self.values])]
+        return f"chain({', '.join(map(repr, links))})"
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        return encode_sparse(self.sparsifier, self.values, segments, keys, residuals)
+
+    def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        decode_sparse(self.sparsifier, self.values, payload, outs, weight, keys)
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        self._decode_add_keyed(payload, outs, weight, [])
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return sparse_nbytes(self.sparsifier, self.values, numels)
+
+
+def chain(first: Codec, *links: Codec | EntropyCoder) -> Codec:
+    """Compose codecs: keep few coordinates, send their values through another codec, and code its symbols.
+
+    Args:
+        first: a sparsifier such as `TopK(0.01)`, whose kept values go through the next link, or a codec such as
+            `QSGD(bits=4)` whose symbols do.
+        links: a codec for the kept values, whose buckets are runs of them; last, where wanted, an entropy coder such as
+            `Huffman()`, with which payloads vary in size.
+
+    Raises:
+        ValueError: links that do not fit together.
+
+    Example:
+        >>> import thinwire as tw
+        >>> codec = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4))
+        >>> round(4 * 1_000_000 / codec.nbytes(1_000_000))  # times smaller than float32
+        253
+        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Huffman()).fixed_size
+        False
+    """
+    require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
+    if isinstance(links[-1], EntropyCoder):
+        inner = EntropyCoded(links[-2] if len(links) > 1 else first, links[-1])
+        return inner if len(links) == 1 else chain(first, *links[:-2], inner)
+    require(len(links) == 1, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
+    (values,) = links
+    require(isinstance(first, Sparsifier), f"chain: the first link must be a sparsifier such as TopK, got {first}")
+    require(
+        isinstance(values, Codec) and not isinstance(values, (Sparsifier, Chain)) and not values.needs_shape,
+        f"chain: the second link must be a codec for the kept values, such as QSGD, got {values}",
+    )
+    return Chain(first, values)

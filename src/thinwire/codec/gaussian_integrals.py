@@ -1,0 +1,119 @@
+"""Integrals of the normal kernel over an interval, to nearly full relative precision.
+
+Differences of `erf` lose every digit in three places that level sets visit: in a far tail, on an interval much
+narrower than the standard deviation, and when the standard deviation is tiny. So the kernel is written relative to its
+value at an anchor point (no underflow in a far tail), tails are scaled by it (`erfcx`), and narrow intervals are summed
+as a Taylor series about their middle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SQRT_2PI = math.sqrt(2 * math.pi)
+FAR = 10.0  # from here on the asymptotic series is the more precise form of the higher tail integrals
+SERIES_TERMS = 20
+NARROW = 0.5  # half-width * max(1, |middle|) below which an interval is summed as a series
+
+
+class IntervalIntegrals(NamedTuple):
+    """Integrals of a weight w over [a, b]: of `w`, of `(r-a) w` and of `(b-r)(r-a) w`."""
+
+    mass: Tensor
+    first: Tensor
+    spread: Tensor
+
+
+def tail_integrals(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`R_n(s) = exp(s^2/2) * integral_s^inf (z-s)^n/n! exp(-z^2/2) dz` for n = 0, 1, 2 and `s >= 0`.
+
+    `R_0` is Mills' ratio, `sqrt(pi/2) erfcx(s/sqrt 2)`; then `R_1 = 1 - s R_0`, `R_2 = (R_0 - s R_1)/2`. These lose
+    `s^4` in precision, so that from s = 10 on the asymptotic series takes over (Abramowitz and Stegun, 7.2.14).
+    Relative error at most 1e-11.
+    """
+    r0 = math.sqrt(math.pi / 2) * torch.special.erfcx(s / math.sqrt(2))
+    r1 = 1 - s * r0
+    r2 = (r0 - s * r1) / 2
+    far = s > FAR
+    if far.any():
+        r1[far], r2[far] = _asymptotic(s[far], 1), _asymptotic(s[far], 2)
+    return r0, r1, r2
+
+
+def _asymptotic(s: Tensor, n: int) -> Tensor:
+    """`R_n(s) ~ s^-(n+1) sum_k (-1)^k (n+2k)!/(n! k! (2 s^2)^k)`."""
+    inverse_square = 1 / (s * s)
+    total = torch.ones_like(s)
+    for k in range(SERIES_TERMS - 1, -1, -1):
+        total = 1 - total * inverse_square * ((n + 2 * k + 1) * (n + 2 * k + 2) / (2 * (k + 1)))
+    return total / s ** (n + 1)
+
+
+def kernel(r: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> Tensor:
+    """`exp(-(r-mean)^2/(2 std^2)) / exp(-(anchor-mean)^2/(2 std^2))`, by the difference of squares as a product."""
+    return torch.exp(-0.5 * ((r - anchor) / std) * ((r - mean) / std + (anchor - mean) / std))
+
+
+def interval_integrals(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> IntervalIntegrals:
+    """Integrals over `[a, b]` against `kernel(., mean, std, anchor)`; all arguments broadcast.
+
+    Args:
+        a, b: ends of the intervals, `a <= b`. The anchor must be the point of [low, high] nearest to the mean, and the
+            intervals must lie in [low, high], so that the kernel is at most 1 on them.
+        mean, std, anchor: of the normal kernel; `std > 0`.
+
+    Returns:
+        The three integrals, of the broadcast shape. Relative error about 1e-11.
+    """
+    a, b, mean, std, anchor = torch.broadcast_tensors(a, b, mean, std, anchor)
+    half_width, middle = (b - a) / (2 * std), ((a + b) / 2 - mean) / std
+    narrow = half_width * middle.abs().clamp(min=1) <= NARROW
+    wide = _wide(a, b, mean, std, anchor)
+    if not narrow.any():
+        return wide
+    scale = kernel((a + b) / 2, mean, std, anchor)
+    series = _narrow(torch.where(narrow, half_width, 0), torch.where(narrow, middle, 0), std, scale)
+    return IntervalIntegrals(*(torch.where(narrow, s, w) for s, w in zip(series, wide, strict=True)))
+
+
+def _narrow(h: Tensor, c: Tensor, std: Tensor, scale: Tensor) -> IntervalIntegrals:
+    """`exp(-(c+t)^2/2) = exp(-c^2/2) sum_n (-t)^n He_n(c)/n!` (Hermite), integrated over |t| <= h term by term."""
+    previous, term = torch.zeros_like(h), torch.ones_like(h)  # (-h)^n He_n(c)/n!
+    mass, odd, spread = torch.zeros_like(h), torch.zeros_like(h), torch.zeros_like(h)
+    for n in range(SERIES_TERMS):
+        if n % 2 == 0:
+            mass = mass + term * (2 / (n + 1))
+            spread = spread + term * (4 / ((n + 1) * (n + 3)))
+        else:
+            odd = odd + term * (2 / (n + 2))
+        previous, term = term, -(h / (n + 1)) * (c * term + h * previous)
+    width = h * std
+    return IntervalIntegrals(scale * width * mass, scale * width**2 * (mass + odd), scale * width**3 * spread)
+
+
+def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> IntervalIntegrals:
+    """By tail integrals `T_n(z)` from z to infinity, e.g. `spread = L (T_1(a)+T_1(b)) - 2 (T_2(a)-T_2(b))`.
+
+    An interval left of the mean is reflected; in one around the mean, what `T_n(a)` has beyond the tail on its own
+    side is taken out by hand, because it cancels.
+    """
+    left = b <= mean
+    length = (b - a) / std
+    za, zb = (a - mean) / std, (b - mean) / std
+    near, far = torch.where(left, -zb, za), torch.where(left, -za, zb)
+    at_a, at_b = kernel(a, mean, std, anchor), kernel(b, mean, std, anchor)
+    at_near, at_far = torch.where(left, at_b, at_a), torch.where(left, at_a, at_b)
+    around = near < 0
+    s = near.abs()
+    p0, p1, p2 = (at_near * r for r in tail_integrals(s))
+    q0, q1, q2 = (at_far * r for r in tail_integrals(far.clamp(min=0)))
+    mass = torch.where(around, SQRT_2PI - p0 - q0, p0 - q0)
+    from_near = torch.where(around, SQRT_2PI * s, 0) + p1 - q1 - length * q0
+    beyond = torch.where(around, SQRT_2PI * (s * far - 1) + 2 * p2, -2 * p2)
+    spread = length * (p1 + q1) + beyond + 2 * q2
+    first = torch.where(left, length * mass - from_near, from_near)
+    return IntervalIntegrals(std * mass, std**2 * first, std**3 * spread)

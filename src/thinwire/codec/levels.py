@@ -1,0 +1,142 @@
+"""Stochastic quantization to levels that are not evenly spaced."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .base import Codec, Symbols
+from .quantize import check_buckets
+
+
+class LevelCodec(Codec):
+    """Quantizes to `level_values` times each bucket's scale; subclasses have the fields `bucket_size` and `norm`."""
+
+    @property
+    @abstractmethod
+    def level_values(self) -> tuple[float, ...]:
+        """The levels, ascending in [-1, 1]."""
+
+    def symbols(self, numels: list[int]) -> Symbols:
+        return Symbols(kernels.levels_bits(len(self.level_values)), numels)
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self._nbytes([s.numel() for s in segments])
+        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        kernels.quantize_levels(segments, payload, keys, self.level_values, self.bucket_size, self.norm, residuals)
+        return payload
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        kernels.dequantize_levels_add(payload, outs, weight, self.level_values, self.bucket_size)
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return kernels.quantize_nbytes(numels, kernels.levels_bits(len(self.level_values)), self.bucket_size)
+
+
+@dataclass(frozen=True, repr=False)
+class Quantize(LevelCodec):
+    """Stochastic quantization to any set of levels: `ceil(log2(number of levels))` bits an element, a scale a bucket.
+
+    An element r, in units of its bucket's scale, is rounded to one of its two neighbouring levels `l <= r < h`:
+
+        C(r) = h if u (h - l) < r - l else l,   u ~ U[0, 1)
+
+    Between the outer levels the mean is r; what lies beyond goes to the nearer outer level, so that the codec is
+    unbiased where the outer levels are -1 and 1. An element that lies at a level stays there. The variance of one
+    element is `(h - r)(r - l)`. Zero is a level only if it is one of `levels`.
+
+    Args:
+        levels: 2 to 256 numbers in [-1, 1], ascending; up to 16 are fastest. More => larger messages, less noise.
+        bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise.
+        norm: "max" (the largest magnitude) or "l2".
+
+    Raises:
+        ValueError: a field out of range.
+
+    Source: Faghri et al. 2020, Adaptive gradient quantization, arXiv 2010.12460.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.Quantize(levels=(-1.0, -0.25, 0.25, 1.0))
+        >>> codec.nbytes(512)  # a scale, and two bits an element
+        132
+        >>> codec.decode(codec.encode(torch.tensor([8.0, 2.0, -2.0])), 3)
+        tensor([ 8.,  2., -2.])
+    """
+
+    levels: tuple[float, ...]
+    bucket_size: int = 512
+    norm: str = "max"
+
+    def __post_init__(self):
+        object.__setattr__(self, "levels", tuple(float(level) for level in self.levels))
+        kernels.check_levels(self.levels)
+        check_buckets(self)
+
+    @property
+    def level_values(self) -> tuple[float, ...]:
+        return self.levels
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the levels reach from -1 to 1."""
+        return (self.levels[0], self.levels[-1]) == (-1.0, 1.0)
+
+
+@dataclass(frozen=True, repr=False)
+class NUQSGD(LevelCodec):
+    """Stochastic quantization to levels spaced by a factor: `0, +-p^s, ..., +-p^2, +-p, +-1`, times the scale.
+
+    `b` bits have room for `s + 1 = 2^(b-1) - 1` magnitudes and zero. Most of a gradient is near zero, where these
+    levels are dense. Check, for p = 1/2, the L2 scale and bucket size d: an element between two magnitudes has variance
+    at most r^2 / 8, one below all of them at most p^(2s) / 4, so `E|C(x)-x|^2 <= (1/8 + d p^(2s) / 4) |x|^2`.
+
+    Args:
+        bits: bits an element, 2 to 8; lower => smaller messages, more noise. May be a schedule.
+        multiplier: p, in (0, 1); lower => levels reach closer to zero, and are farther apart.
+        bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise.
+        norm: "l2" as in the paper, or "max".
+
+    Raises:
+        ValueError: a field out of range, or so many levels that the smallest are not distinct in float32.
+
+    Source: Ramezani-Kebrya et al. 2019, NUQSGD, arXiv 1908.06077.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.NUQSGD(bits=3).level_values
+        (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)
+    """
+
+    bits: int | Schedule = 4
+    multiplier: float = 0.5
+    bucket_size: int = 512
+    norm: str = "l2"
+
+    unbiased: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            isinstance(self.bits, Schedule) or (isinstance(self.bits, int) and 2 <= self.bits <= 8),
+            f"NUQSGD: bits must be an integer from 2 to 8, got {self.bits!r}",
+        )
+        require(
+            isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1,
+            f"NUQSGD: multiplier must be between 0 and 1, got {self.multiplier!r}",
+        )
+        check_buckets(self)
+        if isinstance(self.bits, int):
+            kernels.check_levels(self.level_values)
+
+    @property
+    def level_values(self) -> tuple[float, ...]:
+        """The levels, ascending in [-1, 1]."""
+        magnitudes = [self.multiplier**j for j in range(2 ** (self.bits - 1) - 1)]
+        return (*(-m for m in magnitudes), 0.0, *reversed(magnitudes))

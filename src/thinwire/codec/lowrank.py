@@ -1,0 +1,129 @@
+"""The best low-rank approximation of each matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .base import Codec
+
+
+@dataclass(frozen=True, repr=False)
+class SVD(Codec):
+    """Sends the best approximation of rank r: `C(M) = U_r diag(s_r) V_r'`, as the factors `U_r diag(s_r)` and `V_r`.
+
+    A tensor of two or more dimensions is the matrix M (n x m): n its first dimension, m the product of the others.
+    A vector, such as all tensors of a bucket put together, is folded to a nearly square matrix, zeros at its end. Costs
+    `4 r (n + m)` bytes. A matrix too small to gain, `r (n + m) >= n m`, is sent as it is.
+
+    Biased: use it with a memory such as `ErrorFeedback`. Check: `|M - C(M)|_F^2` is the sum of the squares of all
+    singular values but the r largest, and no matrix of rank r is closer to M (Eckart and Young 1936).
+
+    The time to encode grows as `n m min(n, m)`: on one core 20 ms for 256 x 2304, 120 ms for 512 x 4608, and minutes
+    for all parameters of a large model in one vector. `PowerSGD` comes close to the same approximation at a small part
+    of the time, and its factors are summable. A finite tensor whose rows have a norm beyond float32's range decodes to
+    infinities.
+
+    Args:
+        rank: r, number of singular vectors that are sent, 1 or more; lower => smaller messages. May be a schedule.
+
+    Raises:
+        ValueError: rank out of range.
+
+    Source: Wang et al. 2018, ATOMO, arXiv 1806.04090, whose spectral form samples singular vectors; Vogels et al. 2019,
+        PowerSGD, arXiv 1905.13727, which compares with the best approximation.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec, x = tw.SVD(rank=1), torch.outer(torch.arange(1.0, 4.0), torch.ones(4))
+        >>> payload = codec.encode(x)
+        >>> payload.numel(), bool((codec.decode(payload, x.shape) - x).abs().max() < 1e-5)
+        (28, True)
+    """
+
+    rank: int | Schedule
+
+    needs_shape: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
+            f"SVD: rank must be a positive integer, got {self.rank!r}",
+        )
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        values = torch.cat([self._encode_one(x) for x in segments])
+        parts = values.split([self._count(x.shape) for x in segments])
+        for x, part, r in zip(segments, parts, residuals or [], strict=False):
+            torch.sub(x, self._decode_one(part, x.shape), out=r)
+        return values.view(torch.uint8)
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        parts = payload.view(torch.float32).split([self._count(o.shape) for o in outs])
+        for part, out in zip(parts, outs, strict=True):
+            out.add_(self._decode_one(part, out.shape), alpha=weight)
+
+    def _nbytes(self, shapes: list[torch.Size]) -> int:
+        return 4 * sum(map(self._count, shapes))
+
+    def _count(self, shape: torch.Size) -> int:
+        """How many floats are sent for a tensor of this shape."""
+        return min(self.rank * sum(matrix_shape(shape)), shape.numel())
+
+    def _encode_one(self, x: Tensor) -> Tensor:
+        if self._count(x.shape) == x.numel():
+            return x.reshape(-1)
+        if not kernels.all_finite([x]):
+            return x.new_full((self._count(x.shape),), math.nan)  # it has no singular vectors
+        left, right = best_factors(_as_matrix(x), self.rank)
+        return torch.cat([left.reshape(-1), right.reshape(-1)])
+
+    def _decode_one(self, part: Tensor, shape: torch.Size) -> Tensor:
+        if self._count(shape) == shape.numel():
+            return part.view(shape)
+        n, m = matrix_shape(shape)
+        # Copies, because a matrix product may round otherwise in memory that is aligned otherwise.
+        left, right = (f.clone().view(-1, self.rank) for f in part.split([n * self.rank, m * self.rank]))
+        return (left @ right.t()).view(-1)[: shape.numel()].view(shape)
+
+
+def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors `U_r diag(s_r)` (n, r) and `V_r` (m, r) of the best approximation of rank r, where r < n, m.
+
+    The singular vectors of the shorter side are eigenvectors of `M M'` or `M' M`. In float64, where squares of float32
+    are exact, this finds singular values down to 1e-8 of the largest, below float32's precision, in a quarter of the
+    time of an SVD.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        right, left = _leading(matrix.double().t(), rank)
+    else:
+        left, right = _leading(matrix.double(), rank)
+        # So far (U, V diag(s)); the scale belongs to the left factor.
+        scale = torch.linalg.vector_norm(right, dim=0)
+        left, right = left * scale, torch.where(scale > 0, right / scale, 0.0)
+    return left.float(), right.float()
+
+
+def _leading(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The `rank` leading left singular vectors U of a wide matrix A, the largest first, and `A' U`."""
+    vectors = torch.linalg.eigh(wide @ wide.t()).eigenvectors[:, -rank:].flip(1)
+    return vectors, wide.t() @ vectors
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor of this shape is seen as."""
+    numel = shape.numel()
+    columns = numel // max(1, shape[0]) if len(shape) > 1 else math.isqrt(max(0, numel - 1)) + 1
+    return (shape[0] if len(shape) > 1 else -(-numel // columns)), columns
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    n, m = matrix_shape(x.shape)
+    return torch.nn.functional.pad(x.reshape(-1), (0, n * m - x.numel())).view(n, m)

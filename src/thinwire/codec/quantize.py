@@ -1,0 +1,139 @@
+"""Stochastic uniform quantization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .base import Codec, Symbols
+
+
+@dataclass(frozen=True, repr=False)
+class QSGD(Codec):
+    """Stochastic uniform quantization to `bits` bits an element, one scale a bucket.
+
+    Each bucket of `bucket_size` consecutive elements of a segment has a float32 scale: its largest magnitude ("max",
+    the QSGDinf of the paper) or its L2 norm ("l2"). An element is rounded at random to one of its two neighbouring
+    levels `scale * (2c - m) / m`, `c = 0..m`, with probabilities that make the mean right:
+
+        c = floor((x / scale * m + m) / 2 + u),   u ~ U[0, 1)
+
+    With `zero` there are `m = 2^bits - 2` steps, so zero is a level and zeros stay zeros, as in the paper; this is the
+    default, because most of a gradient is near zero. Without it `m = 2^bits - 1` uses every code. One bit has only the
+    two levels -scale and scale, and needs `zero=False`.
+
+    Check: with the L2 scale, `s = m / 2` levels a side and bucket size d, `E|C(x)-x|^2 <= min(d/s^2, sqrt(d)/s)|x|^2`.
+
+    With `levels = s` there are s magnitude levels a side and zero, `m = 2s`, at `ceil(log2(2s + 1))` bits an element:
+    the paper's own parameter, of which s = 255 is the classic layer-wise setting.
+
+    Args:
+        bits: bits an element, 1 to 8; lower => smaller messages, more noise. May be a schedule.
+        bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise.
+        norm: "max" or "l2".
+        zero: whether zero is a level.
+        levels: s, in place of `bits`: 1 to 32767. May be a schedule.
+        dense_last: whether an incomplete last bucket of a segment travels as float32.
+
+    Raises:
+        ValueError: a field out of range, or both or neither of `bits` and `levels`.
+
+    Source: Alistarh et al. 2017, QSGD, arXiv 1610.02132.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.QSGD(bits=4)
+        >>> codec.nbytes(1024)  # two scales, and half a byte an element
+        520
+        >>> codec.decode(codec.encode(torch.tensor([7.0, 0.0, -1.0])), 3)
+        tensor([ 7.,  0., -1.])
+    """
+
+    bits: int | Schedule | None = None
+    bucket_size: int = 512
+    norm: str = "max"
+    zero: bool = True
+    levels: int | Schedule | None = None
+    dense_last: bool = False
+
+    unbiased: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            (self.bits is None) != (self.levels is None),
+            f"QSGD: give either bits or levels, got bits={self.bits!r} and levels={self.levels!r}",
+        )
+        for name, most in (("bits", 8), ("levels", 2**15 - 1)):
+            value = getattr(self, name)
+            require(
+                value is None or isinstance(value, Schedule) or (isinstance(value, int) and 1 <= value <= most),
+                f"QSGD: {name} must be an integer from 1 to {most}, got {value!r}",
+            )
+        check_buckets(self)
+        require(self.bits != 1 or not self.zero, "QSGD: one bit has no room for a zero level; add zero=False")
+        require(self.levels is None or self.zero, "QSGD: levels are counted from zero, which is one; give bits instead")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits an element."""
+        return self.num_steps.bit_length()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps from -scale to scale: the levels less one."""
+        if self.levels is not None:
+            return 2 * self.levels
+        return 2**self.bits - (2 if self.zero else 1)
+
+    def symbols(self, numels: list[int]) -> Symbols | None:
+        return None if self.code_bits > 8 or self.dense_last else Symbols(self.code_bits, numels)
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        numels = [s.numel() for s in segments]
+        payload = torch.empty(self._nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        whole = [self._whole(n) for n in numels]
+        size = self._quantized_nbytes(numels)
+        kept = None if residuals is None else [r[:n] for r, n in zip(residuals, whole, strict=True)]
+        bodies = [s[:n] for s, n in zip(segments, whole, strict=True)]
+        kernels.quantize(
+            bodies, payload[:size], keys, self.code_bits, self.num_steps, self.bucket_size, self.norm, kept
+        )
+        if size < payload.numel():
+            tails = [s[n:] for s, n in zip(segments, whole, strict=True)]
+            payload[size:] = torch.cat(tails).view(torch.uint8)
+        for r, n in zip(residuals or [], whole, strict=False):
+            r[n:] = 0
+        return payload
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        numels = [o.numel() for o in outs]
+        whole, size = [self._whole(n) for n in numels], self._quantized_nbytes(numels)
+        bodies = [o[:n] for o, n in zip(outs, whole, strict=True)]
+        kernels.dequantize_add(payload[:size], bodies, weight, self.code_bits, self.num_steps, self.bucket_size)
+        tails = payload[size:].clone().view(torch.float32)  # a copy, because floats must be aligned
+        rests = tails.split([numel - n for numel, n in zip(numels, whole, strict=True)])
+        for out, n, rest in zip(outs, whole, rests, strict=True):
+            out[n:].add_(rest, alpha=weight)
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return self._quantized_nbytes(numels) + 4 * sum(n - self._whole(n) for n in numels)
+
+    def _quantized_nbytes(self, numels: list[int]) -> int:
+        return kernels.quantize_nbytes([self._whole(n) for n in numels], self.code_bits, self.bucket_size)
+
+    def _whole(self, numel: int) -> int:
+        """Elements of a segment that are quantized: all, or those of complete buckets."""
+        return numel - numel % self.bucket_size if self.dense_last else numel
+
+
+def check_buckets(codec: Any) -> None:
+    """Raise ValueError unless `bucket_size` and `norm` are right."""
+    name, size = type(codec).__name__, codec.bucket_size
+    require(isinstance(size, int) and size >= 1, f"{name}: bucket_size must be a positive integer, got {size!r}")
+    require(codec.norm in ("max", "l2"), f"{name}: norm must be 'max' or 'l2', got {codec.norm!r}")

@@ -1,0 +1,102 @@
+"""Random-k: coordinates that a key chooses, so that no index is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .sparse import Selection, Sparsifier, check_ratio
+from .top_k import num_kept
+
+
+@dataclass(frozen=True, repr=False)
+class RandomK(Sparsifier):
+    """Keeps `k = max(1, ceil(ratio * n))` coordinates of each segment, chosen uniformly without replacement.
+
+    The choice is a function of the key, and the receiver repeats it: with a key of its own, each worker sends eight
+    bytes a segment in place of indices. With a `shared` key all workers keep the same coordinates in a step, and other
+    ones in the next; nothing is sent but values, and these may be added on the wire, so that an all-reduce serves.
+
+    As it is, it is biased, with `E|C(x) - x|^2 = (1 - k/n) |x|^2`, and wants a memory such as `ErrorFeedback`. `scaled`
+    by n/k it is unbiased, with `E|C(x) - x|^2 = (n/k - 1) |x|^2`, and takes none.
+
+    A NaN or infinity is seen even where its coordinate is not chosen: the first value sent of its segment is then NaN.
+
+    Args:
+        ratio: fraction of the coordinates that is kept, in (0, 1]; lower => smaller messages.
+        shared: whether all workers choose alike.
+        scaled: whether values are multiplied by n/k.
+
+    Raises:
+        ValueError: ratio out of range.
+
+    Source: Stich et al. 2018, arXiv 1809.07599; Konecny et al. 2016, arXiv 1610.05492; Wangni et al. 2018, arXiv
+    1710.09854.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.RandomK(ratio=0.5, shared=True)
+        >>> key = tw.Key(seed=1)
+        >>> payload = codec.encode(torch.tensor([1.0, 2.0, 3.0, 4.0]), key)
+        >>> payload.numel(), codec.decode(payload, 4, key)
+        (8, tensor([1., 0., 3., 0.]))
+    """
+
+    ratio: float | Schedule
+    shared: bool = False
+    scaled: bool = False
+
+    def __post_init__(self):
+        check_ratio(self, self.ratio)
+        for name in ("shared", "scaled"):
+            require(isinstance(getattr(self, name), bool), f"RandomK: {name} must be True or False")
+
+    @property
+    def unbiased(self) -> bool:
+        return self.scaled or self.ratio == 1
+
+    @property
+    def shared_key(self) -> bool:
+        return self.shared
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        return torch.float32 if self.shared else None
+
+    def count(self, numel: int) -> int:
+        return num_kept(self.ratio, numel)
+
+    def gain(self, numel: int) -> float:
+        return numel / self.count(numel) if self.scaled and numel else 1.0
+
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        numels = [s.numel() for s in segments]
+        counts = [self.count(n) for n in numels]
+        indices = kernels.random_indices(keys, counts, numels, segments[0].device if segments else "cpu")
+        values = kernels.gather(segments, indices, counts)
+        if not kernels.all_finite(segments):
+            for x, kept in zip(segments, values.split(counts), strict=True):
+                kept[:1] = kept[:1] if kernels.all_finite([x]) else torch.nan
+        return Selection(indices, values, counts)
+
+    def _write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+        if self.shared:
+            return torch.empty(0, dtype=torch.uint8, device=indices.device)
+        signed = [key - (key >> 63 << 64) for key in keys]
+        return torch.tensor(signed, dtype=torch.int64, device=indices.device).view(torch.uint8)
+
+    def _read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
+        counts, nbytes = [self.count(n) for n in numels], self._support_nbytes(numels, numels)
+        if not self.shared:
+            # A copy, because it may start at any address.
+            keys = payload[payload.numel() - nbytes :].clone().view(torch.int64).tolist()
+            keys = [key % 2**64 for key in keys]
+        return kernels.random_indices(keys, counts, numels, payload.device), counts, nbytes
+
+    def _support_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        return 0 if self.shared else 8 * len(numels)

@@ -1,0 +1,146 @@
+"""One bit an element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from .base import Codec
+
+
+@dataclass(frozen=True, repr=False)
+class SignNorm(Codec):
+    """One bit an element and one scale a segment: `C(x) = |x|_1 / n * sign(x)`, with sign(0) = +1.
+
+    Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 = |x|^2 - |x|_1^2 / n`.
+
+    Source: Karimireddy et al. 2019, EF-SGD, arXiv 1901.09847.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.SignNorm()
+        >>> codec.decode(codec.encode(torch.tensor([3.0, -1.0])), 2)
+        tensor([ 2., -2.])
+    """
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self._nbytes([s.numel() for s in segments])
+        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        kernels.sign_pack(segments, payload, residuals=residuals)
+        return payload
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        kernels.sign_decode_add(payload, outs, weight)
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return kernels.sign_nbytes(numels)
+
+
+@dataclass(frozen=True, repr=False)
+class SignSGD(Codec):
+    """One bit an element; workers take a majority vote: the result is `scale * sign(sum_i sign(x_i))`.
+
+    A worker sends signs, with sign(0) = +1, and everyone counts them. A tie is 0: the element stays where it is, as
+    sign(0) = 0 says. The result is the same whatever the size of the gradients, so the learning rate, or `scale`, alone
+    sets the step. A segment's scale crosses the wire too (4 bytes), which is how a worker with an infinite or NaN
+    element makes itself heard.
+
+    Args:
+        scale: factor of the vote, above 0.
+
+    Raises:
+        ValueError: scale out of range.
+
+    Source: Bernstein et al. 2018, signSGD, arXiv 1802.04434; with majority vote, arXiv 1810.05291.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     x = torch.tensor([[1.0, -1.0, 1.0], [-5.0, -1.0, 9.0], [2.0, 1.0, 0.1]])[comm.rank].view(1, 3)
+        ...     averager = tw.Mean(tw.SignSGD())
+        ...     averager.step(averager.init([("x", x)], comm), [("x", x)], comm).wait()
+        ...     return x
+        >>> tw.LocalWorld(3).run(worker)[0]
+        tensor([[ 1., -1.,  1.]])
+    """
+
+    scale: float = 1.0
+
+    votes: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            isinstance(self.scale, (int, float)) and 2.0**-100 <= self.scale <= 2.0**100,
+            f"SignSGD: scale must be a positive number, from 2^-100 to 2^100, got {self.scale!r}",
+        )
+
+    def combine(self, totals: list[Tensor]) -> None:
+        """The sign of each sum, times the scale. Sums of scales are rounded, and counts of votes are integers."""
+        for total in totals:
+            votes = (total / self.scale).round_().sign_()
+            total.sub_(total).add_(votes, alpha=self.scale)  # zero, or NaN where the sum was not finite
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self._nbytes([s.numel() for s in segments])
+        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        kernels.sign_pack(segments, payload, residuals=residuals, fixed_scale=self.scale)
+        return payload
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        kernels.sign_decode_add(payload, outs, weight)
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return kernels.sign_nbytes(numels)
+
+
+@dataclass(frozen=True, repr=False)
+class OneBit(Codec):
+    """One bit an element; negative elements become their mean, and so do the others. Two float32 a bucket.
+
+        C(x_i) = mean of {x_j : x_j < 0} if x_i < 0 else mean of {x_j : x_j >= 0}
+
+    Biased: use it with a memory such as `ErrorFeedback`. Check: of all codecs that send these bits and two values,
+    this one has the least error, `|x - C(x)|^2 = |x|^2 - |C(x)|^2`. The mean of a bucket is kept.
+
+    Args:
+        bucket_size: elements that share two means; None for the whole segment. With a matrix's number of columns it is
+            a row, the outputs of one neuron, as in the paper.
+
+    Raises:
+        ValueError: bucket_size out of range.
+
+    Source: Seide et al. 2014, 1-bit stochastic gradient descent and its application to data-parallel distributed
+        training of speech DNNs.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.OneBit()
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -2.0, 3.0, -6.0])), 4)
+        tensor([ 2., -4.,  2., -4.])
+    """
+
+    bucket_size: int | None = None
+
+    def __post_init__(self):
+        size = self.bucket_size
+        require(
+            size is None or (isinstance(size, int) and size >= 1),
+            f"OneBit: bucket_size must be a positive integer or None, got {size!r}",
+        )
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self._nbytes([s.numel() for s in segments])
+        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        kernels.onebit_pack(segments, payload, self.bucket_size, residuals)
+        return payload
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        kernels.onebit_decode_add(payload, outs, weight, self.bucket_size)
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return kernels.onebit_nbytes(numels, self.bucket_size)

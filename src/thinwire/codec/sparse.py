@@ -1,0 +1,240 @@
+"""What all sparsifiers share: few coordinates are kept, and the payload is [their values][their support].
+
+The *support* tells the receiver which coordinates these are. It stands last and is read from its end:
+
+    [coded indices][number of kept coordinates of each segment, uint32, where it is not a function of the sizes]
+
+A sparsifier selects; `encode_sparse` sends the values through a codec, `Identity` or the second link of a chain, and
+writes the support. Where sending all of a segment is smaller than its values and support, all of it is sent.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .base import Codec, Key, Size, as_list
+from .cast import Identity
+
+
+class Selection(NamedTuple):
+    """What is kept of each segment, one segment after the other.
+
+    Attributes:
+        indices: int32, ascending within a segment and local to it.
+        values: float32, what is to be sent of them.
+        counts: how many of each segment.
+    """
+
+    indices: Tensor
+    values: Tensor
+    counts: list[int]
+
+
+class Sparsifier(Codec):
+    """A codec that keeps some coordinates; see the module's text.
+
+    `chain(sparsifier, codec)` sends the values through another codec.
+    """
+
+    @property
+    def counts_travel(self) -> bool:
+        """Whether the number of kept coordinates depends on the data."""
+        return False
+
+    @property
+    def fixed_size(self) -> bool:
+        return not self.counts_travel
+
+    @abstractmethod
+    def count(self, numel: int) -> int:
+        """How many of `numel` coordinates are kept; at most, where `counts_travel`."""
+
+    @abstractmethod
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        """Choose coordinates."""
+
+    def gain(self, numel: int) -> float:
+        """What kept values are multiplied by."""
+        return 1.0
+
+    def support(self, payload: Tensor, size: Size | list[Size], key: Key | list[Key] | None = None) -> Selection:
+        """Which coordinates a payload of this codec, or of a chain that begins with it, carries; its values are empty.
+
+        Raises:
+            ValueError: the payload is corrupt.
+
+        Example:
+            >>> import torch, thinwire as tw
+            >>> codec = tw.TopK(ratio=0.5)
+            >>> codec.support(codec.encode(torch.tensor([1.0, -3.0, 0.5, 2.0])), 4).indices
+            tensor([1, 3], dtype=torch.int32)
+        """
+        sizes = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
+        indices, counts, _ = self._read_support(payload, sizes, self._decoding_keys(key, len(sizes)))
+        return Selection(indices, torch.empty(0, device=payload.device), counts)
+
+    # ---- how the support is coded; others than these override all of it ----
+
+    def _write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+        codes = self._pack_indices(indices, counts, numels)
+        return torch.cat([codes, _count_bytes(counts, codes.device)]) if self.counts_travel else codes
+
+    def _read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
+        """Indices, counts, and how many bytes at the end of the payload they took."""
+        if not self.counts_travel:
+            counts = [self.count(n) for n in numels]
+            indices, nbytes = self._unpack_indices(payload, counts, numels)
+            return indices, counts, nbytes
+        payload, counts = _split_counts(payload, numels)
+        indices, nbytes = self._unpack_indices(payload, counts, numels)
+        return indices, counts, nbytes + 4 * len(counts)
+
+    def _support_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        return self._indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel
+
+    def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+        codes = torch.empty(self._indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
+        kernels.pack_indices(indices, counts, numels, codes)
+        return codes
+
+    def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
+        """Indices, and how many bytes at the end of the payload they took."""
+        nbytes = self._indices_nbytes(counts, numels)
+        return kernels.unpack_indices(_tail(payload, nbytes), counts, numels), nbytes
+
+    def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        return sum(kernels.indices_nbytes(k, n) for k, n in zip(counts, numels, strict=True))
+
+    # ---- the codec: values as they are ----
+
+    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        return encode_sparse(self, Identity(), segments, keys, residuals)
+
+    def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        decode_sparse(self, Identity(), payload, outs, weight, keys)
+
+    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+        self._decode_add_keyed(payload, outs, weight, [])
+
+    def _nbytes(self, numels: list[int]) -> int:
+        return sparse_nbytes(self, Identity(), numels)
+
+
+def encode_sparse(
+    sparsifier: Sparsifier, values_codec: Codec, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
+) -> Tensor:
+    """Select, send the values through `values_codec`, and code the support."""
+    numels = [s.numel() for s in segments]
+    selection = sparsifier.select(segments, keys)
+    if sparsifier.counts_travel:
+        selection = _all_where_smaller(sparsifier, values_codec, selection, segments)
+    indices, values, counts = selection
+    sent, lost = _encode_values(values_codec, values, counts, keys, gains=[sparsifier.gain(n) for n in numels])
+    if residuals is not None:
+        for x, r in zip(segments, residuals, strict=True):
+            if r.data_ptr() != x.data_ptr():
+                r.copy_(x)
+        kernels.scatter(residuals, indices, lost, counts)
+    return torch.cat([sent, sparsifier._write_support(indices, counts, numels, keys)])
+
+
+def decode_sparse(
+    sparsifier: Sparsifier,
+    values_codec: Codec,
+    payload: Tensor,
+    outs: list[Tensor],
+    weight: float,
+    keys: list[int],
+) -> None:
+    """Undo `encode_sparse`, accumulating into `outs`."""
+    numels = [o.numel() for o in outs]
+    indices, counts, nbytes = sparsifier._read_support(payload, numels, keys)
+    sent = payload[: payload.numel() - nbytes]
+    expected = values_codec._nbytes(counts)
+    require(
+        sent.numel() == expected or (sent.numel() < expected and not values_codec.fixed_size),
+        f"{sparsifier}: the payload has {sent.numel()} bytes of values, and {sum(counts)} of them take {expected}; "
+        "is it corrupt, or were sender and receiver configured differently?",
+    )
+    values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
+    values_codec._decode_add(sent, list(values.split(counts)), 1.0)
+    kernels.scatter_add(outs, indices, values, counts, weight)
+
+
+def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:
+    """Size of what `encode_sparse` returns: exact if both are of fixed size, else a bound."""
+    counts = [sparsifier.count(n) for n in numels]
+    return values_codec._nbytes(counts) + sparsifier._support_nbytes(counts, numels)
+
+
+def check_ratio(codec: Codec, ratio: float | Schedule) -> None:
+    """Raise ValueError unless `ratio` is a fraction, or a schedule of fractions."""
+    name = type(codec).__name__
+    require(
+        isinstance(ratio, Schedule) or (isinstance(ratio, (int, float)) and 0 < ratio <= 1),
+        f"{name}: ratio must be above 0 and at most 1, got {ratio!r}; 0.01 keeps one coordinate in a hundred",
+    )
+
+
+def _encode_values(
+    values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
+) -> tuple[Tensor, Tensor]:
+    """The payload of the values times `gains`, and what it lacks of the values."""
+    kept, lost = list(values.split(counts)), torch.empty_like(values)
+    if all(gain == 1.0 for gain in gains):
+        sent = values_codec._encode(kept, keys, list(lost.split(counts)))
+        return sent, lost
+    sent = values_codec._encode([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
+    values_codec._decode_add(sent, list(lost.zero_().split(counts)), 1.0)
+    return sent, values - lost
+
+
+def _all_where_smaller(
+    sparsifier: Sparsifier, values_codec: Codec, selection: Selection, segments: list[Tensor]
+) -> Selection:
+    """The selection, and all of a segment where that makes the payload smaller."""
+
+    def nbytes(count: int, numel: int) -> int:
+        return values_codec._nbytes([count]) + sparsifier._indices_nbytes([count], [numel])
+
+    def grows(count: int, numel: int) -> bool:
+        return nbytes(count, numel) > nbytes(numel, numel)
+
+    counts = [x.numel() if grows(k, x.numel()) else k for k, x in zip(selection.counts, segments, strict=True)]
+    if counts == selection.counts:
+        return selection
+    parts = [part.split(selection.counts) for part in (selection.indices, selection.values)]
+    indices, values = [], []
+    for i, x in enumerate(segments):
+        everything = counts[i] == x.numel()
+        indices.append(torch.arange(x.numel(), dtype=torch.int32, device=x.device) if everything else parts[0][i])
+        values.append(x if everything else parts[1][i])
+    return Selection(torch.cat(indices), torch.cat(values), counts)
+
+
+def _count_bytes(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
+
+
+def _split_counts(payload: Tensor, numels: list[int]) -> tuple[Tensor, list[int]]:
+    """What stands before the counts, and the counts."""
+    nbytes = 4 * len(numels)
+    counts = _tail(payload, nbytes).clone().view(torch.int32).tolist()  # a copy, because it may start at any address
+    require(
+        all(0 <= k <= n for k, n in zip(counts, numels, strict=True)),
+        f"the payload is corrupt: it says that {counts} of {numels} elements were kept",
+    )
+    return payload[: payload.numel() - nbytes], counts
+
+
+def _tail(payload: Tensor, nbytes: int) -> Tensor:
+    have = payload.numel()
+    require(have >= nbytes, f"the payload is cut short: its indices take {nbytes} bytes, and it has {have}")
+    return payload[payload.numel() - nbytes :]

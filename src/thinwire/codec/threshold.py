@@ -1,0 +1,109 @@
+"""Sparsifiers by magnitude, of variable size: a fixed threshold, and one that follows the largest element."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from ..schedule import Schedule
+from .sparse import Selection, Sparsifier
+
+_SMALLEST = 2.0**-149  # the smallest positive float32; zeros are never worth sending
+
+
+class _ByMagnitude(Sparsifier):
+    """Keeps what reaches a threshold; none or all of a segment may."""
+
+    @property
+    def counts_travel(self) -> bool:
+        return True
+
+    def count(self, numel: int) -> int:
+        return numel
+
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        return Selection(*kernels.select(segments, self.thresholds(segments)))
+
+    @abstractmethod
+    def thresholds(self, segments: list[Tensor]) -> list[float]:
+        """One for each segment."""
+
+
+@dataclass(frozen=True, repr=False)
+class Threshold(_ByMagnitude):
+    """Keeps all `|x_i| >= value`; the size of the payload depends on the data.
+
+    Biased: use it with a memory such as `ErrorFeedback`. Check: `max |x - C(x)| < value`. Where a segment's values and
+    indices would take more than the whole segment, the whole segment is sent; so a payload is never larger than the
+    dense one but for four bytes a segment.
+
+    Args:
+        value: lowest magnitude that is sent, in the units of the tensor; higher => smaller messages.
+
+    Raises:
+        ValueError: value not positive.
+
+    Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech; Dutta et
+    al. 2020, arXiv 1911.08250.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.Threshold(value=0.5)
+        >>> payload = codec.encode(torch.tensor([0.1, -0.5, 0.0, 0.0, 0.7, 0.2, 0.2, 0.3]))
+        >>> payload.numel()  # two values, a byte for their indices, four for their number
+        13
+        >>> codec.decode(payload, 8)
+        tensor([ 0.0000, -0.5000,  0.0000,  0.0000,  0.7000,  0.0000,  0.0000,  0.0000])
+    """
+
+    value: float | Schedule = 0.001
+
+    def __post_init__(self):
+        require(
+            isinstance(self.value, Schedule) or (isinstance(self.value, (int, float)) and 0 < self.value < math.inf),
+            f"Threshold: value must be positive and finite, got {self.value!r}",
+        )
+
+    def thresholds(self, segments: list[Tensor]) -> list[float]:
+        return [max(self.value, _SMALLEST)] * len(segments)
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptiveThreshold(_ByMagnitude):
+    """Keeps `|x_i| >= fraction * max_j |x_j|` of each segment; the size of the payload depends on the data.
+
+    Biased: use it with a memory such as `ErrorFeedback`. At least one element is kept, and none of a segment of zeros.
+
+    Args:
+        fraction: of the largest magnitude, in (0, 1]; higher => smaller messages.
+
+    Raises:
+        ValueError: fraction out of range.
+
+    Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks", MLHPC;
+    Chen et al. 2018, AdaComp, arXiv 1712.02679.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.AdaptiveThreshold(fraction=0.5)
+        >>> codec.decode(codec.encode(torch.tensor([0.1, -4.0, 2.0, 1.9])), 4)
+        tensor([ 0., -4.,  2.,  0.])
+    """
+
+    fraction: float | Schedule = 0.5
+
+    def __post_init__(self):
+        require(
+            isinstance(self.fraction, Schedule) or (isinstance(self.fraction, (int, float)) and 0 < self.fraction <= 1),
+            f"AdaptiveThreshold: fraction must be above 0 and at most 1, got {self.fraction!r}",
+        )
+
+    def thresholds(self, segments: list[Tensor]) -> list[float]:
+        largest = kernels.largest(segments)
+        # Among infinities and NaN, all of them.
+        return [max(self.fraction * m, _SMALLEST) if math.isfinite(m) else math.inf for m in largest]

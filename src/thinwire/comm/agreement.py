@@ -1,0 +1,54 @@
+"""How workers find out that they were configured alike: digests first, and words only if digests differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+ABSENT = "(absent)"
+MAX_CHARS = 160
+
+
+def fingerprint(described: dict[str, str]) -> bytes:
+    """SHA-256 of the dictionary, 32 bytes, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
+
+
+def raise_disagreement(described: list[dict[str, str]]) -> None:
+    """Raises the ValueError that tells the workers' dictionaries apart; `described[r]` is that of rank r."""
+    keys = dict.fromkeys(key for one in described for key in one)
+    differing = {key: [one.get(key, ABSENT) for one in described] for key in keys}
+    differing = {key: values for key, values in differing.items() if len(set(values)) > 1}
+    lines = [f"  {key}: {describe(values)}" for key, values in differing.items()]
+    raise ValueError(
+        f"workers disagree on {len(differing)} of {len(keys)} settings:\n"
+        + "\n".join(lines)
+        + "\nGive every worker the same configuration, and the same tensors in the same order."
+    )
+
+
+def describe(values: list[str]) -> str:
+    """Which ranks hold which value, a value per group of ranks.
+
+    Example:
+        >>> describe(["TopK(ratio=0.1)", "TopK(ratio=0.2)", "TopK(ratio=0.1)"])
+        'TopK(ratio=0.1) on ranks 0, 2; TopK(ratio=0.2) on rank 1'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    start = next((i for i, chars in enumerate(zip(*ranks, strict=False)) if len(set(chars)) > 1), 0)
+    return "; ".join(f"{excerpt(value, start)} on {name_ranks(held)}" for value, held in ranks.items())
+
+
+def excerpt(value: str, start: int) -> str:
+    """At most MAX_CHARS of a value, from shortly before the place where values begin to differ."""
+    if len(value) <= MAX_CHARS:
+        return value
+    begin = max(0, start - MAX_CHARS // 4)
+    end = begin + MAX_CHARS
+    return ("..." if begin else "") + value[begin:end] + ("..." if end < len(value) else "")
+
+
+def name_ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,93 @@
+"""What every operation asks of its arguments. Each error names the rank, what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .base import Communicator
+
+SUMMABLE = frozenset(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64]
+)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def tensor(comm: Communicator, operation: str, value: Any) -> None:
+    """Dense and contiguous."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"rank {comm.rank}: {operation} expects a tensor, got {type(value).__name__}.")
+    if value.layout != torch.strided or not value.is_contiguous():
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects a contiguous tensor, got shape {tuple(value.shape)} with "
+            f"{'strides ' + str(value.stride()) if value.layout == torch.strided else value.layout}. "
+            "Pass tensor.contiguous(), and copy the result back where it is in place."
+        )
+
+
+def summable(comm: Communicator, value: Any) -> None:
+    tensor(comm, "all_reduce", value)
+    if value.dtype not in SUMMABLE:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE))
+        raise ValueError(f"rank {comm.rank}: all_reduce sums {names}, got {value.dtype}. Convert the tensor first.")
+
+
+def flat(comm: Communicator, operation: str, value: Any) -> None:
+    tensor(comm, operation, value)
+    if value.dim() != 1:
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects 1-D tensors, got shape {tuple(value.shape)}. Pass tensor.view(-1)."
+        )
+
+
+def rank(comm: Communicator, operation: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value < comm.size:
+        raise ValueError(f"rank {comm.rank}: {operation} expects {name} in 0..{comm.size - 1}, got {value!r}.")
+
+
+def peers(comm: Communicator, operation: str, name: str, tensors: dict[int, Tensor]) -> None:
+    for peer, value in tensors.items():
+        rank(comm, operation, f"peers in {name}", peer)
+        if peer == comm.rank:
+            raise ValueError(f"rank {comm.rank}: {operation} has this worker itself in {name}. Name others.")
+        tensor(comm, operation, value)
+
+
+def gather_sizes(comm: Communicator, value: Tensor, sizes: list[int] | None) -> list[int]:
+    """Number of elements on each worker, the own one checked."""
+    flat(comm, "all_gather", value)
+    sizes = [value.numel()] * comm.size if sizes is None else list(sizes)
+    own_size(comm, "all_gather", sizes, value.numel())
+    return sizes
+
+
+def all_to_all_sizes(comm: Communicator, tensors: list[Tensor], sizes: list[int] | None) -> list[int]:
+    """Number of elements that comes from each worker."""
+    if len(tensors) != comm.size:
+        raise ValueError(
+            f"rank {comm.rank}: all_to_all expects one tensor per worker, {comm.size}, got {len(tensors)}."
+        )
+    for value in tensors:
+        flat(comm, "all_to_all", value)
+    if len({value.dtype for value in tensors}) > 1:
+        dtypes = [str(value.dtype) for value in tensors]
+        raise ValueError(f"rank {comm.rank}: all_to_all expects tensors of one dtype, got {', '.join(dtypes)}.")
+    sizes = [value.numel() for value in tensors] if sizes is None else list(sizes)
+    own_size(comm, "all_to_all", sizes, tensors[comm.rank].numel())
+    return sizes
+
+
+def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int) -> None:
+    if len(sizes) != comm.size or min(sizes) < 0:
+        raise ValueError(f"rank {comm.rank}: {operation} expects {comm.size} sizes, one per worker, got {sizes}.")
+    if sizes[comm.rank] != numel:
+        raise ValueError(
+            f"rank {comm.rank}: {operation} got sizes[{comm.rank}] = {sizes[comm.rank]}, but this worker's own tensor "
+            f"has {numel} elements. Pass the same sizes on every worker."
+        )

@@ -1,0 +1,145 @@
+"""The ledger: every byte that crosses the wire, by collective and by direction.
+
+Counts are per worker and of payload: what this worker sends to others and receives from them. Its own copy is not
+counted, nor are the headers of TCP. With W workers and a message of n bytes,
+
+    collective    sent by this worker        received          what happens
+    all_reduce    2 (W-1)/W n                the same          ring: reduce-scatter, then all-gather
+    all_gather    (W-1) n                    what others hold  everyone sends straight to everyone
+      variable    (W-1) (8 + n)              the same          sizes first, as int64
+    all_to_all    what goes to others        what comes        straight
+    exchange      what goes to peers         what comes        straight
+    broadcast     n per child in the tree    n, but the root 0 binomial tree over ranks counted from the root
+    barrier       (W-1)                      (W-1)             an all_gather of one byte
+
+These are Gloo's algorithms, and a test holds them, worker by worker, to the operating system's counters: beyond these
+counts, Gloo adds at most 144 bytes to a message, and TCP its headers. A ring all-reduce counts 2 (W-1) messages, its
+steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its tensor into whole elements, so that one worker
+differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers, 2 (W-1) n, is exact.
+NCCL and MPI choose among algorithms of their own: for them the rows of all_reduce, all_gather and broadcast are the
+least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective has cost this worker."""
+
+    calls: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@dataclass
+class Ledger:
+    """Bytes and messages of one worker, by collective, beside what dense averaging would have cost.
+
+    Args:
+        size: number of workers, W.
+
+    Example:
+        >>> ledger = Ledger(size=4)
+        >>> ledger.record("all_gather", messages=3, bytes_sent=300, bytes_received=300)
+        >>> ledger.add_dense(numel=1000)
+        >>> ledger.bytes_sent, ledger.dense_fp32_bytes, ledger.dense_bf16_bytes
+        (300, 6000, 3000)
+    """
+
+    size: int
+    dense_numel: int = 0
+    collectives: dict[str, Traffic] = field(default_factory=dict)
+
+    def record(self, collective: str, messages: int, bytes_sent: int, bytes_received: int) -> None:
+        """Adds one call of `collective`; `messages` counts those that this worker sends."""
+        traffic = self.collectives.setdefault(collective, Traffic())
+        traffic.calls += 1
+        traffic.messages += messages
+        traffic.bytes_sent += bytes_sent
+        traffic.bytes_received += bytes_received
+
+    def add_received(self, collective: str, num_bytes: int) -> None:
+        """Adds what a call that is recorded already turned out to receive, where its size was not known before."""
+        self.collectives[collective].bytes_received += num_bytes
+
+    def add_dense(self, numel: int) -> None:
+        """Notes that `numel` elements were averaged, by whatever means, for the comparison with dense averaging."""
+        self.dense_numel += numel
+
+    @property
+    def messages(self) -> int:
+        """Messages that this worker has sent."""
+        return sum(traffic.messages for traffic in self.collectives.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent to others."""
+        return sum(traffic.bytes_sent for traffic in self.collectives.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that this worker has received from others."""
+        return sum(traffic.bytes_received for traffic in self.collectives.values())
+
+    @property
+    def dense_fp32_bytes(self) -> int:
+        """Bytes that a ring all-reduce of the same elements in float32 sends per worker: 2 (W-1)/W 4n."""
+        return ring_all_reduce_bytes(self.size, 4 * self.dense_numel)
+
+    @property
+    def dense_bf16_bytes(self) -> int:
+        """The same in bfloat16: 2 (W-1)/W 2n."""
+        return ring_all_reduce_bytes(self.size, 2 * self.dense_numel)
+
+    def snapshot(self) -> Ledger:
+        """A copy that later calls leave alone."""
+        return replace(self, collectives={name: replace(traffic) for name, traffic in list(self.collectives.items())})
+
+    def since(self, snapshot: Ledger) -> Ledger:
+        """What was added after `snapshot` was taken of this ledger."""
+        added = {
+            name: traffic - snapshot.collectives.get(name, Traffic())
+            for name, traffic in self.snapshot().collectives.items()
+        }
+        added = {name: traffic for name, traffic in added.items() if traffic.calls}
+        return Ledger(self.size, self.dense_numel - snapshot.dense_numel, added)
+
+    def as_dict(self) -> dict:
+        """Plain values, ready for JSON."""
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "messages": self.messages,
+            "dense_fp32_bytes": self.dense_fp32_bytes,
+            "dense_bf16_bytes": self.dense_bf16_bytes,
+            "collectives": {name: asdict(traffic) for name, traffic in self.collectives.items()},
+        }
+
+
+def ring_all_reduce_bytes(size: int, num_bytes: int) -> int:
+    """Bytes that each of `size` workers sends, and receives, in a ring all-reduce of `num_bytes`: 2 (W-1)/W n.
+
+    Example:
+        >>> ring_all_reduce_bytes(4, 1000)
+        1500
+    """
+    return 2 * (size - 1) * num_bytes // size
+
+
+def broadcast_children(size: int, rank: int, root: int) -> int:
+    """To how many others `rank` passes the message on in a binomial tree: in round i, worker v < 2^i sends to v + 2^i,
+    where workers are counted from the root.
+
+    Example:
+        >>> [broadcast_children(size=4, rank=rank, root=0) for rank in range(4)]
+        [2, 1, 0, 0]
+    """
+    virtual_rank = (rank - root) % size
+    return sum(virtual_rank < 1 << i and virtual_rank + (1 << i) < size for i in range(size.bit_length()))

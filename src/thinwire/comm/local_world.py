@@ -1,0 +1,197 @@
+"""Workers as threads of one process: for tests, examples and simulation.
+
+The contract is that of `base.py`, and the ledger counts what a network would carry. A message is copied into the
+receiver's mailbox at the call, so that nothing is under way between calls and no issuing thread is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .base import CommunicationError, Communicator
+
+
+@dataclass(frozen=True)
+class LocalWorld:
+    """W workers in threads.
+
+    Args:
+        size: number of workers, W.
+        timeout_seconds: how long a worker waits for a message before it gives up.
+
+    Example:
+        >>> import torch
+        >>> def mean(comm):
+        ...     return comm.all_reduce(torch.tensor([float(comm.rank)])).wait() / comm.size
+        >>> LocalWorld(4).run(mean)
+        [tensor([1.5000]), tensor([1.5000]), tensor([1.5000]), tensor([1.5000])]
+    """
+
+    size: int
+    timeout_seconds: float = 60.0
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"LocalWorld needs at least one worker, got size={self.size}.")
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list:
+        """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
+
+        Raises:
+            The first error that a worker raised, its rank put before its message; the others are released at once.
+        """
+        mail, results = Mail(self.timeout_seconds), [None] * self.size
+        work = partial(_work, mail, self.size, results, fn, args)
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            mail.fail(None, CommunicationError("the world has ended"))  # releases workers when we are interrupted
+        if mail.failed_rank is not None:
+            raise name_rank(mail.error, mail.failed_rank)
+        return results
+
+
+def _work(mail: Mail, size: int, results: list, fn: Callable, args: tuple, rank: int) -> None:
+    try:
+        with LocalCommunicator(rank, size, mail) as comm:
+            results[rank] = fn(comm, *args)
+    except BaseException as error:
+        mail.fail(rank, error)
+    finally:
+        mail.leave(rank)
+
+
+def name_rank(error: BaseException, rank: int) -> BaseException:
+    """The same error, with the worker that raised it put before its message."""
+    message = str(error.args[0]) if error.args else repr(error)
+    if not message.startswith(f"rank {rank}: "):
+        error.args = (f"rank {rank}: {message}", *error.args[1:])
+    return error
+
+
+class Mail:
+    """Messages between threads, matched by sender, receiver and position in their conversation."""
+
+    def __init__(self, timeout_seconds: float):
+        self.timeout_seconds = timeout_seconds
+        self.error: BaseException | None = None
+        self.failed_rank: int | None = None
+        self._messages: dict[tuple[int, int, int], Tensor] = {}
+        self._left: set[int] = set()
+        self._changed = threading.Condition()
+
+    def put(self, source: int, target: int, position: int, message: Tensor) -> None:
+        with self._changed:
+            self._messages[source, target, position] = message
+            self._changed.notify_all()
+
+    def take(self, source: int, target: int, position: int) -> Tensor:
+        key = (source, target, position)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in self._messages or self.error or source in self._left, self.timeout_seconds
+            )
+            if key in self._messages:
+                return self._messages.pop(key)
+        if self.error:
+            raise CommunicationError(f"released, because rank {self.failed_rank} raised {self.error!r}")
+        if source in self._left:
+            raise CommunicationError(f"rank {source} has finished and sends no more")
+        raise CommunicationError(f"nothing came from rank {source} in {self.timeout_seconds} seconds")
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """Releases all workers; only the first error counts."""
+        with self._changed:
+            if self.error is None:
+                self.error, self.failed_rank = error, rank
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+
+class LocalCommunicator(Communicator):
+    """One worker of a `LocalWorld`."""
+
+    def __init__(self, rank: int, size: int, mail: Mail):
+        super().__init__(rank, size)
+        self._mail = mail
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _issue(self, tensors: list[Tensor], start: Callable[[], Callable]) -> Callable[[], Any]:
+        return start()
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        own = tensor.clone()
+        others = self._others([own] * self.size)
+        take = self._post(others, list(others))
+        return lambda: self._sum(tensor, {**take(), self.rank: own})
+
+    def _sum(self, tensor: Tensor, contributions: dict[int, Tensor]) -> None:
+        """Adds in rank order, so that the result has the same bits on every worker."""
+        for peer, contribution in contributions.items():
+            self._require_same(tensor, contribution, peer)
+        tensor.copy_(contributions[0])
+        for rank in range(1, self.size):
+            tensor += contributions[rank]
+
+    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
+        own = gathered[self.rank]
+        return self._start_exchange(
+            {peer: own for peer in self._others(gathered) if own.numel()},
+            {peer: part for peer, part in self._others(gathered).items() if part.numel()},
+        )
+
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
+        # A mailbox takes messages of any size, so that the call need not wait for sizes.
+        others = self._others([tensor.clone()] * self.size)
+        take = self._post(others, list(others))
+        return lambda: result.extend(part for _, part in sorted({**take(), self.rank: tensor}.items()))
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        copies = {id(tensor): tensor.clone() for tensor in sends.values()}
+        take = self._post({peer: copies[id(tensor)] for peer, tensor in sends.items()}, list(receives))
+        return lambda: self._store(receives, take())
+
+    def _store(self, receives: dict[int, Tensor], messages: dict[int, Tensor]) -> None:
+        for peer, tensor in receives.items():
+            self._require_same(tensor, messages[peer], peer)
+            tensor.copy_(messages[peer])
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+        if self.rank == root:
+            return self._start_exchange(self._others([tensor] * self.size), {})
+        return self._start_exchange({}, {root: tensor})
+
+    def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
+        """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
+        for peer, message in messages.items():
+            self._mail.put(self.rank, peer, self._num_sent[peer], message)
+            self._num_sent[peer] += 1
+        positions = {source: self._num_received[source] for source in sources}
+        self._num_received.update(sources)
+        return lambda: {source: self._mail.take(source, self.rank, position) for source, position in positions.items()}
+
+    def _require_same(self, expected: Tensor, message: Tensor, peer: int) -> None:
+        if (expected.numel(), expected.dtype) != (message.numel(), message.dtype):
+            raise ValueError(
+                f"expected {expected.numel()} x {expected.dtype} from rank {peer}, got {message.numel()} x "
+                f"{message.dtype}. Call the same operations on every worker, with tensors of the same size."
+            )

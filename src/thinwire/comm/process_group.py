@@ -1,0 +1,193 @@
+"""Workers as processes, over `torch.distributed`: Gloo, NCCL, MPI.
+
+One thread starts all operations, in call order, on a process group of its own, and does not wait for one to end before
+it starts the next. Between two workers, the backends match messages in the order in which they were started.
+
+Gloo   `all_gather` is an exchange with everyone, all receives posted before the first send: a message whose receive is
+       posted late waits for a round trip, which costs Gloo's own all_gather and batch_isend_irecv up to half the line.
+NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal parts use its own all-gather, which
+       crosses the links between nodes less often. `wait()` orders streams and returns before the data is there, so
+       that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import CommunicationError, Communicator
+
+
+class ProcessGroupCommunicator(Communicator):
+    """A communicator over the ranks of a process group.
+
+    Args:
+        group: whose ranks to connect; None for all. It is not used itself: a new group of the same backend is made over
+            the same ranks, so every worker of `group` must construct its communicators in the same order.
+        timeout_seconds: how long an operation may take before it fails.
+
+    Raises:
+        ValueError: when torch.distributed is not initialised, or this process is not in `group`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with ProcessGroupCommunicator() as comm:
+        ...     comm.all_reduce(torch.ones(2)).wait()
+        tensor([1., 1.])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_seconds: float = 300.0):
+        if not dist.is_initialized():
+            raise ValueError("ProcessGroupCommunicator needs torch.distributed. Call dist.init_process_group() first.")
+        group = dist.group.WORLD if group is None else group
+        if dist.get_rank(group) < 0:
+            raise ValueError(f"global rank {dist.get_rank()} is not in the group. Construct it on the group's ranks.")
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        self._backends = dict(part.split(":") for part in config.split(","))
+        self._global_ranks = dist.get_process_group_ranks(group)
+        # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
+        name = config if len(set(self._backends.values())) > 1 else next(iter(self._backends.values()))
+        self._group = _new_group(self._global_ranks, name, timeout_seconds)
+        # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
+        self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        if "cpu" not in self._backends:
+            self._object_device = torch.device("cuda", torch.cuda.current_device())
+        if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
+            # NCCL connects in a group's first operation, in which all ranks must take part.
+            self.all_reduce(torch.zeros(1, device="cuda")).wait()
+            self.ledger = type(self.ledger)(self.size)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._issuer.shutdown(wait=True)
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
+                dist.destroy_process_group(self._group)
+
+    # ---- issuing ----
+
+    def _issue(self, tensors: list[Tensor], start: Callable[[], Callable]) -> Callable[[], Any]:
+        device = self._device_of(tensors)
+        if device.type == "cpu":
+            issued = self._issuer.submit(start)
+            return partial(self._complete, issued)
+        ready = torch.cuda.current_stream(device).record_event()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        issued = self._issuer.submit(partial(_start_on_stream, side, ready, tensors, start))
+        return lambda: torch.cuda.current_stream(device).wait_event(issued.result())
+
+    def _complete(self, issued: Future) -> None:
+        try:
+            issued.result()()
+        except RuntimeError:
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        """Closes Gloo's connections, so that workers that wait for this one fail at once, and so on along a ring.
+
+        A receive that runs into its timeout closes them all; on Gloo, `ProcessGroup.abort()` closes none.
+        """
+        for peer in self._global_ranks:
+            if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
+                with contextlib.suppress(RuntimeError, ValueError):
+                    receive = dist.irecv(torch.empty(1), peer, group=self._group)
+                    receive.wait(timedelta(milliseconds=1))
+
+    def _device_of(self, tensors: list[Tensor]) -> torch.device:
+        """The one device of all tensors, which the backend must be able to send from."""
+        devices = {tensor.device for tensor in tensors} or {self._object_device}
+        backends = {self._backends.get(device.type) for device in devices}
+        if len(devices) > 1 or backends <= {None} or (backends == {"gloo"} and devices != {torch.device("cpu")}):
+            raise ValueError(
+                f"rank {self.rank}: tensors on {', '.join(sorted(map(str, devices)))} cannot be sent together over "
+                f"{self._backends}. Keep them on one device, and initialise with backend 'cpu:gloo,cuda:nccl'."
+            )
+        return devices.pop()
+
+    # ---- primitives ----
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        if tensor.numel() == 0:
+            return partial(_wait, [])
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return partial(_wait, [("", work)])
+
+    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
+        own, equal = gathered[self.rank], len({part.numel() for part in gathered}) == 1
+        if self._backends[own.device.type] == "nccl" and equal and own.numel():
+            work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+            return partial(_wait, [("", work)])
+        return self._start_exchange(
+            {peer: own for peer in self._others(gathered) if own.numel()},
+            {peer: part for peer, part in self._others(gathered).items() if part.numel()},
+        )
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+        if tensor.numel() == 0:
+            return partial(_wait, [])
+        work = dist.broadcast(tensor, self._global_ranks[root], group=self._group, async_op=True)
+        return partial(_wait, [(f"from rank {root}", work)])
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        if any(self._backends[t.device.type] == "nccl" for t in (*sends.values(), *receives.values())):
+            return self._start_grouped(sends, receives)
+        works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in receives.items()]
+        works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in sends.items()]
+        return partial(_wait, works)
+
+    def _begin(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
+        try:
+            return operation(tensor, self._global_ranks[peer], group=self._group)
+        except RuntimeError as error:
+            raise CommunicationError(f"{operation.__name__} with rank {peer}: {error}") from error
+
+    def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], self._group) for p, t in receives.items()]
+        operations += [dist.P2POp(dist.isend, t, self._global_ranks[p], self._group) for p, t in sends.items()]
+        return partial(_wait, [("", work) for work in dist.batch_isend_irecv(operations)])
+
+
+def _new_group(ranks: list[int], config: str, timeout_seconds: float) -> dist.ProcessGroup:
+    """Only the ranks of the group take part, so that subgroups may be connected independently of each other."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, timeout=timeout, backend=config)
+    return dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+
+
+def _wait(works: list[tuple[str, dist.Work]]) -> None:
+    for what, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
+
+
+def _start_on_stream(
+    side: torch.cuda.Stream, ready: torch.cuda.Event, tensors: list[Tensor], start: Callable[[], Callable]
+) -> torch.cuda.Event:
+    """Starts an operation on `side` once `ready` has happened; the event returned follows its end."""
+    for tensor in tensors:
+        tensor.record_stream(side)  # keeps their memory from being handed out again while in use
+    with torch.cuda.stream(side):
+        side.wait_event(ready)
+        start()()  # waiting orders the stream, not the host
+        return side.record_event()

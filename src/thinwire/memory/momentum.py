@@ -1,0 +1,196 @@
+"""Momentum correction: momentum is applied before gradients are accumulated, so that late ones keep their weight.
+
+Each worker keeps a momentum u and a velocity v for every tensor that is encoded, and sends from the velocity:
+
+    plain       u = m u + g          v = v + u
+    Nesterov    u = m (u + g)        v = v + u + g
+
+Afterwards v keeps what was not sent, and with masking u = 0 at every coordinate that was sent. A tensor that travels
+dense keeps u alone: with g the mean of all workers its update is u (plain) or u + g (Nesterov). So the optimizer that
+gets the averaged result applies no momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..algorithm import require
+from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+from .clip import Clip
+
+
+@dataclass
+class Pair:
+    """A committed flat float32 buffer, and the one that a commit puts in its place."""
+
+    kept: Tensor
+    spare: Tensor
+    is_pending: bool = False
+
+    def commit(self) -> None:
+        """Make what was written to the spare buffer since the last commit the kept one."""
+        if self.is_pending:
+            self.kept, self.spare, self.is_pending = self.spare, self.kept, False
+
+
+@dataclass
+class MomentumState:
+    """What momentum correction keeps, by parameter name, in unscaled units.
+
+    Args:
+        num_workers: W.
+        momentum: u of every tensor.
+        velocity: v of those that are encoded.
+    """
+
+    num_workers: int
+    momentum: dict[str, Pair]
+    velocity: dict[str, Pair] = field(default_factory=dict)
+
+    def pairs(self) -> dict[str, Pair]:
+        """All buffers, under the names that they are saved by."""
+        momenta = {f"{name}.momentum": pair for name, pair in self.momentum.items()}
+        return momenta | {f"{name}.velocity": pair for name, pair in self.velocity.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The committed buffers: `<parameter>.momentum`, and `<parameter>.velocity` of those that are encoded."""
+        return {name: pair.kept.clone() for name, pair in self.pairs().items()}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        load_buffers({name: pair.kept for name, pair in self.pairs().items()}, saved, "momentum correction")
+        for pair in self.pairs().values():
+            pair.is_pending = False
+
+
+@dataclass(frozen=True, repr=False)
+class MomentumCorrection(Memory):
+    """Sends `C(v)` of the velocity `v = v + u`, `u = m u + g`, and keeps what it loses: Deep Gradient Compression.
+
+    With Nesterov's momentum `u = m (u + g)` and `v = v + u + g`. A gradient that waits in v meanwhile gains the
+    momentum that it would have gained in the parameters. Tensors that travel dense, and all tensors where the codec
+    loses nothing, get ordinary momentum on the averaged gradient instead, and v waits. Check: a lossless codec, or
+    `masking=False` with everything sent, is momentum SGD.
+
+    The optimizer must have no momentum of its own; under `compress_gradients` its step raises if it has. Costs four
+    float32 copies of what is encoded: u and v, and the pending ones.
+
+    Args:
+        momentum: m, in [0, 1).
+        nesterov: which of the two forms.
+        masking: whether u becomes 0 at every coordinate that was sent, which stops stale momentum. With a codec that
+            sends every coordinate, such as `QSGD`, that is all of u: use `masking=False` there.
+        clip: how this worker's gradients are clipped first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or
+            None.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> memory, codec = tw.MomentumCorrection(momentum=0.5, masking=False), tw.TopK(ratio=0.5)
+        >>> state = memory.init([("w", torch.zeros(2))])
+        >>> for _ in range(2):
+        ...     x = memory.compensate(state, "w", torch.tensor([3.0, 1.0]))
+        ...     payload = codec.encode(x, residual=x)
+        ...     memory.commit(state)
+        >>> codec.decode(payload, 2), state.state_dict()["w.velocity"]
+        (tensor([4.5000, 0.0000]), tensor([0.0000, 2.5000]))
+    """
+
+    has_momentum: ClassVar[bool] = True
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+    clip: Clip | None = None
+
+    def __post_init__(self):
+        require(
+            isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
+            f"MomentumCorrection: momentum must be at least 0 and below 1, got {self.momentum!r}",
+        )
+        require(
+            self.clip is None or isinstance(self.clip, Clip),
+            f"MomentumCorrection: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
+        )
+
+    @property
+    def whole_model(self) -> bool:
+        return self.clip is not None and self.clip.needs_norms
+
+    @property
+    def needs_support(self) -> bool:
+        return self.masking
+
+    def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> MomentumState:
+        return MomentumState(num_workers, momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
+
+    def clipped(
+        self, state: MomentumState, gradients: list[Tensor], scale: float, all_reduce: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        if self.clip is None or not gradients:
+            return gradients
+        norms: list[float | None] = [None] * len(gradients)
+        unscaled = [g.float() / scale for g in gradients]
+        if self.clip.needs_norms:
+            # Squares in units of 1/W, so that the sum over workers overflows no sooner than one of them.
+            squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / state.num_workers for g in unscaled]
+            norms = all_reduce(torch.stack(squares).float()).double().sqrt().tolist()
+        clipped = [self.clip.apply(g, state.num_workers, n) for g, n in zip(unscaled, norms, strict=True)]
+        return [g * scale for g in clipped]
+
+    def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
+        kernels.momentum(*self._arguments(state, [name], [gradient]), self.momentum, 1.0 / scale, self.nesterov)
+        return state.velocity[name].spare
+
+    def compensate_topk(
+        self, state: MomentumState, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        buffers = self._arguments(state, names, gradients)
+        selection = kernels.momentum_topk(*buffers, self.momentum, 1.0 / scale, self.nesterov, counts)
+        return [state.velocity[name].spare for name in names], selection
+
+    def masked(self, state: MomentumState, name: str) -> Tensor | None:
+        return state.momentum[name].spare if self.masking else None
+
+    def finish_dense(self, state: MomentumState, name: str, averaged: Tensor, scale: float = 1.0) -> None:
+        u = state.momentum[name]
+        g = averaged.reshape(-1).float() / scale
+        if self.nesterov:
+            torch.mul(u.kept + g, self.momentum, out=u.spare)
+            update = u.spare + g
+        else:
+            torch.add(u.kept * self.momentum, g, out=u.spare)
+            update = u.spare
+        u.is_pending = True
+        averaged.copy_((update * scale).view(averaged.shape))
+
+    def commit(self, state: MomentumState) -> None:
+        for pair in state.pairs().values():
+            pair.commit()
+
+    def discard(self, state: MomentumState) -> None:
+        for pair in state.pairs().values():
+            pair.is_pending = False
+
+    def _arguments(self, state: MomentumState, names: list[str], gradients: list[Tensor]) -> tuple[list[Tensor], ...]:
+        """Gradients, u and v as the kernels take them, and the buffers for the new u and v."""
+        us, vs = [state.momentum[name] for name in names], [state.velocity[name] for name in names]
+        for pair in (*us, *vs):
+            pair.is_pending = True
+        flat = [g.detach().reshape(-1).float() for g in gradients]
+        return flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
+
+
+def _pairs(tensors: NamedTensors) -> dict[str, Pair]:
+    kept, spare = zeros_like_flat(tensors), zeros_like_flat(tensors)
+    return {name: Pair(kept[name], spare[name]) for name in kept}

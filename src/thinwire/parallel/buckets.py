@@ -1,0 +1,85 @@
+"""Buckets and hooks of our own, for modules that are not wrapped in DDP.
+
+Parameters are put into buckets in the reverse of their order, which is about the order in which their gradients arrive.
+A bucket is launched when all of its gradients have been accumulated and all buckets before it have been launched, so that
+the order is the same on all workers. When backward ends, buckets that still miss a gradient are launched with
+zeros in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..algorithm import require
+
+
+class GradientBuckets:
+    """Calls `launch(tensors, buffer, first, last)` for each bucket of every backward pass, in a fixed order."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: Callable, bucket_bytes: int):
+        require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
+        self._launch = launch
+        self._buckets = _partition(parameters, bucket_bytes)
+        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
+        self._syncing = True
+        self._graph_task = None
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which gradients only accumulate."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._syncing:
+            return
+        # A backward pass that an error broke off leaves no trace but its number: a new number begins a new round.
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            self._missing = [len(bucket) for bucket in self._buckets]
+            self._num_launched = 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while self._num_launched < len(self._buckets) and self._missing[self._num_launched] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        i = self._num_launched
+        tensors = []
+        for name, p in self._buckets[i]:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+            tensors.append((name, p.grad))
+        self._num_launched += 1
+        self._launch(tensors, tensors[0][1], first=i == 0, last=i == len(self._buckets) - 1)
+
+    def _finish_backward(self) -> None:
+        while self._num_launched < len(self._buckets):
+            self._launch_next()
+
+
+def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+    buckets, room = [], 0
+    for name, p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not buckets or size > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append((name, p))
+        room -= size
+    return buckets

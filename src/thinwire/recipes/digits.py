@@ -1,0 +1,19 @@
+"""Handwritten digits: a run of seconds that shows what a method does to accuracy and to bytes."""
+
+from __future__ import annotations
+
+from ..train import RunConfig
+
+
+def digits() -> RunConfig:
+    """A small convolutional network on scikit-learn's 8x8 handwritten digits; seconds on two cores."""
+    return RunConfig(recipe="digits")
+
+
+DEMO = {
+    "dense": "Mean()",
+    "4-bit": "Mean(QSGD(bits=4))",
+    "sparse": "Mean(TopK(0.005), ErrorFeedback())",
+    "sparse + 4-bit": "Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback())",
+}
+"""What `thinwire demo` compares on this recipe: label -> averager."""

@@ -1,0 +1,81 @@
+"""Figures of runs: colour-blind-safe, labelled directly, ready for print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from .runs import Run
+
+# Okabe and Ito's colours, which stay apart under all common kinds of colour blindness; the darker ones first.
+COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+CROWDED_DECADES = 0.55  # ends that are closer have their labels turned away from each other
+GREY = "#666666"
+
+
+def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
+    """Test accuracy while training against bytes that a worker has sent: further left is cheaper, further up is better.
+
+    Args:
+        runs: finished runs of more than one worker.
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg).
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 4.8), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    curves = [_curve(run) for run in runs]
+    for curve, colour in zip(curves, COLOURS, strict=False):
+        axes.plot(*curve, color=colour, linewidth=2, solid_capstyle="round")
+        axes.plot(curve[0][-1], curve[1][-1], "o", color=colour, markersize=8, markeredgecolor="white")
+    _label_ends(axes, runs, curves)
+    _style(axes, curves)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _curve(run: Run) -> tuple[list[float], list[float]]:
+    """Megabytes and per cent at the end of each epoch."""
+    tested = [row for row in run.rows if "test_accuracy" in row]
+    return [row["bytes_sent"] / 1e6 for row in tested], [100 * row["test_accuracy"] for row in tested]
+
+
+def _label_ends(axes, runs: Sequence[Run], curves: Sequence[tuple[list[float], list[float]]]) -> None:
+    """Name, bytes and accuracy over the end of each curve, in its colour."""
+    ends = [math.log10(megabytes[-1]) for megabytes, _ in curves]
+    for run, (megabytes, percent), end, colour in zip(runs, curves, ends, COLOURS, strict=False):
+        fewer = run.summary["compression_vs_fp32"]
+        cost = f"{megabytes[-1]:.3g} MB" + (f", {fewer:.0f}× fewer" if fewer > 1.05 else "")
+        side = _side(end, ends)
+        style = {"xy": (megabytes[-1], 100), "textcoords": "offset points", "ha": side, "va": "bottom"}
+        shift = {"left": -4, "right": 4, "center": 0}[side]
+        axes.annotate(run.label, xytext=(shift, 29), color=colour, weight="bold", fontsize=10.5, **style)
+        axes.annotate(f"{cost}\n{percent[-1]:.1f} %", xytext=(shift, 4), color=GREY, fontsize=8.5, **style)
+
+
+def _side(end: float, ends: Sequence[float]) -> str:
+    """Alignment of a label over `end`: away from a near neighbour."""
+    if any(0 < other - end < CROWDED_DECADES for other in ends):
+        return "right"
+    return "left" if any(0 < end - other < CROWDED_DECADES for other in ends) else "center"
+
+
+def _style(axes, curves: Sequence[tuple[list[float], list[float]]]) -> None:
+    lowest = min(max(percent) for _, percent in curves)
+    axes.set_ylim(max(0, min(80, lowest - 10)), 100)
+    axes.set_xscale("log")
+    axes.set_xlabel("sent by each worker, in megabytes (log scale)")
+    axes.set_ylabel("test accuracy, in per cent")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])
+    axes.margins(x=0.08)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, which="both", length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#bbbbbb")

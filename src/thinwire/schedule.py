@@ -1,0 +1,117 @@
+"""Schedules: a number that changes while training, in place of a field's constant.
+
+`TopK(GeometricWarmup(0.001, 5))` is an algorithm like any other. What it is at one moment is `resolve(algorithm, progress)`:
+the same algorithm with every schedule replaced by its value. Progress is counted alike on all workers, so the
+value is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .algorithm import Algorithm, require
+
+
+class Progress(NamedTuple):
+    """How far training has come: rounds of the averager, and epochs as the training loop counts them."""
+
+    step: int = 0
+    epoch: int = 0
+
+
+class Schedule(Algorithm, ABC):
+    """A number as a function of progress."""
+
+    @abstractmethod
+    def at(self, progress: Progress) -> float | int:
+        """The value at this moment."""
+
+
+@dataclass(frozen=True, repr=False)
+class GeometricWarmup(Schedule):
+    """Approaches `final` by equal factors over the first `num` epochs (or steps): `start * (final/start)^((e+1)/(num+1))`.
+
+    With the defaults this is Deep Gradient Compression's warm-up of the ratio, `r^((e+1)/6)` over five epochs.
+
+    Args:
+        final: the value from epoch `num` on.
+        num: how many epochs or steps the warm-up takes.
+        start: the value that it comes from.
+        unit: "epoch" or "step".
+
+    Raises:
+        ValueError: values that are not positive, or an unknown unit.
+
+    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887.
+
+    Example:
+        >>> import thinwire as tw
+        >>> warmup = tw.GeometricWarmup(0.001)
+        >>> [round(warmup.at(tw.Progress(epoch=e)), 4) for e in range(6)]
+        [0.3162, 0.1, 0.0316, 0.01, 0.0032, 0.001]
+    """
+
+    final: float
+    num: int = 5
+    start: float = 1.0
+    unit: str = "epoch"
+
+    def __post_init__(self):
+        require(self.final > 0 and self.start > 0, f"{self}: start and final must be positive")
+        require(isinstance(self.num, int) and self.num >= 0, f"{self}: num must be an integer, 0 or more")
+        _check_unit(self)
+
+    def at(self, progress: Progress) -> float:
+        i = getattr(progress, self.unit)
+        return self.final if i >= self.num else self.start * (self.final / self.start) ** ((i + 1) / (self.num + 1))
+
+
+@dataclass(frozen=True, repr=False)
+class Values(Schedule):
+    """Takes one value after the other, each for `every` epochs (or steps); the last one stays.
+
+    Args:
+        values: such as (0.25, 0.063, 0.015, 0.004, 0.001).
+        every: how long each value holds.
+        unit: "epoch" or "step".
+
+    Raises:
+        ValueError: no values, or an unknown unit.
+
+    Example:
+        >>> import thinwire as tw
+        >>> bits = tw.Values((8, 4), every=100, unit="step")
+        >>> bits.at(tw.Progress(step=99)), bits.at(tw.Progress(step=100))
+        (8, 4)
+    """
+
+    values: tuple
+    every: int = 1
+    unit: str = "epoch"
+
+    def __post_init__(self):
+        object.__setattr__(self, "values", tuple(self.values))
+        require(len(self.values) > 0, "Values: give at least one value")
+        require(isinstance(self.every, int) and self.every >= 1, f"{self}: every must be a positive integer")
+        _check_unit(self)
+
+    def at(self, progress: Progress) -> float | int:
+        return self.values[min(getattr(progress, self.unit) // self.every, len(self.values) - 1)]
+
+
+def resolve(value: Any, progress: Progress) -> Any:
+    """`value` with every schedule in it replaced by its number at this moment."""
+    if isinstance(value, Schedule):
+        return value.at(progress)
+    if not isinstance(value, Algorithm):
+        return value
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    changed = {name: new for name, old in fields.items() if (new := resolve(old, progress)) is not old}
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+def _check_unit(schedule: Any) -> None:
+    require(schedule.unit in Progress._fields, f"{schedule}: unit must be 'epoch' or 'step', got {schedule.unit!r}")

@@ -1,0 +1,37 @@
+"""Who talks to whom, and with which weights: pure functions of ``(rank, step, size)``. The contract is in `base`."""
+
+from .base import Neighbours, Topology
+from .bipartite import BipartiteExponential, BipartiteLinear
+from .circulant import Complete, DirectedRing, Exponential, Linear, Ring
+from .compose import Hierarchical, Phases
+from .draw import draw
+from .edges import DirectedGraph, Graph, from_networkx
+from .facts import describe, facts
+from .named import DavisSouthernWomen, Hypercube, Star, Torus
+from .random_graphs import ErdosRenyi, WattsStrogatz
+
+__all__ = [
+    "BipartiteExponential",
+    "BipartiteLinear",
+    "Complete",
+    "DavisSouthernWomen",
+    "DirectedGraph",
+    "DirectedRing",
+    "ErdosRenyi",
+    "Exponential",
+    "Graph",
+    "Hierarchical",
+    "Hypercube",
+    "Linear",
+    "Neighbours",
+    "Ring",
+    "Phases",
+    "Star",
+    "Topology",
+    "Torus",
+    "WattsStrogatz",
+    "describe",
+    "draw",
+    "facts",
+    "from_networkx",
+]

@@ -1,0 +1,103 @@
+"""Graphs between odd and even ranks, for asynchronous pairwise averaging (AD-PSGD, arXiv 1710.06952).
+
+Odd ranks are *active*: at a step, active worker i exchanges with ``i + d``. Even ranks are *passive*: worker j
+exchanges with ``j - d``, that is, with whoever chose it. So one distance is a perfect matching of the two sides and its
+matrix, at weights 1/2, is symmetric and doubly stochastic. Distances are odd, which joins the two sides where W is
+even.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .base import Neighbours, Topology
+from .circulant import Groups, both_signs, check_peers, check_peers_exist, distinct, windows
+
+
+@dataclass(frozen=True, repr=False)
+class Bipartite(Topology):
+    """``peers`` matchings a step out of the odd distances of ``_distances(size)``."""
+
+    peers: int = 1
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        check_peers(self, self.peers)
+
+    @abstractmethod
+    def _distances(self, size: int) -> list[int]: ...
+
+    @staticmethod
+    def is_active(rank: int) -> bool:
+        """Whether a rank chooses its peer (odd), rather than waiting to be chosen (even)."""
+        return rank % 2 == 1
+
+    def _period(self, size: int) -> int:
+        return len(_groups(self, size))
+
+    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+        groups = _groups(self, size)
+        distances = groups[step % len(groups)]
+        weight = 1.0 / (len(distances) + 1)
+        sign = 1 if self.is_active(rank) else -1
+        peers = [(rank + sign * d) % size for d in distances]
+        return Neighbours(dict.fromkeys(peers, weight), dict.fromkeys(peers, weight), weight)
+
+    def _validate(self, size: int) -> None:
+        if size % 2:
+            raise ValueError(
+                f"{self!r} cannot connect {size} workers: odd ranks are paired with even ranks, so their number "
+                f"must be even; use {size - 1} or {size + 1} workers, or Exponential()"
+            )
+        if not self.static:
+            check_peers_exist(self, self.peers, len(_choices(self, size)), size)
+
+
+@lru_cache(maxsize=256)
+def _choices(topology: Bipartite, size: int) -> tuple[int, ...]:
+    return distinct(topology._distances(size), size)
+
+
+@lru_cache(maxsize=256)
+def _groups(topology: Bipartite, size: int) -> Groups:
+    distances = _choices(topology, size)
+    return (distances,) if topology.static else windows(distances, topology.peers)
+
+
+@dataclass(frozen=True, repr=False)
+class BipartiteExponential(Bipartite):
+    """Odd and even ranks matched at the distances 1 and ``1 + 2^i``, ``i = 1..floor(log2(W - 1))``, both signs, in
+    turn.
+
+    Args:
+        peers: exchanges of each worker a step; higher => faster agreement, more bytes.
+        static: all distances at every step instead (``peers`` is then without effect).
+
+    >>> [list(BipartiteExponential().neighbours(rank=1, step=step, size=8).sends) for step in range(4)]
+    [[2], [0], [4], [6]]
+    """
+
+    def _distances(self, size: int) -> list[int]:
+        # i = 0 gives distance 2, which stays on its side.
+        return both_signs([1, *(1 + 2**i for i in range(1, (size - 1).bit_length()))])
+
+
+@dataclass(frozen=True, repr=False)
+class BipartiteLinear(Bipartite):
+    """Odd and even ranks matched at every odd distance, both signs, in turn; once round, all pairs of the two sides
+    met.
+
+    Args:
+        peers: exchanges of each worker a step; higher => faster agreement, more bytes.
+        static: all distances at every step instead (``peers`` is then without effect).
+
+    >>> BipartiteLinear().period(size=8)
+    4
+    >>> list(BipartiteLinear(static=True).neighbours(rank=1, step=0, size=8).sends)
+    [2, 0, 4, 6]
+    """
+
+    def _distances(self, size: int) -> list[int]:
+        return both_signs(range(1, size, 2))

@@ -1,0 +1,182 @@
+"""Graphs that look alike from every rank: worker i sends to ``i + d`` modulo W for every distance d of the step.
+
+All are regular, so uniform weights are doubly stochastic, directed or not.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from .base import Neighbours, Topology
+
+Groups = tuple[tuple[int, ...], ...]  # one group of distances a step, in the order of the period
+
+
+class Circulant(Topology):
+    """A graph given by its distances: ``_groups(size)`` has one group for each step of the period."""
+
+    @abstractmethod
+    def _groups(self, size: int) -> Groups: ...
+
+    def _period(self, size: int) -> int:
+        return len(_distinct_groups(self, size))
+
+    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+        groups = _distinct_groups(self, size)
+        distances = groups[step % len(groups)]
+        weight = 1.0 / (len(distances) + 1)
+        return Neighbours(
+            {(rank + d) % size: weight for d in distances}, {(rank - d) % size: weight for d in distances}, weight
+        )
+
+
+@lru_cache(maxsize=256)
+def _distinct_groups(topology: Circulant, size: int) -> Groups:
+    groups = tuple(distinct(group, size) for group in topology._groups(size))
+    same = (
+        len({frozenset(group) for group in groups}) == 1
+    )  # bidirectional distances 1 and 2 are one graph where W is 3
+    return groups[:1] if same else groups
+
+
+def distinct(distances, size: int) -> tuple[int, ...]:
+    """Distances modulo ``size`` in their order, each once, without 0 (no double edges, no message to oneself)."""
+    return tuple(dict.fromkeys(d % size for d in distances if d % size))
+
+
+def windows(distances: tuple[int, ...], peers: int) -> Groups:
+    """``peers`` distances a step, going round and round the list until it starts anew with the first."""
+    num_distances = len(distances)
+    period = num_distances // gcd(num_distances, peers)
+    return tuple(tuple(distances[(step * peers + k) % num_distances] for k in range(peers)) for step in range(period))
+
+
+def both_signs(distances) -> list[int]:
+    return [signed for d in distances for signed in (d, -d)]
+
+
+def check_peers(topology: Topology, peers: int) -> None:
+    if peers < 1:
+        raise ValueError(f"{topology!r} needs peers >= 1, got {peers}")
+
+
+def check_peers_exist(topology: Topology, peers: int, num_distances: int, size: int) -> None:
+    if peers > num_distances:
+        raise ValueError(
+            f"{topology!r} cannot connect {size} workers: it asks for {peers} peers a step and each worker has "
+            f"{num_distances} to choose from; use peers={num_distances} or fewer, or more workers"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Ring(Circulant):
+    """Every worker exchanges with the next and the one before, at weights 1/3.
+
+    Eigenvalues ``(1 + 2 cos(2 pi k / W)) / 3``. Two workers share one edge, at weights 1/2.
+
+    >>> Ring().row(rank=0, step=0, size=8) == {0: 1 / 3, 1: 1 / 3, 7: 1 / 3}
+    True
+    """
+
+    def _groups(self, size: int) -> Groups:
+        return ((1, -1),)
+
+
+@dataclass(frozen=True, repr=False)
+class DirectedRing(Circulant):
+    """Every worker sends to the next and receives from the one before, at weights 1/2.
+
+    Eigenvalues ``(1 + exp(2 pi i k / W)) / 2``, of modulus ``|cos(pi k / W)|``.
+
+    >>> DirectedRing().neighbours(rank=0, step=0, size=8)
+    Neighbours(sends={1: 0.5}, receives={7: 0.5}, self_weight=0.5)
+    """
+
+    def _groups(self, size: int) -> Groups:
+        return ((1,),)
+
+
+@dataclass(frozen=True, repr=False)
+class Complete(Circulant):
+    """Everyone exchanges with everyone, at weights 1/W: one step reaches the mean, with W - 1 messages a worker.
+
+    >>> Complete().matrix(step=0, size=2)
+    array([[0.5, 0.5],
+           [0.5, 0.5]])
+    """
+
+    def _groups(self, size: int) -> Groups:
+        return (tuple(range(1, size)),)
+
+
+@dataclass(frozen=True, repr=False)
+class Linear(Circulant):
+    """All odd distances, forwards and backwards, ``peers`` of them a step: +1, -1, +3, -3, ... (Assran et al. 2019,
+    arXiv 1811.10792).
+
+    Args:
+        peers: messages that each worker sends a step; higher => faster agreement, more bytes.
+        static: all distances at every step instead (``peers`` is then without effect).
+
+    >>> [list(Linear().neighbours(rank=0, step=step, size=8).sends) for step in range(4)]
+    [[1], [7], [3], [5]]
+    """
+
+    peers: int = 1
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        check_peers(self, self.peers)
+
+    def _distances(self, size: int) -> tuple[int, ...]:
+        return distinct(both_signs(range(1, size, 2)), size)
+
+    def _groups(self, size: int) -> Groups:
+        distances = self._distances(size)
+        return (distances,) if self.static else windows(distances, self.peers)
+
+    def _validate(self, size: int) -> None:
+        if not self.static:
+            check_peers_exist(self, self.peers, size // 2 if size % 2 == 0 else size - 1, size)
+
+
+@dataclass(frozen=True, repr=False)
+class Exponential(Circulant):
+    """Distances that grow exponentially, one power a step (Assran et al. 2019, Stochastic Gradient Push, arXiv
+    1811.10792).
+
+    At step t, worker i sends to ``i + j (p+1)^(t mod T)`` for ``j = 1..p``, where ``p = peers`` and ``T =
+    floor(log_{p+1}(W - 1)) + 1``; with one peer that is ``i + 2^(t mod T)``. Where ``W = (p+1)^T``, all workers hold
+    the exact mean after T steps. Distances wrap modulo W; one that meets another of its step, or 0, is left out.
+
+    Args:
+        peers: messages that each worker sends a step; higher => fewer steps to agreement, more bytes a step.
+        static: the distances of all steps at every step (Ying et al. 2021, arXiv 2110.13363).
+        bidirectional: both signs of every distance, so that the graph is undirected and messages double.
+
+    >>> [list(Exponential().neighbours(rank=0, step=step, size=16).sends) for step in range(5)]
+    [[1], [2], [4], [8], [1]]
+    >>> list(Exponential(peers=2).neighbours(rank=0, step=1, size=9).sends)
+    [3, 6]
+    """
+
+    peers: int = 1
+    static: bool = False
+    bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        check_peers(self, self.peers)
+
+    def _groups(self, size: int) -> Groups:
+        groups, power = [], 1
+        while power < size:
+            group = [j * power for j in range(1, self.peers + 1)]
+            groups.append(both_signs(group) if self.bidirectional else group)
+            power *= self.peers + 1
+        return ([d for group in groups for d in group],) if self.static else groups
+
+    def _validate(self, size: int) -> None:
+        check_peers_exist(self, self.peers, size - 1, size)

@@ -1,0 +1,97 @@
+"""What there is to know about a topology of a given size, as values and as lines to print."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf, log
+
+from .base import Topology
+from .compose import links_of
+
+
+def facts(topology: Topology, size: int) -> dict[str, object]:
+    """The facts of a topology on ``size`` workers, as plain values.
+
+    ``steps_per_tenfold`` is the number of steps that make the disagreement ten times smaller in the long run,
+    ``ln 10 / -ln(1 - spectral_gap)``; 0 where one period reaches the mean exactly. Peers are those that a
+    worker sends to in a step; in a hierarchy, those that it sends to as the leader of its node.
+
+    Raises ValueError where the topology cannot connect ``size`` workers.
+
+    >>> from thinwire.topology import Ring
+    >>> facts(Ring(), size=8)["max_peers"]
+    2
+    """
+    num_peers = [count for step in topology.steps(size) for count in _num_peers(topology, step, size)]
+    gap = topology.spectral_gap(size)
+    return {
+        "topology": repr(topology),
+        "workers": size,
+        "period_steps": topology.period(size),
+        "min_peers": min(num_peers),
+        "max_peers": max(num_peers),
+        "messages_per_step": sum(num_peers) * size / len(num_peers),
+        "directed": topology.is_directed(size),
+        "symmetric": topology.is_symmetric(size),
+        "column_stochastic": topology.is_column_stochastic(size),
+        "doubly_stochastic": topology.is_doubly_stochastic(size),
+        "spectral_gap": gap,
+        "steps_per_tenfold": _steps_per_tenfold(gap),
+    }
+
+
+def _num_peers(topology: Topology, step: int, size: int) -> list[int]:
+    senders = Counter(sender for sender, _ in links_of(topology, step, size)[0])
+    return [senders[rank] for rank in range(size)]
+
+
+def _steps_per_tenfold(gap: float) -> float:
+    if gap >= 1.0:
+        return 0.0
+    return log(10.0) / -log(1.0 - gap) if gap > 0.0 else inf
+
+
+def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
+    """The facts of a topology as pairs (name, value), in words.
+
+    Raises ValueError where the topology cannot connect ``size`` workers.
+
+    >>> from thinwire.topology import Exponential
+    >>> for name, value in describe(Exponential(), size=16):
+    ...     print(f"{name:20} {value}")
+    topology             Exponential()
+    workers              16
+    graph                directed, repeats every 4 steps
+    peers per step       1
+    messages per step    16
+    mixing matrix        doubly stochastic, not symmetric
+    spectral gap         1
+    agreement            exact after 4 steps
+    """
+    known = facts(topology, size)
+    period = known["period_steps"]
+    low, high = known["min_peers"], known["max_peers"]
+    return [
+        ("topology", known["topology"]),
+        ("workers", str(size)),
+        ("graph", f"{'directed' if known['directed'] else 'undirected'}, {_time(period)}"),
+        ("peers per step", str(low) if low == high else f"{low} to {high}"),
+        ("messages per step", f"{known['messages_per_step']:g}"),
+        ("mixing matrix", f"{_sums(known)}, {'symmetric' if known['symmetric'] else 'not symmetric'}"),
+        ("spectral gap", f"{known['spectral_gap']:.6g}"),
+        ("agreement", _agreement(known["spectral_gap"], known["steps_per_tenfold"], period)),
+    ]
+
+
+def _time(period: int) -> str:
+    return "static" if period == 1 else f"repeats every {period} steps"
+
+
+def _sums(known: dict[str, object]) -> str:
+    return "doubly stochastic" if known["doubly_stochastic"] else "column-stochastic (use push-sum)"
+
+
+def _agreement(gap: float, steps: float, period: int) -> str:
+    if gap >= 1.0:
+        return f"exact after {period} step{'s' * (period > 1)}"
+    return f"ten times closer every {steps:.3g} steps"

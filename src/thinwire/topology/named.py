@@ -1,0 +1,157 @@
+"""Static undirected graphs with a name of their own; those that look alike from every rank are in `circulant`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+
+from .undirected import Adjacency, Undirected, adjacency_of, check_weights
+
+
+@dataclass(frozen=True, repr=False)
+class Star(Undirected):
+    """Rank 0 exchanges with everyone, the others with rank 0 only.
+
+    Args:
+        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+
+    >>> Star().row(rank=1, step=0, size=4) == {1: 0.75, 0: 0.25}
+    True
+    """
+
+    weights: str = "metropolis"
+
+    def __post_init__(self) -> None:
+        check_weights(self, self.weights)
+
+    def _adjacent(self, rank: int, size: int) -> Sequence[int]:
+        return (0,) if rank else range(1, size)
+
+
+@dataclass(frozen=True, repr=False)
+class Torus(Undirected):
+    """A grid of ``rows x (W / rows)`` workers whose sides wrap round; each exchanges with four, at weights 1/5.
+
+    A side of two has one edge where others have two. Ranks run along rows: ``rank = row * columns + column``.
+
+    Args:
+        rows: the number of rows, at least 2; None takes the most square grid.
+
+    >>> sorted(Torus().neighbours(rank=0, step=0, size=12).sends)  # 3 rows of 4
+    [1, 3, 4, 8]
+    """
+
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 2:
+            raise ValueError(f"{self!r}: a torus has 2 or more rows, got {self.rows}")
+
+    def _grid(self, size: int) -> tuple[int, int]:
+        rows = self.rows or _most_square_rows(size)
+        return rows, size // rows
+
+    def _adjacent(self, rank: int, size: int) -> Sequence[int]:
+        rows, columns = self._grid(size)
+        row, column = divmod(rank, columns)
+        vertical = [(row + step) % rows * columns + column for step in (-1, 1)]
+        horizontal = [row * columns + (column + step) % columns for step in (-1, 1)]
+        return sorted({*vertical, *horizontal} - {rank})
+
+    def _validate(self, size: int) -> None:
+        if self.rows is not None and (size % self.rows or size < 2 * self.rows):
+            raise ValueError(
+                f"{self!r} cannot connect {size} workers: it needs {self.rows} rows of equal length, "
+                f"2 or more; use a multiple of {self.rows}, or rows=None"
+            )
+        if size > 2 and self._grid(size)[0] == 1:
+            near = f"{size - 1} or {size + 1}" if size > 3 else "4"
+            raise ValueError(
+                f"{self!r} cannot connect {size} workers: {size} is prime, so it is no grid; "
+                f"use {near} workers, or Ring()"
+            )
+
+
+@lru_cache(maxsize=256)
+def _most_square_rows(size: int) -> int:
+    return max(rows for rows in range(1, isqrt(size) + 1) if size % rows == 0)
+
+
+@dataclass(frozen=True, repr=False)
+class Hypercube(Undirected):
+    """``W = 2^k`` workers, each exchanging with the k ranks that differ from its own in one bit, at weights 1/(k+1).
+
+    >>> Hypercube().neighbours(rank=5, step=0, size=8).sends == {4: 0.25, 7: 0.25, 1: 0.25}
+    True
+    """
+
+    def _adjacent(self, rank: int, size: int) -> Sequence[int]:
+        return [rank ^ (1 << bit) for bit in range(size.bit_length() - 1)]
+
+    def _validate(self, size: int) -> None:
+        if size & (size - 1):
+            lower = 1 << (size.bit_length() - 1)
+            raise ValueError(
+                f"{self!r} cannot connect {size} workers: their number must be a power of two; "
+                f"use {lower} or {2 * lower} workers, or Exponential(bidirectional=True)"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class DavisSouthernWomen(Undirected):
+    """The social network of Davis, Gardner and Gardner (1941): 18 women and the 14 events they attended, 89 edges.
+
+    Ranks 0 to 17 are the women and 18 to 31 the events, both in the order of networkx. Degrees run from 2 to 14.
+
+    Args:
+        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+
+    >>> list(DavisSouthernWomen().neighbours(rank=16, step=0, size=32).sends)  # Olivia Carleton: events 9 and 11
+    [26, 28]
+    """
+
+    weights: str = "metropolis"
+
+    def __post_init__(self) -> None:
+        check_weights(self, self.weights)
+
+    def _adjacent(self, rank: int, size: int) -> Sequence[int]:
+        return _davis()[rank]
+
+    def _validate(self, size: int) -> None:
+        if size != 32:
+            raise ValueError(
+                f"{self!r} cannot connect {size} workers: this social network has 32 members; "
+                f"use 32 workers, or WattsStrogatz()"
+            )
+
+
+NUM_WOMEN = 18
+EVENTS_OF_WOMEN = (  # events 1 to 14; a row of the published table each, from Evelyn Jefferson to Flora Price
+    (1, 2, 3, 4, 5, 6, 8, 9),
+    (1, 2, 3, 5, 6, 7, 8),
+    (2, 3, 4, 5, 6, 7, 8, 9),
+    (1, 3, 4, 5, 6, 7, 8),
+    (3, 4, 5, 7),
+    (3, 5, 6, 8),
+    (5, 6, 7, 8),
+    (6, 8, 9),
+    (5, 7, 8, 9),
+    (7, 8, 9, 12),
+    (8, 9, 10, 12),
+    (8, 9, 10, 12, 13, 14),
+    (7, 8, 9, 10, 12, 13, 14),
+    (6, 7, 9, 10, 11, 12, 13, 14),
+    (7, 8, 10, 11, 12),
+    (8, 9),
+    (9, 11),
+    (9, 11),
+)
+
+
+@lru_cache(maxsize=1)
+def _davis() -> Adjacency:
+    edges = [(w, NUM_WOMEN + event - 1) for w, events in enumerate(EVENTS_OF_WOMEN) for event in events]
+    return adjacency_of([*edges, *((event, woman) for woman, event in edges)], size=32)

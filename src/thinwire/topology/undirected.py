@@ -1,0 +1,52 @@
+"""What static undirected graphs share: weights from the peers of each rank, and connectedness."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import fsum
+from typing import ClassVar
+
+from .base import Neighbours, Topology
+
+Adjacency = tuple[tuple[int, ...], ...]  # the sorted peers of every rank
+WEIGHTS = ("metropolis", "uniform")
+
+
+class Undirected(Topology):
+    """A static undirected graph given by the peers of each rank, ``_adjacent(rank, size)``."""
+
+    weights: ClassVar[str] = "uniform"
+
+    @abstractmethod
+    def _adjacent(self, rank: int, size: int) -> Sequence[int]: ...
+
+    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+        degrees = {peer: len(self._adjacent(peer, size)) for peer in self._adjacent(rank, size)}
+        own = len(degrees)
+        if self.weights == "metropolis":
+            edges = {peer: 1.0 / (1 + max(own, degree)) for peer, degree in degrees.items()}
+            return Neighbours(edges, dict(edges), 1.0 - fsum(edges.values()))
+        sends = dict.fromkeys(degrees, 1.0 / (1 + own))
+        return Neighbours(sends, {peer: 1.0 / (1 + degree) for peer, degree in degrees.items()}, 1.0 / (1 + own))
+
+
+def check_weights(topology: Topology, weights: str) -> None:
+    if weights not in WEIGHTS:
+        raise ValueError(f"{topology!r}: weights must be 'metropolis' or 'uniform', got {weights!r}")
+
+
+def unreachable(adjacency: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that no path from rank 0 reaches."""
+    seen, frontier = {0}, [0]
+    while frontier:
+        frontier = [peer for rank in frontier for peer in adjacency[rank] if peer not in seen and not seen.add(peer)]
+    return [rank for rank in range(len(adjacency)) if rank not in seen]
+
+
+def adjacency_of(arcs, size: int) -> Adjacency:
+    """The sorted peers that each rank sends to, from pairs (sender, receiver)."""
+    peers: list[set[int]] = [set() for _ in range(size)]
+    for sender, receiver in arcs:
+        peers[sender].add(receiver)
+    return tuple(tuple(sorted(p)) for p in peers)

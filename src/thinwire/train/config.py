@@ -1,0 +1,92 @@
+"""The configuration of a training run: a frozen dataclass that the command line, recipes and saved runs share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from ..algorithm import require
+from ..average import Averager
+from ..notation import parse
+from .data import Digits
+from .models import DigitsNet
+from .optimize import SGD
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines a run."""
+
+    recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
+    """Name of the recipe that this configuration began as."""
+    averager: str = "Mean()"
+    """How workers agree on a gradient, in Python's notation, such as "Mean(TopK(0.01), ErrorFeedback())"."""
+    workers: int = 4
+    """Number of worker processes on this machine; under torchrun, its number of processes."""
+    seed: int = 0
+    """Seed of weights, data order and codecs; the same seed gives the same result."""
+
+    epochs: int = 30
+    """Passes over the training data; more => better, for as many more bytes."""
+    max_steps: int | None = None
+    """Stop after this many steps, whatever `epochs` says."""
+    batch_size: int = 32
+    """Examples per worker and step; higher => fewer steps and fewer bytes in an epoch."""
+    data: Digits = field(default_factory=Digits)
+    model: DigitsNet = field(default_factory=DigitsNet)
+    optimizer: SGD = field(default_factory=SGD)
+
+    output: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    name: str | None = None
+    """Name of the run's folder. None makes one of recipe, averager and seed, numbered where it is taken."""
+    overwrite: bool = False
+    """Replace the run that has this name, instead of refusing."""
+    log_every: int = 10
+    """Steps between two rows of metrics; lower => finer curves, larger files."""
+
+    port: int = 0
+    """TCP port where workers meet; 0 takes a free one. Under torchrun it has no effect."""
+    threads: int = 1
+    """Threads of each worker; higher pays only with more cores than workers."""
+
+    def __post_init__(self):
+        for name in ("workers", "epochs", "batch_size", "log_every", "threads"):
+            require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
+        require(self.max_steps is None or self.max_steps >= 1, f"max_steps must be 1 or more, got {self.max_steps}")
+        require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
+        require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
+        plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
+        require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
+
+    def parsed_averager(self) -> Averager:
+        """The averager itself.
+
+        Raises:
+            ValueError: the text cannot be read, or names something else than an averager.
+        """
+        averager = parse(self.averager)
+        require(
+            isinstance(averager, Averager),
+            f"averager must be an averager, got {averager!r}; did you mean 'Mean({self.averager.strip()})'?",
+        )
+        return averager
+
+    @property
+    def default_name(self) -> str:
+        """Name of the run's folder, unless it is given: recipe, averager and seed, in characters safe in a path.
+
+        Example:
+            >>> RunConfig("digits", "Mean(TopK(0.01), ErrorFeedback())").default_name
+            'digits-mean-topk-0.01-errorfeedback-seed0'
+        """
+        words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_averager())))
+        return "-".join([self.recipe, *words, f"seed{self.seed}"]).lower()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON; the averager as its `repr`."""
+        return asdict(self) | {"averager": repr(self.parsed_averager()), "output": str(self.output)}

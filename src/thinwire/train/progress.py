@@ -1,0 +1,53 @@
+"""What rank 0 shows while a run is under way: a live bar on a terminal, ten lines elsewhere."""
+
+from __future__ import annotations
+
+from rich import progress
+from rich.console import Console
+
+
+class Progress:
+    """Shows rows of metrics on stdout; stderr is for what goes wrong.
+
+    Args:
+        title: what stands before the bar.
+        num_steps: steps of the whole run.
+    """
+
+    def __init__(self, title: str, num_steps: int):
+        self._title, self._num_steps, self._tenths_shown = title, num_steps, 0
+        self._console = Console(highlight=False)
+        self._bar = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(bar_width=20),
+            progress.TextColumn("{task.fields[metrics]}"),
+            progress.TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=num_steps, metrics="")
+        self._bar.start()
+
+    def row(self, values: dict[str, float]) -> None:
+        """Show a row of metrics."""
+        metrics = _in_words(values)
+        self._bar.update(self._task, completed=values["step"], metrics=metrics)
+        tenths = 10 * values["step"] // self._num_steps
+        if not self._console.is_terminal and tenths > self._tenths_shown:
+            self._tenths_shown = tenths
+            self._console.print(f"{self._title}: step {values['step']}/{self._num_steps}, {metrics}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._bar.stop()
+
+
+def _in_words(values: dict[str, float]) -> str:
+    return ", ".join(
+        [
+            f"loss {values['loss']:.3f}",
+            f"accuracy {values['accuracy']:.1%}",
+            f"{values['bytes_sent'] / 1e6:.2f} MB sent",
+            f"{values['examples_per_second']:,.0f} examples/s",
+        ]
+    )

@@ -1,0 +1,128 @@
+"""Runs a function on several workers, as real processes over Gloo or as threads.
+
+    spawn(size, fn, *args)        -> [fn(comm, *args) on rank 0, on rank 1, ...], in processes
+    run_threads(size, fn, *args)  -> the same, in threads of a LocalWorld
+
+`fn` and `args` must be picklable for processes: a function at the top level of a test file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm import LocalWorld, ProcessGroupCommunicator
+from thinwire.comm.local_world import name_rank
+
+# The fork server imports torch once, in a process without threads, so that a worker starts in milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire"])
+
+
+def spawn(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    comm_timeout_seconds: float = 30.0,
+    return_errors: bool = False,
+) -> list:
+    """Runs `fn(comm, *args)` in `size` processes and returns the results in rank order.
+
+    The first error is raised here, its rank before its message, and the other workers are killed. With
+    `return_errors` nothing is raised but for the timeout: each worker's error stands in its place among the results.
+
+    Raises:
+        TimeoutError: when workers are still at work after `timeout_seconds`; it names them.
+        RuntimeError: when a worker died without a word.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        workers = [_start(stack, rank, size, folder, comm_timeout_seconds, fn, args) for rank in range(size)]
+        results = _collect(workers, time.monotonic() + timeout_seconds, return_errors)
+        for _, connection in workers:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"all are done")  # only now may workers hang up on each other
+        for process, _ in workers:
+            process.join(10)
+    return results
+
+
+def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list:
+    return LocalWorld(size, timeout_seconds=30).run(fn, *args)
+
+
+WORLDS = {"threads": run_threads, "processes": spawn}
+
+
+def _start(stack: contextlib.ExitStack, rank: int, size: int, folder: str, timeout: float, fn, args):
+    parent, child = CONTEXT.Pipe()
+    task = pickle.dumps((fn, args))  # by value: torch's own pickling would share tensors' memory between workers
+    process = CONTEXT.Process(target=_work, args=(child, rank, size, folder, timeout, task), daemon=True)
+    process.start()
+    stack.callback(process.kill)
+    child.close()  # so that the parent's end reports the child's death
+    return process, parent
+
+
+def _collect(workers: list, deadline: float, return_errors: bool) -> list:
+    results: list = [None] * len(workers)
+    waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(workers)} did not finish in time")
+        for connection in ready:
+            rank = waiting.pop(connection)
+            results[rank] = _receive(workers[rank][0], connection)
+            if isinstance(results[rank], Exception) and not return_errors:
+                raise name_rank(results[rank], rank)
+    return results
+
+
+def _receive(process: Any, connection: Connection) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        process.join(5)
+        return RuntimeError(f"died without a word, exit code {process.exitcode}")
+
+
+def _work(connection: Connection, rank: int, size: int, folder: str, timeout: float, task: bytes) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", f"file://{folder}/store", timedelta(seconds=timeout), world_size=size, rank=rank
+        )
+        comm = ProcessGroupCommunicator(timeout_seconds=timeout)
+        fn, args = pickle.loads(task)
+        answer = _dumps(fn(comm, *args))
+    except Exception as error:
+        error.__cause__ = RuntimeError("\n" + traceback.format_exc())
+        connection.send_bytes(_dumps(error))
+        os._exit(1)  # as a crash would: without goodbyes to the others
+    connection.send_bytes(answer)
+    with contextlib.suppress(EOFError):
+        connection.recv_bytes()
+    comm.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        return pickle.dumps(RuntimeError(f"{value!r} cannot be pickled: {error}"))

@@ -1,0 +1,211 @@
+"""The command line as its users meet it: real commands in real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+COMMAND = [sys.executable, "-m", "thinwire"]
+SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
+
+
+def run(*arguments, cwd, timeout=120, command=COMMAND, **environment):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def train(cwd, *arguments, **options):
+    return run("train", "digits", "--workers", 2, "--max-steps", 12, "--log-every", 4, *arguments, cwd=cwd, **options)
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """One finished run, and what it printed."""
+    cwd = tmp_path_factory.mktemp("run")
+    done = train(cwd, "--averager", SPARSE, "--name", "first")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (cwd / "printed").write_text(done.stdout)
+    return cwd
+
+
+def test_a_run_leaves_its_records(finished):
+    folder = finished / "runs" / "first"
+    summary = summary_of(folder)
+    assert summary["recipe"] == "digits" and summary["workers"] == 2 and summary["seed"] == 0
+    assert summary["averager"] == "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())"
+    assert 0 <= summary["final"]["test_accuracy"] <= 1
+    assert summary["compression_vs_fp32"] == pytest.approx(summary["dense_fp32_bytes"] / summary["bytes_sent_per_worker"])
+    assert summary["dense_bf16_bytes"] == summary["dense_fp32_bytes"] / 2
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with open(folder / "metrics.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [int(row["step"]) for row in table] == [4, 8, 12]
+    for key in ("loss", "accuracy", "learning_rate", "bytes_sent", "bytes_received", "messages"):
+        assert key in rows[-1], key
+    assert json.loads((folder / "config.json").read_text())["averager"] == summary["averager"]
+    assert list((folder / "tensorboard").iterdir())
+    assert list((folder / "checkpoints").iterdir())
+
+
+def test_the_checkpoint_loads_with_weights_only(finished):
+    files = [f for f in (finished / "runs" / "first" / "checkpoints").rglob("*") if f.is_file() and f.suffix == ".pt"]
+    assert files
+    for file in files:
+        torch.load(file, weights_only=True)
+
+
+def test_what_is_printed(finished):
+    printed = (finished / "printed").read_text()
+    for word in ("step 12/12", "loss", "accuracy", "MB sent", "examples/s", "test accuracy", "runs/first"):
+        assert word in printed, word
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
+    for name, seed in (("again", 0), ("other", 1)):
+        done = train(finished, "--averager", SPARSE, "--name", name, "--seed", seed)
+        assert done.returncode == 0, done.stderr
+    first, again, other = (summary_of(finished / "runs" / name) for name in ("first", "again", "other"))
+    assert first["final"] == again["final"] != other["final"]
+    assert first["bytes_sent_per_worker"] == again["bytes_sent_per_worker"]
+
+
+def test_the_same_command_under_torchrun(finished):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "thinwire"]
+    done = run(
+        *("train", "digits", "--max-steps", 12, "--log-every", 4, "--averager", SPARSE, "--name", "torchrun"),
+        cwd=finished,
+        command=launcher,
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary_of(finished / "runs" / "torchrun")["final"] == summary_of(finished / "runs" / "first")["final"]
+
+
+def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
+    taken = train(finished, "--name", "first")
+    assert taken.returncode == 2 and "first" in taken.stderr and "overwrite" in taken.stderr
+    assert summary_of(finished / "runs" / "first")["averager"] != "Mean()"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--averager", "Mean(TopK(0))"], "ratio must be above 0"),
+        (["--averager", "Mean(TopK(2))"], "at most 1, got 2"),
+        (["--averager", "Mean(QSGD(bits=9))"], "from 1 to 8, got 9"),
+        (["--averager", "Mean(TopKK(0.01))"], "did you mean 'TopK'"),
+        (["--averager", "TopK(0.01)"], "did you mean 'Mean(TopK(0.01))'"),
+        (["--workers", "0"], "workers must be 1 or more, got 0"),
+        (["--workers", "two"], "workers"),
+        (["--wrokers", "2"], "did you mean '--workers'"),
+        (["--epochs", "0"], "epochs must be 1 or more"),
+        (["--output", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
+    done = run("train", "digits", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("thinwire: ") and done.stderr.count("\n") == 1
+    assert expected in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["train", "digit"], "unknown recipe 'digit', did you mean 'digits'?"),
+        (["trian"], "unknown command 'trian', did you mean 'train'?"),
+        (["bench", "codec"], "did you mean 'codecs'"),
+        (["bench", "codecs", "--codecs", "QSGD(bits=9)"], "from 1 to 8, got 9"),
+    ],
+)
+def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = train(tmp_path, "--port", port)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"port {port} cannot be used" in done.stderr
+
+
+HELP = [["--help"], ["train", "--list"], ["train", "digits", "--help"], ["bench", "step", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", HELP)
+def test_help_comes_on_stdout(arguments, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 40
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below `pid`, from the kernel's own table."""
+    found, new = [], [pid]
+    while new:
+        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
+        found += new
+    return found
+
+
+def started(tmp_path) -> subprocess.Popen:
+    """A long run with its workers in the middle of training."""
+    command = [*COMMAND, "train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert metrics.exists(), process.kill()
+    return process
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
+@pytest.mark.parametrize(
+    "who, number, code, expected",
+    [("parent", signal.SIGINT, 130, "stopped"), ("worker", signal.SIGKILL, 1, "SIGKILL")],
+)
+def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected, tmp_path):
+    process = started(tmp_path)
+    everyone = children_of(process.pid)
+    # A worker is the process that listens to the others; the fork server and the resource tracker have no thread pool.
+    workers = [p for p in everyone if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
+    os.kill(process.pid if who == "parent" else workers[-1], number)
+    _, complaint = process.communicate(timeout=30)
+    assert process.returncode == code, complaint
+    assert complaint.count("\n") == 1 and expected in complaint
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{p}").exists() for p in everyone) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [p for p in everyone if Path(f"/proc/{p}").exists()]
+    assert (tmp_path / "runs" / "long" / "metrics.jsonl").stat().st_size
+
+
+def test_the_demo_compares_four_methods(tmp_path):
+    done = run("demo", "--workers", 2, "--max-steps", 8, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for label in ("dense", "4-bit", "sparse", "sparse + 4-bit", "vs fp32", "vs bf16"):
+        assert label in done.stdout
+    assert (tmp_path / "demo" / "accuracy-against-bytes.png").read_bytes().startswith(b"\x89PNG")

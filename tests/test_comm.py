@@ -1,0 +1,352 @@
+"""Communicators: what every backend promises, on threads and on real processes over Gloo."""
+
+from __future__ import annotations
+
+import resource
+import threading
+
+import pytest
+import torch
+from spawn import WORLDS
+
+from thinwire.comm import CommunicationError, Ledger, LocalWorld
+
+SIZES = [1, 2, 3, 4]
+SUMMABLE = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+]
+ANY_DTYPE = [*SUMMABLE, torch.bool, torch.int16, torch.complex64]
+
+
+@pytest.fixture(params=WORLDS)
+def run(request):
+    return WORLDS[request.param]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, which every dtype adds without rounding."""
+    return ((torch.arange(numel) * 3 + rank) % 7).to(dtype)
+
+
+# ---- every operation has its answer in closed form ----
+
+
+def all_operations(comm) -> None:
+    size, rank = comm.size, comm.rank
+    for dtype in ANY_DTYPE:
+        for numel in (0, 1, 5, 1000):
+            check_gathers(comm, dtype, numel)
+            if dtype in SUMMABLE:
+                summed = values(rank, numel, dtype)
+                assert comm.all_reduce(summed).wait() is summed
+                assert torch.equal(summed, sum(values(r, numel, torch.int64) for r in range(size)).to(dtype))
+    for root in range(size):
+        matrix = values(rank, 6, torch.float32).reshape(2, 3)
+        assert comm.broadcast(matrix, root).wait() is matrix
+        assert torch.equal(matrix, values(root, 6, torch.float32).reshape(2, 3))
+    comm.barrier()
+    assert comm.gather_objects({"rank": [rank] * rank, "é": None}) == [
+        {"rank": [r] * r, "é": None} for r in range(size)
+    ]
+
+
+def check_gathers(comm, dtype: torch.dtype, numel: int) -> None:
+    size, rank = comm.size, comm.rank
+    own = values(rank, numel, dtype)
+    gathered = comm.all_gather(own).wait()
+    assert gathered[rank] is own
+    assert all(torch.equal(part, values(r, numel, dtype)) for r, part in enumerate(gathered))
+
+    sizes = [numel * r for r in range(size)]  # rank 0 has nothing to send
+    gathered = comm.all_gather(values(rank, sizes[rank], dtype), sizes).wait()
+    assert all(torch.equal(part, values(r, sizes[r], dtype)) for r, part in enumerate(gathered))
+
+    # Worker r sends (r + p) elements to worker p.
+    sent = [values(10 * rank + p, (rank + p) * (numel > 0), dtype) for p in range(size)]
+    received = comm.all_to_all(sent, [len(part) for part in sent]).wait()
+    assert received[rank] is sent[rank]
+    assert all(torch.equal(part, values(10 * r + rank, len(sent[r]), dtype)) for r, part in enumerate(received))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation(run, size):
+    run(size, all_operations)
+
+
+def ring_exchange(comm) -> list:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sends = {right: values(comm.rank, 12, torch.float64).reshape(3, 4)} if comm.size > 1 else {}
+    receives = {left: torch.zeros(3, 4, dtype=torch.float64)} if comm.size > 1 else {}
+    assert comm.exchange(sends, receives).wait() is receives
+    comm.exchange({}, {}).wait()
+    return [tensor.tolist() for tensor in receives.values()]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_along_a_ring(run, size):
+    for rank, received in enumerate(run(size, ring_exchange)):
+        assert received == [values((rank - 1) % size, 12, torch.float64).reshape(3, 4).tolist()] * (size > 1)
+
+
+def one_way(comm) -> float:
+    """Rank 0 sends twice to rank 1; the others take no part."""
+    first, second = torch.zeros(3), torch.zeros(0)
+    if comm.rank == 0:
+        handles = [comm.exchange({1: torch.full((3,), 1.0)}, {}), comm.exchange({1: torch.full((3,), 2.0)}, {})]
+    elif comm.rank == 1:
+        second = torch.zeros(3)
+        handles = [comm.exchange({}, {0: first}), comm.exchange({}, {0: second})]
+    else:
+        handles = []
+    for handle in reversed(handles):
+        handle.wait()
+    return first.tolist() + second.tolist()
+
+
+def test_messages_of_a_pair_are_matched_in_order(run):
+    assert run(3, one_way)[1] == [1.0] * 3 + [2.0] * 3
+
+
+def many_outstanding(comm) -> None:
+    """60 operations of all kinds in flight, waited for from last to first."""
+    size, rank, handles = comm.size, comm.rank, []
+    for i in range(15):
+        x = torch.full((1 + 997 * i,), float(rank + i))
+        handles.append((comm.all_reduce(x.clone()), [sum(r + i for r in range(size))]))
+        handles.append((comm.all_gather(x), [r + i for r in range(size)]))
+        handles.append((comm.broadcast(x.clone(), i % size), [i % size + i]))
+        handles.append((comm.all_to_all([x + 100 * p for p in range(size)]), [r + i + 100 * rank for r in range(size)]))
+    for handle, expected in reversed(handles):
+        result = handle.wait()
+        tensors = [result] if isinstance(result, torch.Tensor) else result
+        assert [t.unique().tolist() for t in tensors] == [[float(value)] for value in expected]
+        assert handle.wait() is result
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_outstanding_operations(run, size):
+    run(size, many_outstanding)
+
+
+def random_sum(comm, dtype) -> bytes:
+    x = torch.randn(10_007, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+    return comm.all_reduce(x).wait().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_has_the_same_bits_on_every_worker(run, dtype):
+    results = run(4, random_sum, dtype)
+    assert all(result == results[0] for result in results)
+
+
+def small_operations(comm, count: int) -> tuple[int, int]:
+    peaks = []
+    for _ in range(2):
+        for i in range(count // 2):
+            assert comm.all_reduce(torch.tensor([1.0])).wait() == comm.size
+            assert len(comm.all_gather(torch.tensor([i])).wait()) == comm.size
+        peaks.append((threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    return peaks[1][0] - peaks[0][0], peaks[1][1] - peaks[0][1]
+
+
+def test_threads_and_memory_stay_steady_over_500_small_operations():
+    for new_threads, new_kilobytes in WORLDS["processes"](3, small_operations, 500):
+        assert new_threads == 0
+        assert new_kilobytes < 4096
+
+
+def test_500_small_operations_in_threads():
+    LocalWorld(3).run(small_operations, 500)
+
+
+# ---- what the caller did wrong ----
+
+MISTAKES = {
+    "not a tensor": (lambda c: c.all_reduce([1.0]), "all_reduce expects a tensor, got list"),
+    "not contiguous": (lambda c: c.broadcast(torch.ones(4, 6).t()), r"contiguous.*\(6, 4\) with strides \(1, 6\)"),
+    "sparse": (lambda c: c.all_reduce(torch.ones(3).to_sparse()), "contiguous.*sparse_coo"),
+    "dtype without a sum": (lambda c: c.all_reduce(torch.ones(3, dtype=torch.bool)), "sums .*float32.*got torch.bool"),
+    "matrix": (lambda c: c.all_gather(torch.ones(2, 2)), r"1-D tensors, got shape \(2, 2\)"),
+    "root": (lambda c: c.broadcast(torch.ones(1), root=2), r"root in 0\.\.1, got 2"),
+    "peer": (lambda c: c.exchange({7: torch.ones(1)}, {}), r"peers in sends in 0\.\.1, got 7"),
+    "itself": (lambda c: c.exchange({}, {c.rank: torch.ones(1)}), "has this worker itself in receives"),
+    "number of sizes": (lambda c: c.all_gather(torch.ones(1), [1]), r"expects 2 sizes, one per worker, got \[1\]"),
+    "own size": (lambda c: c.all_gather(torch.ones(3), [1, 1]), r"sizes\[.\] = 1, but this worker's own tensor has 3"),
+    "number of tensors": (lambda c: c.all_to_all([torch.ones(1)]), "expects one tensor per worker, 2, got 1"),
+    "mixed dtypes": (lambda c: c.all_to_all([torch.ones(1), torch.ones(1).int()]), "one dtype, got torch.float32, tor"),
+}
+
+
+def refused(comm) -> None:
+    for mistake, message in MISTAKES.values():
+        with pytest.raises(ValueError, match=rf"rank {comm.rank}: .*{message}"):
+            mistake(comm)
+    assert comm.ledger == Ledger(comm.size)
+    assert comm.all_reduce(torch.ones(1)).wait() == comm.size  # the communicator is as good as before
+
+
+def test_mistakes_are_refused_before_anything_is_sent(run):
+    run(2, refused)
+
+
+def closed(comm) -> None:
+    comm.barrier()
+    comm.close()
+    comm.close()
+    with pytest.raises(ValueError, match=f"rank {comm.rank}: all_reduce on a communicator that was closed"):
+        comm.all_reduce(torch.ones(1))
+
+
+def test_close(run):
+    run(2, closed)
+
+
+# ---- agreement ----
+
+
+def disagree(comm, settings: list[dict]) -> str:
+    try:
+        comm.check_agreement(settings[comm.rank])
+    except ValueError as error:
+        assert comm.all_reduce(torch.ones(1)).wait() == comm.size  # still in step
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_workers_that_agree(run, size):
+    settings = [{"averager": "Mean()", "shapes": [(3, 4), (5,)], "seed": 1.5}] * size
+    assert run(size, disagree, settings) == [""] * size
+
+
+def test_workers_that_disagree_all_say_so_alike(run):
+    settings = [
+        {"averager": "Mean()", "seed": 0},
+        {"averager": "Mean()", "seed": 0, "layer.weight": (2000, 3)},
+        {"averager": "Mean(TopK(0.01))", "seed": 0, "layer.weight": (2000, 30)},
+    ]
+    messages = run(3, disagree, settings)
+    assert len(set(messages)) == 1
+    assert "disagree on 2 of 3 settings" in messages[0]
+    assert "averager: 'Mean()' on ranks 0, 1; 'Mean(TopK(0.01))' on rank 2" in messages[0]
+    assert "layer.weight: (absent) on rank 0; (2000, 3) on rank 1; (2000, 30) on rank 2" in messages[0]
+    assert "seed" not in messages[0]
+
+
+def test_long_values_are_shown_where_they_differ():
+    settings = [{"names": "a" * 5000 + last} for last in ("x" * 9, "y" * 9)]
+    message = LocalWorld(2).run(disagree, settings)[0]
+    assert "axxxxxxxxx" in message
+    assert "ayyyyyyyyy" in message
+    assert len(message) < 600
+
+
+# ---- the ledger ----
+
+
+def one_of_each(comm) -> dict:
+    x = torch.zeros(1200)
+    comm.all_reduce(x).wait()
+    comm.all_gather(x).wait()
+    comm.all_to_all(list(x.view(comm.size, -1))).wait()
+    if comm.size > 1:
+        comm.exchange({(comm.rank + 1) % comm.size: x}, {(comm.rank - 1) % comm.size: x.clone()}).wait()
+    comm.broadcast(x, root=0).wait()
+    comm.ledger.add_dense(1200)
+    return comm.ledger.as_dict()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_ledger_holds_to_the_formulas(run, size):
+    num_bytes = 4800
+    children = {1: [0], 2: [1, 0], 3: [2, 0, 0], 4: [2, 1, 0, 0]}[size]
+    for rank, ledger in enumerate(run(size, one_of_each)):
+        others, ring = size - 1, 2 * (size - 1) * num_bytes // size
+        expected = {
+            "all_reduce": (2 * others, ring, ring),
+            "all_gather": (others, others * num_bytes, others * num_bytes),
+            "all_to_all": (others, others * num_bytes // size, others * num_bytes // size),
+            "exchange": (1, num_bytes, num_bytes),
+            "broadcast": (children[rank], children[rank] * num_bytes, num_bytes * (rank > 0)),
+        }
+        if size == 1:
+            del expected["exchange"]
+        got = {name: tuple(list(traffic.values())[1:]) for name, traffic in ledger["collectives"].items()}
+        assert got == expected
+        assert all(traffic["calls"] == 1 for traffic in ledger["collectives"].values())
+        assert ledger["bytes_sent"] == sum(traffic[1] for traffic in expected.values())
+        assert ledger["bytes_received"] == sum(traffic[2] for traffic in expected.values())
+        assert ledger["messages"] == sum(traffic[0] for traffic in expected.values())
+        assert (ledger["dense_fp32_bytes"], ledger["dense_bf16_bytes"]) == (ring, ring // 2)
+
+
+def test_since_a_snapshot():
+    ledger = Ledger(size=2)
+    ledger.record("all_gather", 1, 10, 20)
+    ledger.record("broadcast", 1, 1, 0)
+    ledger.add_dense(100)
+    before = ledger.snapshot()
+    ledger.record("all_gather", 1, 5, 6)
+    ledger.add_dense(7)
+    added = ledger.since(before)
+    assert (added.bytes_sent, added.bytes_received, added.messages, added.dense_fp32_bytes) == (5, 6, 1, 28)
+    assert list(added.collectives) == ["all_gather"]
+    assert before.bytes_sent == 11
+
+
+# ---- threads only ----
+
+
+def raises_on_rank_one(comm):
+    if comm.rank == 1:
+        raise KeyError("lost")
+    comm.all_reduce(torch.ones(1)).wait()
+
+
+def test_one_error_releases_all_threads():
+    with pytest.raises(KeyError, match="rank 1: lost"):
+        LocalWorld(4, timeout_seconds=60).run(raises_on_rank_one)
+
+
+def test_a_worker_that_leaves_early_is_named():
+    def leave(comm):
+        if comm.rank == 0:
+            comm.all_gather(torch.ones(1)).wait()
+
+    with pytest.raises(CommunicationError, match="rank 0: all_gather failed: rank 1 has finished"):
+        LocalWorld(2).run(leave)
+
+
+def test_a_silent_peer_is_named_at_the_timeout():
+    done = threading.Event()
+
+    def silent(comm):
+        if comm.rank == 0:
+            try:
+                comm.exchange({}, {1: torch.ones(1)}).wait()
+            finally:
+                done.set()
+        done.wait(10)
+
+    with pytest.raises(CommunicationError, match=r"rank 0: exchange failed: nothing came from rank 1 in 0\.2 sec"):
+        LocalWorld(2, timeout_seconds=0.2).run(silent)
+
+
+def test_unequal_messages_are_named_in_threads():
+    def unequal(comm):
+        comm.all_reduce(torch.ones(3 + comm.rank)).wait()
+
+    with pytest.raises(CommunicationError, match=r"expected \d x torch.float32 from rank \d, got \d x torch.float32"):
+        LocalWorld(2).run(unequal)
+
+
+def test_a_world_needs_workers():
+    with pytest.raises(ValueError, match="at least one worker, got size=0"):
+        LocalWorld(0)

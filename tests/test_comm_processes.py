@@ -1,0 +1,197 @@
+"""Real processes over Gloo: failures, subgroups, the end of a process, and the ledger against the operating system."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import traffic
+from spawn import run_threads, spawn
+
+from thinwire.comm import CommunicationError, ProcessGroupCommunicator
+
+OPERATIONS = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "exchange": lambda comm, x: comm.exchange({}, {2: x}),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=2),
+}
+
+
+def with_a_failing_peer(comm, operation: str, how: str) -> tuple[str, float]:
+    """Rank 2 is killed, or is silent, while the others wait for it."""
+    comm.barrier()
+    if comm.rank == 2 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 2:
+        time.sleep(4)
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        OPERATIONS[operation](comm, torch.ones(100_000)).wait()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_worker_is_an_error_everywhere_at_once(operation):
+    results = spawn(3, with_a_failing_peer, operation, "killed", return_errors=True)
+    assert isinstance(results[2], RuntimeError)
+    assert "exit code -9" in str(results[2])
+    for rank, (message, seconds) in enumerate(results[:2]):
+        assert message.startswith(f"rank {rank}: {operation} failed:")
+        assert seconds < 10
+    if operation == "exchange":
+        assert all("from rank 2" in message or "irecv with rank 2" in message for message, _ in results[:2])
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "exchange"])
+def test_a_silent_worker_is_an_error_at_the_timeout(operation):
+    results = spawn(3, with_a_failing_peer, operation, "silent", comm_timeout_seconds=1)
+    for rank, (message, seconds) in enumerate(results[:2]):
+        assert message.startswith(f"rank {rank}: {operation} failed:")
+        assert seconds < 4
+
+
+def in_a_chain(comm) -> tuple[str, float]:
+    """Rank 2 dies; rank 1 waits for it, and rank 0 for rank 1, which lives."""
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        comm.exchange({}, {comm.rank + 1: torch.ones(4)}).wait()
+    return str(caught.value), time.monotonic() - began
+
+
+def test_an_error_travels_to_those_who_wait_for_a_living_worker():
+    results = spawn(3, in_a_chain, return_errors=True)
+    for rank, (message, seconds) in enumerate(results[:2]):
+        assert message.startswith(f"rank {rank}: exchange failed:")
+        assert f"rank {rank + 1}" in message
+        assert seconds < 10
+
+
+# ---- spawn itself ----
+
+
+def fails_on_rank_one(comm):
+    if comm.rank == 1:
+        raise ValueError("ratio must be in (0, 1], got 2")
+    comm.barrier()
+
+
+@pytest.mark.parametrize("run", [spawn, run_threads])
+def test_the_first_error_is_raised_with_its_rank(run):
+    with pytest.raises(ValueError, match=r"^rank 1: ratio must be in \(0, 1\], got 2$"):
+        run(3, fails_on_rank_one)
+
+
+def sleeps_on_rank_one(comm):
+    time.sleep(30 * (comm.rank == 1))
+
+
+def test_workers_that_do_not_finish_are_named():
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2"):
+        spawn(2, sleeps_on_rank_one, timeout_seconds=2)
+
+
+def tensors_and_arguments(comm, x: torch.Tensor, factor: int) -> torch.Tensor:
+    return x * factor + comm.rank
+
+
+def test_arguments_and_results_travel():
+    results = spawn(2, tensors_and_arguments, torch.arange(3), 10)
+    assert [result.tolist() for result in results] == [[0, 10, 20], [1, 11, 21]]
+
+
+# ---- groups, and the end ----
+
+
+def in_subgroups(comm) -> list:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = pairs[comm.rank % 2]
+    with ProcessGroupCommunicator(group) as first, ProcessGroupCommunicator(group) as second:
+        assert (first.size, first.rank) == (2, comm.rank // 2)
+        x, y = first.all_gather(torch.tensor([comm.rank])), second.all_reduce(torch.tensor([comm.rank]))
+        root = first.broadcast(torch.tensor([comm.rank]), root=1)
+        with pytest.raises(ValueError, match=f"global rank {comm.rank} is not in the group"):
+            ProcessGroupCommunicator(pairs[1 - comm.rank % 2])
+        return [part.item() for part in x.wait()] + [y.wait().item(), root.wait().item()]
+
+
+def test_subgroups_count_ranks_of_their_own():
+    assert spawn(4, in_subgroups) == [[0, 2, 2, 2], [1, 3, 4, 3], [0, 2, 2, 2], [1, 3, 4, 3]]
+
+
+def default_group_destroyed_first(comm, again: bool) -> None:
+    comm.all_reduce(torch.ones(1)).wait()
+    dist.destroy_process_group()
+    if again:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    comm.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_close_after_the_default_group_is_gone(again):
+    spawn(2, default_group_destroyed_first, again)
+
+
+def test_a_process_group_is_needed():
+    with pytest.raises(ValueError, match=r"Call dist\.init_process_group"):
+        ProcessGroupCommunicator()
+
+
+FORGETFUL = """
+import sys, torch, torch.distributed as dist
+from thinwire.comm import ProcessGroupCommunicator
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+comm = ProcessGroupCommunicator()
+handle = comm.all_reduce(torch.ones(1))
+print(comm.all_gather(torch.ones(1)).wait())
+"""
+
+
+def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [sys.executable, "-W", "error", "-c", FORGETFUL, str(tmp_path / "store")]
+    done = subprocess.run(arguments, env=environment, timeout=30, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[tensor([1.])]\n"), done.stderr
+
+
+# ---- the ledger against the operating system ----
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads TCP_INFO as Linux lays it out")
+@pytest.mark.parametrize("operation", traffic.OPERATIONS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_worker_sends_and_receives_what_its_ledger_says(size, operation):
+    """Gloo adds at most 144 bytes to a message; a ring cuts its tensor into messages of at most 1 MiB."""
+    for worker in spawn(size, traffic.measure, operation):
+        for recorded, counted in zip(worker["ledger"], worker["tcp"], strict=True):
+            assert recorded <= counted <= recorded + 200 * (worker["messages"] + 3 + counted // 2**18)
+
+
+ISOLATED = ["unshare", "--net", "--map-root-user", "sh", "-c"]
+
+
+def test_the_loopback_interface_carries_what_the_ledgers_say():
+    """Within 5 %, without the headers of TCP and IP. In a network namespace, where nobody else uses the interface."""
+    up = "ip link set lo up"
+    if not shutil.which("unshare") or subprocess.run([*ISOLATED, up], capture_output=True).returncode:
+        pytest.skip("cannot make a network namespace: needs Linux, `unshare`, `ip`, and root or user namespaces")
+    command = f"{up} && exec {sys.executable} {Path(traffic.__file__)}"
+    done = subprocess.run([*ISOLATED, command], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3 * len(traffic.OPERATIONS)
+    for size, operation, recorded, counted in rows:
+        assert recorded <= counted <= 1.05 * recorded, (size, operation)

@@ -1,0 +1,272 @@
+"""Distributions and gradient statistics against scipy, quadrature, and closed forms of the limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.integrate import quad
+
+from thinwire.codec.cdf_integral import CdfIntegral, FoldedCdfIntegral
+from thinwire.codec.distributions import TruncatedNormal, TruncatedNormalMixture
+from thinwire.codec.gradient_statistics import BucketStatistics, bucket_statistics, mixture, pooled
+
+# mean and std on [-1, 1]: ordinary, near the edge, narrow, wide, outside, far tails
+PARAMETERS = [
+    (0.0, 0.5),
+    (0.2, 0.1),
+    (-0.95, 0.3),
+    (0.01, 0.011),
+    (0.3, 5.0),
+    (0.0, 1000.0),
+    (1.7, 0.4),
+    (-3.0, 0.25),
+    (6.0, 0.2),
+]
+
+
+def scipy_truncnorm(mean: float, std: float):
+    return stats.truncnorm((-1 - mean) / std, (1 - mean) / std, loc=mean, scale=std)
+
+
+SPLITS = (-700, -150, -38, -9, -3, 0, 3, 9, 38, 150, 700)  # where quadrature is cut, in scales of the kernel
+
+
+def kernel_quad(function, a: float, b: float, mean: float, std: float) -> float:
+    """integral of function(r) exp(-((r-mean)^2 - (mode-mean)^2)/(2 std^2)), split where the kernel is concentrated."""
+    mode = min(max(mean, -1.0), 1.0)
+
+    def integrand(r: float) -> float:
+        return function(r) * math.exp(-0.5 * ((r - mode) / std) * ((r + mode - 2 * mean) / std))
+
+    scale = std if mode == mean else min(std, std * std / abs(mode - mean))
+    points = sorted({a, b, *(p for p in (mode + scale * k for k in SPLITS) if a < p < b)})
+    pieces = [quad(integrand, p, q, epsabs=0, epsrel=1e-12, limit=200)[0] for p, q in itertools.pairwise(points)]
+    return math.fsum(pieces)
+
+
+def psi_by_quadrature(levels: list[float], mean: float, std: float) -> float:
+    total = kernel_quad(lambda r: 1.0, -1.0, 1.0, mean, std)
+    intervals = itertools.pairwise(levels)
+    return math.fsum(kernel_quad(lambda r, a=a, b=b: (b - r) * (r - a), a, b, mean, std) for a, b in intervals) / total
+
+
+LEVEL_SETS = {
+    "uniform-3bit": np.linspace(-1, 1, 8).tolist(),
+    "uniform-8bit": np.linspace(-1, 1, 256).tolist(),
+    "exponential": [-1, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1],
+    "uneven": [-1, -0.9, 0.0, 1e-3, 0.2, 0.99, 1],
+}
+
+
+@pytest.mark.parametrize(("mean", "std"), PARAMETERS)
+def test_pdf_cdf_ppf_match_scipy(mean, std):
+    dist, truth = TruncatedNormal(mean, std), scipy_truncnorm(mean, std)
+    r = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    q = torch.linspace(0, 1, 51, dtype=torch.float64)
+    np.testing.assert_allclose(dist.pdf(r), truth.pdf(r.numpy()), rtol=1e-10, atol=1e-300)
+    np.testing.assert_allclose(dist.cdf(r), truth.cdf(r.numpy()), rtol=1e-10, atol=1e-15)
+    np.testing.assert_allclose(dist.ppf(q), truth.ppf(q.numpy()), rtol=0, atol=1e-10)
+    assert dist.ppf(0.0) == -1
+    assert dist.ppf(1.0) == 1
+    resolution = 1e-14 + 2e-16 * dist.pdf(r).max().item()  # of q, where r moves by the spacing of floats
+    np.testing.assert_allclose(dist.cdf(dist.ppf(q)), q, rtol=0, atol=resolution)
+
+
+def test_density_vanishes_outside_the_support():
+    dist = TruncatedNormal(0.0, 1.0)
+    assert dist.pdf(1.5) == 0
+    assert dist.cdf(-2.0) == 0
+    assert dist.cdf(3.0) == 1
+
+
+@pytest.mark.parametrize("name", LEVEL_SETS)
+@pytest.mark.parametrize(("mean", "std"), [*PARAMETERS, (0.0, 1e6), (30.0, 0.02), (-1.0, 1e-4)])
+def test_quantization_variance_matches_quadrature(mean, std, name):
+    levels = LEVEL_SETS[name]
+    psi = TruncatedNormal(mean, std).quantization_variance(levels).item()
+    assert psi == pytest.approx(psi_by_quadrature(levels, mean, std), rel=1e-10, abs=0)
+
+
+@pytest.mark.parametrize(("mean", "std"), PARAMETERS)
+def test_partial_moments_match_quadrature(mean, std):
+    total = kernel_quad(lambda r: 1.0, -1, 1, mean, std)
+    for a, b in ((-1.0, 1.0), (-0.4, 0.1), (0.2, 0.2001)):
+        for n, moment in enumerate(TruncatedNormal(mean, std).partial_moments(a, b)):
+            expected = kernel_quad(lambda r, n=n: r**n, a, b, mean, std) / total
+            assert moment.item() == pytest.approx(expected, rel=1e-10, abs=1e-14)
+
+
+def test_uniform_limit_of_a_huge_deviation():
+    """A uniform density on [-1, 1] has Psi = sum gap^3 / 12."""
+    levels = torch.tensor(LEVEL_SETS["uneven"], dtype=torch.float64)
+    psi = TruncatedNormal(0.0, 1e12).quantization_variance(levels)
+    torch.testing.assert_close(psi, (levels.diff() ** 3).sum() / 12, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-12, 1e-9])
+@pytest.mark.parametrize("mean", [0.3, -1.0, 1.0, 2.5, 0.0])
+def test_point_mass_limit(mean, std):
+    """All mass at the point c nearest to the mean: Psi = (b-c)(c-a), F a step, no NaN."""
+    dist, c, levels = TruncatedNormal(mean, std), min(max(mean, -1), 1), [-1.0, -0.5, 0.1, 0.4, 1.0]
+    a, b = max(level for level in levels[:-1] if level <= c), min(level for level in levels[1:] if level >= c)
+    assert dist.quantization_variance(levels).item() == pytest.approx((b - c) * (c - a), rel=1e-7, abs=1e-8)
+    assert dist.ppf(0.5).item() == pytest.approx(c, abs=1e-8)
+    r = torch.tensor([-1, c - 1e-3, c + 1e-3, 1], dtype=torch.float64)
+    assert dist.cdf(r)[1].item() == pytest.approx(0, abs=1e-12)
+    assert dist.cdf(r)[2].item() == pytest.approx(1)
+    assert torch.isfinite(dist.pdf(r)).all()
+
+
+def test_far_tail_is_exponential():
+    """With the mean a million deviations below -1 the density is rate * exp(-rate (r+1)), rate = distance / std^2."""
+    rate = 20.0
+    mean, std = -1 - 5e4**2 * rate, 5e4
+    dist = TruncatedNormal(mean, std)
+    r = torch.linspace(-1, 1, 21, dtype=torch.float64)
+    expected = torch.expm1(-rate * (r + 1)) / math.expm1(-rate * 2)
+    torch.testing.assert_close(dist.cdf(r), expected, rtol=1e-7, atol=0)
+
+
+def test_batch_equals_elements():
+    means, stds = torch.tensor([0.1, -2.0, 0.0]), torch.tensor([0.2, 0.5, 3.0])
+    batch = TruncatedNormal(means, stds)
+    levels = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    for k in range(3):
+        one = TruncatedNormal(means[k], stds[k])
+        assert batch.quantization_variance(levels)[k] == one.quantization_variance(levels)
+        assert batch.cdf(0.3)[k] == one.cdf(0.3)
+
+
+def random_mixture(num_components: int = 350, seed: int = 0) -> TruncatedNormalMixture:
+    rng = np.random.default_rng(seed)
+    weights, means = rng.random(num_components), 0.3 * rng.standard_normal(num_components)
+    stds = 10 ** rng.uniform(-2.5, 0.5, num_components)
+    weights[::7] = 0
+    return TruncatedNormalMixture(weights, means, stds)
+
+
+def test_mixture_is_the_weighted_sum_of_its_components():
+    dist = random_mixture()
+    truths = [scipy_truncnorm(m, s) for m, s in zip(dist.means.tolist(), dist.stds.tolist(), strict=True)]
+    r = np.linspace(-1, 1, 41)
+    w = dist.weights.numpy()
+    np.testing.assert_allclose(dist.pdf(torch.tensor(r)), w @ np.array([t.pdf(r) for t in truths]), rtol=1e-10)
+    np.testing.assert_allclose(dist.cdf(torch.tensor(r)), w @ np.array([t.cdf(r) for t in truths]), rtol=1e-10)
+    q = torch.linspace(0.001, 0.999, 37, dtype=torch.float64)
+    np.testing.assert_allclose(dist.cdf(dist.ppf(q)), q, rtol=0, atol=1e-14)
+
+
+def test_mixture_variance_matches_quadrature():
+    dist = random_mixture(30)
+    for levels in LEVEL_SETS.values():
+        parts = [psi_by_quadrature(levels, m, s) for m, s in zip(dist.means.tolist(), dist.stds.tolist(), strict=True)]
+        expected = math.fsum(w * p for w, p in zip(dist.weights.tolist(), parts, strict=True))
+        assert dist.quantization_variance(levels).item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_variance_agrees_with_measured_error():
+    """Stochastic rounding of 400 000 samples; six standard errors."""
+    dist, n = TruncatedNormal(0.05, 0.2), 400_000
+    levels = torch.tensor(LEVEL_SETS["exponential"], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    r = dist.ppf(torch.rand(n, generator=generator, dtype=torch.float64))
+    upper = torch.searchsorted(levels, r).clamp(1, levels.numel() - 1)
+    a, b = levels[upper - 1], levels[upper]
+    up = torch.rand(n, generator=generator, dtype=torch.float64) < (r - a) / (b - a)
+    errors = (torch.where(up, b, a) - r) ** 2
+    standard_error = errors.std() / math.sqrt(n)
+    assert (errors.mean() - dist.quantization_variance(levels)).abs() < 6 * standard_error
+
+
+@pytest.mark.parametrize(("mean", "std"), PARAMETERS)
+def test_fast_cdf_integral_agrees(mean, std):
+    dist = TruncatedNormal(mean, std)
+    r = torch.linspace(-1, 1, 17, dtype=torch.float64)
+    H, F, f = CdfIntegral(dist)(r)
+    mass, first, _ = dist.partial_moments(torch.full_like(r, -1), r)
+    atol = 1e-13 * max(1, std, abs(mean)) ** 2
+    np.testing.assert_allclose(F, dist.cdf(r), atol=atol, rtol=0)
+    np.testing.assert_allclose(H, r * mass - first, atol=atol, rtol=0)  # by parts
+    np.testing.assert_allclose(f, dist.pdf(r), rtol=1e-8, atol=1e-300)
+
+
+def test_folding():
+    dist = random_mixture(10)
+    r = torch.linspace(0, 1, 9, dtype=torch.float64)
+    H, F, f = FoldedCdfIntegral(CdfIntegral(dist))(r)
+    torch.testing.assert_close(F, dist.cdf(r) - dist.cdf(-r), atol=1e-12, rtol=0)
+    torch.testing.assert_close(f, dist.pdf(r) + dist.pdf(-r), atol=1e-9, rtol=0)
+    assert H[0] == 0
+    assert F[-1].item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TruncatedNormal(0.0, -1.0), "std"),
+        (lambda: TruncatedNormal(math.nan, 1.0), "mean"),
+        (lambda: TruncatedNormal(0.0, 1.0, 1.0, 1.0), "low < high"),
+        (lambda: TruncatedNormalMixture([0.0, 0.0], [0, 0], [1, 1]), "all zero"),
+        (lambda: TruncatedNormalMixture([1.0], [0.0, 1.0], [1.0, 1.0]), "shapes"),
+        (lambda: TruncatedNormal(0.0, 1.0).ppf(1.5), "probabilities"),
+        (lambda: TruncatedNormal(0.0, 1.0).quantization_variance([-1.0, 0.5]), "support"),
+        (lambda: TruncatedNormal(0.0, 1.0).quantization_variance([-1.0, 0.5, 0.2, 1.0]), "increasing"),
+        (lambda: bucket_statistics(torch.ones(4), 0), "bucket_size"),
+        (lambda: mixture(bucket_statistics(torch.zeros(4), 2), 2), "zero"),
+        (lambda: pooled(bucket_statistics(torch.zeros(4), 2)), "zero"),
+    ],
+)
+def test_errors_say_what_is_wrong(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("norm", ["l2", "max"])
+def test_bucket_statistics_match_numpy(norm):
+    x = np.random.default_rng(0).standard_normal(1000) * 3 + 1
+    found = bucket_statistics(torch.tensor(x), 96, norm)
+    for k, bucket in enumerate(np.split(x, range(96, 1000, 96))):
+        scale = np.linalg.norm(bucket) if norm == "l2" else np.abs(bucket).max()
+        expected = (scale, (bucket / scale).mean(), (bucket / scale).std(), bucket.size)
+        actual = [field[k].item() for field in (found.norms, found.means, found.stds, found.counts)]
+        assert actual == pytest.approx(expected, rel=1e-12)
+
+
+def test_empty_and_spoilt_buckets_say_nothing():
+    x = torch.tensor([1.0, math.inf, 0.0, 0.0, math.nan, 1.0, 3.0, 4.0])
+    found = bucket_statistics(x, 2)
+    assert found.norms.tolist() == [0, 0, 0, 5]
+    assert all(torch.isfinite(field).all() for field in (found.means, found.stds))
+    assert mixture(found, 10).means.tolist() == [found.means[3].item()]
+    assert not bucket_statistics(torch.zeros(0), 4).informative
+
+
+def test_pooled_has_the_moments_of_all_coordinates():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dist = pooled(bucket_statistics(x, 64, "max"))
+    scaled = torch.cat([bucket / bucket.abs().max() for bucket in x.split(64)])
+    assert dist.mean.item() == pytest.approx(scaled.mean().item(), abs=1e-14)
+    assert dist.std.item() == pytest.approx(scaled.std(correction=0).item(), rel=1e-12)
+
+
+def test_largest_buckets_by_norm_and_its_square():
+    found = BucketStatistics(
+        *(torch.tensor(t, dtype=torch.float64) for t in ([1, 4, 2, 4], [0, 0.1, 0.2, 0.3])),
+        *[torch.full((4,), value, dtype=torch.float64) for value in (0.5, 8.0)],
+    )
+    largest = mixture(found, 3)
+    assert largest.means.tolist() == [0.1, 0.3, 0.2]  # ties by the lowest index
+    assert largest.weights.tolist() == pytest.approx([0.4, 0.4, 0.2])
+    assert mixture(found, 3, "norm2").weights.tolist() == pytest.approx([16 / 36, 16 / 36, 4 / 36])
+
+
+def test_statistics_travel_and_pool():
+    x = torch.randn(300)
+    whole = bucket_statistics(x, 50)
+    parts = [BucketStatistics.from_tensor(bucket_statistics(part, 50).to_tensor()) for part in (x[:150], x[150:])]
+    assert torch.equal(BucketStatistics.concatenate(parts).to_tensor(), whole.to_tensor())

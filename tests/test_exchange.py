@@ -1,0 +1,547 @@
+"""The exchanges of `Mean`, against plain simulations, against their formulas, and over real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from spawn import spawn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.average.exchange import COSTS, EXCHANGES, Load, cheapest
+from thinwire.average.exchange.scatter_reduce import shard_nbytes
+
+SPARSE, QUANTIZED = tw.TopK(0.1), tw.QSGD(bits=4)
+CHAIN = tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))
+# Tensors that W does not divide, and tensors with fewer elements than workers.
+SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (11, 41), "tiny": (1, 2), "scale": ()}
+
+
+@dataclass(frozen=True, repr=False)
+class Above(tw.Codec):
+    """Elements above a threshold, as [indices int32][values float32]: a codec whose payload has no fixed size."""
+
+    threshold: float
+    fixed_size: ClassVar[bool] = False
+
+    def _encode(self, segments, keys, residuals):
+        x = torch.cat(segments)
+        indices = x.abs().gt(self.threshold).nonzero().view(-1).int()
+        kept = x[indices]
+        for r, s in zip(residuals or [], segments, strict=False):
+            r.copy_(torch.where(s.abs() > self.threshold, torch.zeros_like(s), s))
+        return torch.cat([indices.view(torch.uint8), kept.view(torch.uint8)])
+
+    def _decode_add(self, payload, outs, weight):
+        indices, values = payload.view(torch.int32).chunk(2)
+        total = torch.zeros(sum(o.numel() for o in outs))
+        total[indices.long()] = values.view(torch.float32)
+        for o, part in zip(outs, total.split([o.numel() for o in outs]), strict=True):
+            o.add_(part, alpha=weight)
+
+    def _nbytes(self, numels):
+        return 8 * sum(numels)
+
+
+def gradients(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def mean_of(codec, exchange, nodes=None, memory=True, **fields):
+    return tw.Mean(codec, tw.ErrorFeedback() if memory else None, exchange=exchange, workers_per_node=nodes, **fields)
+
+
+def run_steps(comm, averager, num_steps=3, scale=1.0, state=None, start=0):
+    """The results of some rounds, in which all tensors are stepped before the first is waited for."""
+    state = averager.init(gradients(comm.rank, 0), comm, seed=5) if state is None else state
+    results = []
+    for step in range(start, start + num_steps):
+        tensors = [(name, scale * g) for name, g in gradients(comm.rank, step)]
+        calls = [tensors] if averager.whole_model else [tensors[3:], tensors[:3]]
+        for handle in [averager.step(state, part, comm, scale) for part in calls]:
+            handle.wait()
+        assert averager.commit(state)
+        results.append({name: t / scale for name, t in tensors})
+    return results, state
+
+
+def assert_equal(some, others):
+    for a, b in zip(some, others, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
+
+
+# ---- what the result is ----
+
+
+def key(name, rank, part, step):
+    return tw.Key(5, zlib.crc32(name.encode()) | rank << 32 | part << 48, step)
+
+
+def simulated_scatter_reduce(codec, memory, size, num_steps):
+    """The definition, tensor by tensor and piece by piece, without any communication."""
+    first = [{name: torch.zeros(shape).view(-1) for name, shape in SHAPES.items()} for _ in range(size)]
+    second = {name: torch.zeros(shape).view(-1) for name, shape in SHAPES.items()}
+    for step in range(num_steps):
+        result = {}
+        for name, shape in SHAPES.items():
+            own = [dict(gradients(rank, step))[name].view(-1) for rank in range(size)]
+            if len(shape) < 2:
+                total = torch.zeros_like(own[0])
+                for g in own:
+                    total.add_(g, alpha=1.0 / size)
+                result[name] = total.view(shape)
+                continue
+            x = [g + e[name] if memory else g for g, e in zip(own, first, strict=True)]
+            out = torch.zeros_like(own[0])
+            for owner, piece in enumerate(out.tensor_split(size)):
+                e2 = second[name].tensor_split(size)[owner]
+                if not piece.numel():
+                    continue
+                mean = torch.zeros_like(piece)
+                for rank in range(size):
+                    mine, e1 = x[rank].tensor_split(size)[owner], first[rank][name].tensor_split(size)[owner]
+                    codec.decode_add(codec.encode(mine, key(name, rank, owner + 1, step), e1), mean, 1.0 / size)
+                payload = codec.encode(mean + e2 if memory else mean, key(name, owner, 0xFFFF, step), e2)
+                codec.decode_add(payload, piece)
+            result[name] = out.view(shape)
+        yield result
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("codec", [SPARSE, QUANTIZED, CHAIN, tw.SignNorm(), tw.Cast(), Above(0.7)], ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_scatter_reduce_is_its_definition(codec, memory, size):
+    everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, mean_of(codec, "scatter_reduce", memory=memory))[0])
+    expected = list(simulated_scatter_reduce(codec, memory, size, 3))
+    for results in everyone:
+        assert_equal(results, expected)
+
+
+def simulated_hierarchical(codec, memory, size, nodes, num_steps):
+    """The definition: each node's mean is encoded, with a memory of the node in units of its sum."""
+    memories = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(size // nodes)]
+    for step in range(num_steps):
+        result = {}
+        for name, shape in SHAPES.items():
+            result[name] = torch.zeros(shape)
+            for node, e in enumerate(memories):
+                own = [dict(gradients(node * nodes + i, step))[name] for i in range(nodes)]
+                encoded = len(shape) >= 2
+                total = own[0] + e[name] if memory and encoded else own[0].clone()
+                for g in own[1:]:
+                    total += g
+                if not encoded:
+                    result[name].add_(total, alpha=1.0 / size)
+                    continue
+                lost = torch.zeros(shape)
+                payload = codec.encode(total / nodes, key(name, node * nodes, 0, step), lost)
+                codec.decode_add(payload, result[name], nodes / size)
+                e[name] = lost * nodes
+        yield result
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED, Above(0.7)], ids=repr)
+@pytest.mark.parametrize(("size", "nodes"), [(1, 1), (3, 3), (4, 2), (6, 3), (8, 2), (8, 4)])
+def test_hierarchical_is_its_definition(codec, memory, size, nodes):
+    averager = mean_of(codec, "hierarchical", nodes, memory, min_ndim=2 if codec != tw.Identity() else 0)
+    everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager)[0])
+    expected = list(simulated_hierarchical(codec, memory, size, nodes, 3))
+    for results in everyone:
+        assert_equal(results, everyone[0])
+        if codec != tw.Identity():
+            assert_equal(results, expected)
+        else:  # the biases are encoded as well: L terms are added instead of W
+            for a, b in zip(results, expected, strict=True):
+                assert all(torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a)
+
+
+def test_nodes_of_one_worker_are_an_all_gather():
+    flat, nodes = mean_of(CHAIN, "all_gather"), mean_of(CHAIN, "hierarchical", 1)
+    a, b = (tw.LocalWorld(3).run(lambda comm, averager=m: run_steps(comm, averager)[0])[0] for m in (flat, nodes))
+    assert_equal(a, b)
+
+
+EXCHANGED = [("scatter_reduce", 3, None), ("scatter_reduce", 4, None), ("hierarchical", 4, 2), ("hierarchical", 6, 3)]
+every_exchange = pytest.mark.parametrize(("exchange", "size", "nodes"), EXCHANGED)
+
+
+@every_exchange
+@pytest.mark.parametrize("granularity", ["layer", "bucket", "model"])
+@pytest.mark.parametrize("codec", [SPARSE, CHAIN, tw.SignNorm(), tw.SVD(rank=1)], ids=repr)
+def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
+    """W sum of results + all memories + W (all owners' memories) = sum of all gradients, to float32 rounding."""
+    averager = mean_of(codec, exchange, nodes, granularity=granularity)
+    num_steps = 10
+    everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager, num_steps))
+    for results, _ in everyone:
+        assert_equal(results, everyone[0][0])
+    states = [state.state_dict() for _, state in everyone]
+    for name in ("conv.weight", "fc.weight", "tiny"):
+        total = sum(dict(gradients(rank, step))[name].double() for rank in range(size) for step in range(num_steps))
+        kept = sum(s["memory"][name].double() for s in states)
+        if exchange == "scatter_reduce":
+            kept = kept + size * torch.cat([s["owner_memory"][name].double() for s in states])
+        else:
+            members = [s["memory"][name] for rank, s in enumerate(states) if rank % nodes]
+            assert not torch.cat(members).any()
+        sent = size * sum(r[name].double() for r in everyone[0][0])
+        # A few roundings a step of numbers below 2^6, on each worker.
+        torch.testing.assert_close((sent.view(-1) + kept), total.view(-1), rtol=0, atol=size * num_steps * 2.0**-18)
+
+
+def test_scatter_reduce_of_an_unbiased_codec_is_unbiased():
+    """Mean over 1500 keys within 5 standard errors of the mean gradient, for each of 64 elements."""
+    averager, trials = tw.Mean(tw.QSGD(bits=2, bucket_size=16), exchange="scatter_reduce"), 1500
+
+    def worker(comm):
+        x = torch.randn(64, 1, generator=torch.Generator().manual_seed(comm.rank))
+        state, results = averager.init([("x", x)], comm), []
+        for _ in range(trials):
+            y = x.clone()
+            averager.step(state, [("x", y)], comm).wait()
+            averager.commit(state)
+            results.append(y)
+        return x, torch.stack(results).double()
+
+    everyone = tw.LocalWorld(2).run(worker)
+    results, expected = everyone[0][1], sum(x.double() for x, _ in everyone) / 2
+    standard_error = results.std(0) / trials**0.5
+    assert ((results.mean(0) - expected).abs() <= 5 * standard_error + 1e-6).all()
+
+
+# ---- scales, infinities, checkpoints ----
+
+
+@every_exchange
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_loss_scale_changes_nothing(exchange, size, nodes, memory):
+    averager = mean_of(QUANTIZED, exchange, nodes, memory)
+    plain, scaled = (tw.LocalWorld(size).run(run_steps, averager, 3, s) for s in (1.0, 1024.0))
+    for (a, state_a), (b, state_b) in zip(plain, scaled, strict=True):
+        assert_equal(a, b)
+        assert_equal(memories(state_a), memories(state_b))
+
+
+def memories(state):
+    """Copies of all memories of a worker."""
+    saved = state.state_dict()
+    return [saved[kind] for kind in ("memory", "owner_memory") if saved[kind] is not None]
+
+
+@every_exchange
+@pytest.mark.parametrize("name", ["fc.weight", "tiny", "conv.bias"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_infinite_gradient_on_one_worker(exchange, size, nodes, name, bad):
+    """No worker's result is finite, every memory stays as it was, and the next step is as if it had not been."""
+    averager = mean_of(SPARSE, exchange, nodes)
+
+    def worker(comm):
+        _, state = run_steps(comm, averager, 2)
+        before, progress = memories(state), state.progress
+        assert any(value.any() for kind in before for value in kind.values()) or comm.rank % (nodes or 1)
+        tensors = gradients(comm.rank, 7)
+        if comm.rank == size - 1:
+            dict(tensors)[name].view(-1)[-1] = bad
+        averager.step(state, tensors, comm).wait()
+        assert not averager.commit(state)
+        assert not torch.isfinite(dict(tensors)[name]).all()
+        assert_equal(memories(state), before)
+        state.progress = progress
+        return run_steps(comm, averager, 1, state=state, start=2)[0]
+
+    clean = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager, 3)[0])
+    for got, expected in zip(tw.LocalWorld(size).run(worker), clean, strict=True):
+        assert_equal(got, expected[2:])
+
+
+@every_exchange
+def test_a_discarded_round_leaves_no_trace(exchange, size, nodes):
+    averager = mean_of(SPARSE, exchange, nodes)
+
+    def worker(comm):
+        _, state = run_steps(comm, averager, 2)
+        averager.step(state, gradients(comm.rank, 7), comm).wait()
+        averager.discard(state)
+        return run_steps(comm, averager, 1, state=state, start=2)[0]
+
+    clean = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager, 3)[0])
+    for got, expected in zip(tw.LocalWorld(size).run(worker), clean, strict=True):
+        assert_equal(got, expected[2:])
+
+
+@every_exchange
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(exchange, size, nodes, tmp_path):
+    averager = mean_of(CHAIN, exchange, nodes)
+
+    def worker(comm):
+        _, state = run_steps(comm, averager, 2)
+        torch.save(state.state_dict(), tmp_path / f"{comm.rank}.pt")
+        resumed = averager.init(gradients(comm.rank, 0), comm, seed=5)
+        resumed.load_state_dict(torch.load(tmp_path / f"{comm.rank}.pt", weights_only=True))
+        return run_steps(comm, averager, 2, state=resumed, start=2)[0]
+
+    clean = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager, 4)[0])
+    for got, expected in zip(tw.LocalWorld(size).run(worker), clean, strict=True):
+        assert_equal(got, expected[2:])
+
+
+def test_a_state_of_another_world_does_not_load():
+    averager = mean_of(SPARSE, "scatter_reduce")
+    saved = tw.LocalWorld(4).run(lambda comm: run_steps(comm, averager, 1)[1].state_dict())[0]
+
+    def worker(comm, averager, message):
+        with pytest.raises(ValueError, match=message):
+            averager.init(gradients(comm.rank, 0), comm).load_state_dict(saved)
+
+    tw.LocalWorld(2).run(worker, averager, "'conv.weight' has 54 elements, expected 108")
+    tw.LocalWorld(2).run(worker, mean_of(SPARSE, "all_gather"), "has owner_memory; use the averager")
+
+
+# ---- bytes ----
+
+
+def bytes_of_a_step(comm, averager, shapes):
+    tensors = [(name, torch.ones(shape)) for name, shape in shapes.items()]
+    state = averager.init(tensors, comm)
+    before = comm.ledger.snapshot()
+    averager.step(state, tensors, comm).wait()
+    return comm.ledger.since(before)
+
+
+@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED, CHAIN, tw.SignNorm()], ids=repr)
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_scatter_reduce_sends_what_its_formula_says(codec, granularity, size):
+    """Worker s: the messages of all other shards, and its own to all others; W = 2, 3, 4, 8, exactly."""
+    averager = mean_of(codec, "scatter_reduce", granularity=granularity)
+    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.Identity()]
+    dense = 0 if codec == tw.Identity() else 9
+    m = shard_nbytes(codec, encoded, dense, size, merged=granularity != "layer")
+    for rank, ledger in enumerate(tw.LocalWorld(size).run(bytes_of_a_step, averager, SHAPES)):
+        assert ledger.collectives["all_to_all"].bytes_sent == sum(m) - m[rank]
+        assert ledger.collectives["all_gather"].bytes_sent == (size - 1) * m[rank]
+        assert ledger.messages == sum(x > 0 for r, x in enumerate(m) if r != rank) + (size - 1) * (m[rank] > 0)
+        assert ledger.bytes_received == (size - 1) * m[rank] + sum(m) - m[rank]
+
+
+def test_shards_are_as_even_as_can_be():
+    """Within one element a tensor; so a worker's bytes are 2(W-1)/W p and a few scales."""
+    codec, shapes = tw.QSGD(bits=4), [torch.Size([1000, 1000])]
+    m = shard_nbytes(codec, shapes, 0, 8, merged=False)
+    assert max(m) - min(m) <= 5
+    assert sum(m) <= codec.nbytes(10**6) + 8 * 4
+
+
+@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED], ids=repr)
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (8, 2), (8, 4), (8, 8)])
+def test_hierarchical_sends_what_its_formula_says(codec, size, nodes):
+    averager = mean_of(codec, "hierarchical", nodes)
+    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.Identity()]
+    n, dense = sum(s.numel() for s in encoded), 0 if codec == tw.Identity() else 9
+    m, num_nodes = codec.nbytes(encoded) + 4 * dense, size // nodes
+    down = min(num_nodes * m, 4 * (n + dense))
+    for rank, ledger in enumerate(tw.LocalWorld(size).run(bytes_of_a_step, averager, SHAPES)):
+        expected = 4 * (n + dense) if rank % nodes else (num_nodes - 1) * m + (nodes - 1) * down
+        assert ledger.bytes_sent == expected
+        assert set(ledger.collectives) <= {"exchange"}
+
+
+EVEN = {"a": (24, 48), "b": (48, 8), "bias": (48,)}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_table_of_costs_holds(exchange, size):
+    """Where W divides every tensor the table is exact: for a cast, and with the scales of every shard for QSGD."""
+    for codec in (tw.Cast(), tw.QSGD(bits=4, bucket_size=16)):
+        if exchange == "all_reduce" and not codec.summable:
+            continue
+        averager = tw.Mean(codec, exchange=exchange, workers_per_node=1 if exchange == "hierarchical" else None)
+        load = Load(codec, (torch.Size([24, 48]), torch.Size([48, 8])), 48, size)
+        for ledger in tw.LocalWorld(size).run(bytes_of_a_step, averager, EVEN):
+            assert ledger.bytes_sent == pytest.approx(load.cost(exchange), abs=2)  # two all-reduces, rounded down
+            # A step of an all-reduce is one message, to the next worker, for payload and dense vectors each.
+            messages_a_step = 2 if exchange == "all_reduce" else size - 1
+            assert ledger.messages == COSTS[exchange].steps(size, 1) * messages_a_step
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (8, 4)])
+def test_costs_are_the_bytes_that_leave_a_node(size, nodes):
+    """Counted message by message, from the definition of each exchange, for a message of m bytes."""
+    m = 1000 * size
+
+    def leaving(pairs):
+        return sum(n for (a, b), n in pairs.items() if a // nodes == 0 and b // nodes > 0)
+
+    everyone = [(a, b) for a in range(size) for b in range(size) if a != b]
+    ring = {(a, (a + 1) % size): 2 * (size - 1) * m / size for a in range(size)}
+    leaders = {(a, b): m for a, b in everyone if a % nodes == 0 and b % nodes == 0}
+    assert COSTS["all_reduce"].num_bytes(size, nodes, m) == leaving(ring)
+    assert COSTS["all_gather"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, m))
+    assert COSTS["scatter_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
+    assert COSTS["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
+
+
+# ---- auto ----
+
+
+@pytest.mark.parametrize(
+    ("averager", "size", "exchange"),
+    [
+        (tw.Mean(), 8, "all_reduce"),
+        (tw.Mean(tw.Cast(), tw.ErrorFeedback()), 3, "all_reduce"),
+        (tw.Mean(SPARSE, tw.ErrorFeedback()), 2, "all_gather"),
+        (tw.Mean(SPARSE, tw.ErrorFeedback()), 8, "all_gather"),  # biased
+        (tw.Mean(QUANTIZED), 4, "all_gather"),  # half the bytes do not pay for a second loss
+        (tw.Mean(QUANTIZED), 8, "scatter_reduce"),
+        (tw.Mean(QUANTIZED, tw.ErrorFeedback(), granularity="model"), 8, "scatter_reduce"),
+        (tw.Mean(QUANTIZED, workers_per_node=1), 8, "scatter_reduce"),
+        (tw.Mean(QUANTIZED, workers_per_node=2), 8, "hierarchical"),
+        (tw.Mean(SPARSE, workers_per_node=4), 8, "hierarchical"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_auto_takes_the_cheapest_that_suits(averager, size, exchange):
+    shapes = {"w": (64, 64), "bias": (64,)}
+
+    def worker(comm):
+        tensors = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
+        return averager.init(tensors, comm).exchange
+
+    assert tw.LocalWorld(size).run(worker) == [exchange] * size
+
+
+def test_auto_is_never_dearer_than_what_it_refuses_but_for_the_second_loss():
+    for size in range(1, 20):
+        for codec in (tw.Cast(), SPARSE, QUANTIZED, tw.SignNorm()):
+            load = Load(codec, (torch.Size([512, 512]), torch.Size([7, 7])), 512, size)
+            suited = [e for e in EXCHANGES if e != "all_reduce" or codec.summable]
+            chosen = cheapest(load)
+            assert load.cost(chosen) <= 2 * min(load.cost(e) for e in suited if e != "scatter_reduce" or codec.unbiased)
+            assert chosen != "scatter_reduce" or (size > 4 and codec.unbiased)
+
+
+# ---- nodes ----
+
+
+def init_worker(comm, averager, local_world_sizes):
+    if local_world_sizes is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_sizes[comm.rank]
+    try:
+        return averager.init(gradients(comm.rank, 0), comm).workers_per_node
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+
+
+def test_torchrun_says_how_many_workers_share_a_node():
+    averager = tw.Mean(SPARSE, exchange="hierarchical")
+    assert spawn(4, init_worker, averager, ["2"] * 4) == [2] * 4
+    for sizes, message in (
+        (["2", "2", "2", "4"], "workers per node.*rank 3"),
+        (["3"] * 4, "4 workers cannot be nodes of 3"),
+        (["many"] * 4, "4 workers cannot be nodes of many"),
+        (None, "torchrun.*LOCAL_WORLD_SIZE"),
+    ):
+        for error in spawn(4, init_worker, averager, sizes, return_errors=True):
+            assert isinstance(error, ValueError)
+            with pytest.raises(ValueError, match=message):
+                raise error
+
+
+def test_auto_does_not_look_at_the_environment(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    worker = lambda comm: tw.Mean(SPARSE).init(gradients(comm.rank, 0), comm).exchange  # noqa: E731
+    assert tw.LocalWorld(4).run(worker) == ["all_gather"] * 4
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: tw.Mean(workers_per_node=0), "workers_per_node must be a positive integer or None, got 0"),
+        (lambda: tw.Mean(exchange="all_gather", workers_per_node=2), "workers_per_node=2 means nothing"),
+        (lambda: tw.Mean(exchange="scatter"), "exchange must be one of auto, all_reduce, all_gather, scatter_reduce"),
+    ],
+)
+def test_mistakes(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_workers_that_cannot_be_split_into_nodes():
+    def worker(comm):
+        with pytest.raises(ValueError, match="3 workers cannot be nodes of 2 each"):
+            mean_of(SPARSE, "hierarchical", 2).init(gradients(comm.rank, 0), comm)
+
+    tw.LocalWorld(3).run(worker)
+
+
+# ---- real processes ----
+
+
+def process_worker(comm, averager):
+    torch.set_num_threads(1)
+    results, state = run_steps(comm, averager)
+    return results, state.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("size", "averager"),
+    [
+        (2, mean_of(CHAIN, "scatter_reduce")),
+        (3, mean_of(SPARSE, "scatter_reduce", granularity="bucket")),
+        (4, mean_of(QUANTIZED, "scatter_reduce", memory=False)),
+        (4, mean_of(CHAIN, "hierarchical", 2)),
+        (3, mean_of(QUANTIZED, "hierarchical", 3)),
+        (2, mean_of(tw.Identity(), "hierarchical", 2)),
+    ],
+    ids=str,
+)
+def test_processes_and_threads_give_the_same_bits(size, averager):
+    by_threads = tw.LocalWorld(size).run(run_steps, averager)
+    for (results, saved), (expected, state) in zip(spawn(size, process_worker, averager), by_threads, strict=True):
+        assert_equal(results, expected)
+        assert_equal(results, by_threads[0][0])
+        for kind in ("memory", "owner_memory"):
+            assert (saved[kind] is None) == (state.state_dict()[kind] is None)
+            assert_equal([saved[kind] or {}], [state.state_dict()[kind] or {}])
+
+
+def ddp_worker(comm, averagers):
+    torch.set_num_threads(1)
+    return [train_with(comm, averager) for averager in averagers]
+
+
+def train_with(comm, averager):
+    """A few steps of training under DDP with small buckets; returns a fingerprint of the parameters and the memory."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(13, 31), nn.ReLU(), nn.Linear(31, 4)), bucket_cap_mb=0.001)
+    handle = tw.compress_gradients(ddp, averager)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(100 * comm.rank + step)
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 13, generator=generator)).square().mean().backward()
+        optimizer.step()
+    owned = handle.state_dict()["owner_memory"]
+    handle.detach()
+    flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest(), sorted(owned or {})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ddp_replicas_stay_identical(size):
+    averagers = mean_of(CHAIN, "scatter_reduce"), mean_of(CHAIN, "hierarchical", 2 if size == 4 else size)
+    first, *others = spawn(size, ddp_worker, averagers)
+    assert all(other == first for other in others)
+    assert [owned for _, owned in first] == [["0.weight", "2.weight"], []]

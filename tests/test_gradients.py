@@ -1,0 +1,287 @@
+"""`compress_gradients` in an ordinary training loop: DDP in real processes, plain modules in threads."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import spawn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+SPARSE = tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback())
+
+
+class Net(nn.Module):
+    """Two branches of which a batch may leave one unused, a frozen layer and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 16)
+        self.frozen.requires_grad_(False)
+        self.left, self.right = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x, use=("left", "right")):
+        h = torch.relu(self.frozen(x))
+        return self.head(self.norm(sum(getattr(self, name)(h) for name in use)))
+
+
+def make_model(seed=0):
+    """The same for the same seed, also where threads build models at the same time."""
+    model, generator = Net(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3, generator=generator)
+    return model
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)
+
+
+def fingerprint(module) -> str:
+    flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def optimizer_of(module):
+    """Several parameter groups."""
+    matrices = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
+    return torch.optim.SGD([{"params": matrices, "weight_decay": 1e-3}, {"params": vectors, "lr": 0.02}], lr=0.05, momentum=0.9)
+
+
+def both_branches(rank, step):
+    return "left", "right"
+
+
+def one_branch(rank, step):
+    return ("left",) if (rank + step) % 2 else ("right",)
+
+
+def train(model, rank, steps=6, no_sync=None, uses=both_branches, parameters=None):
+    """An ordinary loop; with `no_sync` every step accumulates over two backward passes."""
+    optimizer, losses = optimizer_of(parameters or model), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        if no_sync is not None:
+            with no_sync():
+                x, y = batch(rank, 50 + step)
+                nn.functional.cross_entropy(model(x, uses(rank, step)), y).backward()
+        x, y = batch(rank, step)
+        loss = nn.functional.cross_entropy(model(x, uses(rank, step)), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp_worker(comm, averager, ddp_options, accumulate, alternate):
+    torch.set_num_threads(1)
+    ddp = DistributedDataParallel(make_model(), **ddp_options)
+    handle = tw.compress_gradients(ddp, averager, seed=3)
+    uses = one_branch if alternate else both_branches
+    train(ddp, comm.rank, no_sync=handle.no_sync if accumulate else None, uses=uses, parameters=ddp.module)
+    memory = handle.state_dict()["memory"]
+    result = fingerprint(ddp.module), handle.ledger.bytes_sent, sorted(memory or {}), list(ddp.module.state_dict())
+    handle.detach()
+    return result
+
+
+@pytest.mark.parametrize(
+    "ddp_options, accumulate, alternate",
+    [
+        ({}, False, False),
+        ({"gradient_as_bucket_view": True}, True, False),
+        ({"bucket_cap_mb": 0.002}, True, False),
+        ({"static_graph": True}, False, False),
+        ({"find_unused_parameters": True, "bucket_cap_mb": 0.002}, False, True),
+    ],
+    ids=["default", "bucket_view+no_sync", "many buckets+no_sync", "static_graph", "unused"],
+)
+def test_ddp_and_a_plain_module_train_alike(ddp_options, accumulate, alternate):
+    """Bit-identical replicas, and the same bits from DDP's buckets (rebuilt or not) as from our own."""
+    by_ddp = spawn(3, ddp_worker, SPARSE, ddp_options, accumulate, alternate)
+
+    def plain_worker(comm):
+        model = make_model(seed=comm.rank)  # attaching makes them equal to rank 0's
+        handle = tw.compress_gradients(model, SPARSE, comm=comm, seed=3, bucket_bytes=1000)
+        uses = one_branch if alternate else both_branches
+        train(model, comm.rank, no_sync=handle.no_sync if accumulate else None, uses=uses)
+        handle.detach()
+        return fingerprint(model)
+
+    hashes = {h for h, *_ in by_ddp}
+    assert len(hashes) == 1
+    assert set(tw.LocalWorld(3).run(plain_worker)) == hashes
+    _, sent, memory, keys = by_ddp[0]
+    assert sent > 0
+    assert memory == ["head.weight", "left.weight", "right.weight"]
+    assert keys == list(make_model().state_dict())
+
+
+
+def dense_worker(comm):
+    torch.set_num_threads(1)
+    ours, theirs = DistributedDataParallel(make_model()), DistributedDataParallel(make_model())
+    handle = tw.compress_gradients(ours, tw.Mean())
+    train(ours, comm.rank, parameters=ours.module), train(theirs, comm.rank, parameters=theirs.module)
+    handle.detach()
+    return [(a.detach() - b.detach()).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
+
+
+def test_the_identity_codec_is_ddp():
+    """Equal to dense DDP but for the order of one division and one sum (a unit in the last place a step)."""
+    for differences in spawn(2, dense_worker):
+        assert max(differences) < 1e-6
+
+
+def granularity_worker(comm, granularity):
+    torch.set_num_threads(1)
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
+    handle = tw.compress_gradients(ddp, tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), granularity=granularity))
+    train(ddp, comm.rank, parameters=ddp.module)
+    handle.detach()
+    return fingerprint(ddp.module)
+
+
+@pytest.mark.parametrize("granularity", ["bucket", "model"])
+def test_other_granularities_keep_replicas_identical(granularity):
+    assert len(set(spawn(2, granularity_worker, granularity))) == 1
+
+
+def hook_pair_worker(comm):
+    torch.set_num_threads(1)
+    model = make_model()
+    state, hook = tw.gradient_hook(model, SPARSE, seed=3)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    train(ddp, comm.rank, parameters=model)
+    state.close()
+    return fingerprint(model)
+
+
+def test_the_plain_hook_pair_is_the_same_hook():
+    expected = {h for h, *_ in spawn(2, ddp_worker, SPARSE, {}, False, False)}
+    assert set(spawn(2, hook_pair_worker)) == expected and len(expected) == 1
+
+
+def scaler_worker(comm, poison_step):
+    """A loss scaler in float32, so that the same run can be had without one."""
+    torch.set_num_threads(1)
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    handle = tw.compress_gradients(ddp, SPARSE, scaler=scaler, seed=3)
+    optimizer, scales, memories = optimizer_of(ddp.module), [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(comm.rank, step)
+        loss = nn.functional.cross_entropy(ddp(x), y)
+        if step == poison_step and comm.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = fingerprint(ddp.module)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (fingerprint(ddp.module) == before) == (step == poison_step)
+        scales.append(scaler.get_scale())
+        memories.append({k: v.clone() for k, v in handle.state_dict()["memory"].items()})
+    handle.detach()
+    unchanged = all(torch.equal(memories[poison_step][k], v) for k, v in memories[poison_step - 1].items())
+    return scales, unchanged, fingerprint(ddp.module)
+
+
+def test_a_loss_scaler_skips_the_step_on_every_worker_and_memory_stays():
+    results = spawn(3, scaler_worker, 2)
+    assert all(unchanged for _, unchanged, _ in results)
+    assert len({h for *_, h in results}) == 1
+    assert all(scales[2] == scales[1] / 2 for scales, *_ in results)
+
+
+def broken_backward_worker(comm):
+    """An error that the loop survives: the next backward begins a new round."""
+    model = make_model()
+    handle = tw.compress_gradients(model, SPARSE, comm=comm, bucket_bytes=1000)
+
+    def explode(grad):
+        raise RuntimeError("on purpose")
+
+    x, _ = batch(comm.rank, 0)
+    out = model(x)
+    hidden = model.left.weight.register_hook(explode)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        out.sum().backward()
+    hidden.remove()
+    assert all(not v.any() for v in handle.state_dict()["memory"].values())
+    model.zero_grad()
+    train(model, comm.rank, steps=2)
+    handle.detach()
+    return fingerprint(model)
+
+
+def test_an_error_in_backward_abandons_the_round():
+    assert len(set(tw.LocalWorld(2).run(broken_backward_worker))) == 1
+
+
+def lost_peer_worker(comm):
+    torch.set_num_threads(1)
+    ddp = DistributedDataParallel(make_model())
+    own = tw.ProcessGroupCommunicator(timeout_seconds=5)
+    tw.compress_gradients(ddp, SPARSE, comm=own)
+    train(ddp, comm.rank, steps=3, parameters=ddp.module)  # by now DDP has rebuilt its buckets, over its own group
+    if comm.rank == 1:
+        time.sleep(8)  # longer than the time limit: to the others this worker is lost
+        return "lost"
+    with pytest.raises(tw.CommunicationError, match="rank 0: all_gather failed"):
+        train(ddp, comm.rank, steps=1, parameters=ddp.module)
+    return "raised"
+
+
+def test_a_lost_peer_is_an_error_not_a_hang():
+    assert spawn(2, lost_peer_worker) == ["raised", "lost"]
+
+
+def test_resumed_state_is_the_same_state():
+    def worker(comm, resume):
+        model = make_model()
+        handle = tw.compress_gradients(model, SPARSE, comm=comm)
+        train(model, comm.rank, steps=3)
+        if resume:
+            saved = handle.state_dict()
+            handle.detach()
+            handle = tw.compress_gradients(model, SPARSE, comm=comm)
+            handle.load_state_dict(saved)
+        train(model, comm.rank, steps=3)
+        handle.detach()
+        return fingerprint(model)
+
+    assert tw.LocalWorld(2).run(worker, True) == tw.LocalWorld(2).run(worker, False)
+
+
+def test_mistakes_have_one_clear_line():
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():
+            stack.enter_context(pytest.raises(ValueError, match="init_process_group"))
+            tw.compress_gradients(make_model(), SPARSE)
+
+    def frozen(comm):
+        with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+            tw.compress_gradients(nn.Linear(2, 2).requires_grad_(False), SPARSE, comm=comm)
+        with pytest.raises(ValueError, match=r"Mix\(\).*suits parameters.*such as Mean"):
+            tw.compress_gradients(nn.Linear(2, 2), tw.Mix(tw.Ring()), comm=comm)
+        with pytest.raises(ValueError, match="bucket_bytes"):
+            tw.compress_gradients(nn.Linear(2, 2), SPARSE, comm=comm, bucket_bytes=0)
+        embedding = nn.Embedding(5, 3, sparse=True)
+        tw.compress_gradients(embedding, SPARSE, comm=comm)
+        with pytest.raises(ValueError, match="'weight' is sparse"):
+            embedding(torch.tensor([1])).sum().backward()
+
+    tw.LocalWorld(1).run(frozen)

@@ -1,0 +1,113 @@
+"""The import law of the house, read from the imports themselves; and documented public names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import thinwire as tw
+
+SOURCE = Path(tw.__file__).parent
+
+# A room may import rooms of a lower floor, and those named beside it.
+FLOORS = {
+    "algorithm": 0,
+    "clock": 0,
+    "schedule": 1,
+    "kernels": 1,
+    "codec": 2,
+    "memory": 2,
+    "topology": 2,
+    "comm": 2,
+    "average": 3,
+    "notation": 4,
+    "parallel": 4,
+    "plan": 5,
+    "train": 6,
+    "bench": 7,
+    "report": 0,
+    "recipes": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+CORE = {"algorithm", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average", "notation", "parallel"}
+SAME_FLOOR = {("memory", "codec")}
+CORE_NEEDS = {"torch", "numpy", "thinwire"}
+
+
+def rooms():
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts[0] != "__init__":
+            yield path, parts[0]
+
+
+def imports(path: Path):
+    """Absolute dotted names of everything that a file imports, and whether at its top level."""
+    package = ("thinwire", *path.relative_to(SOURCE).parent.parts)
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{stem}.{alias.name}", id(node) in top) for alias in node.names)
+
+
+def test_nothing_imports_upwards():
+    wrong = []
+    for path, room in rooms():
+        for name, _ in imports(path):
+            parts = name.split(".")
+            if parts[0] != "thinwire" or len(parts) < 2 or parts[1] not in FLOORS or parts[1] == room:
+                continue
+            if FLOORS[parts[1]] >= FLOORS[room] and (room, parts[1]) not in SAME_FLOOR:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+    assert not wrong, wrong
+
+
+def test_every_room_has_its_floor():
+    assert {room for _, room in rooms()} <= FLOORS.keys()
+
+
+def test_only_comm_and_the_launcher_import_torch_distributed():
+    users = {
+        str(path.relative_to(SOURCE))
+        for path, _ in rooms()
+        if any(name == "torch.distributed" or name.startswith("torch.distributed.") for name, _ in imports(path))
+    }
+    allowed = {u for u in users if u.startswith("comm/") or u in ("train/launch.py", "bench/step.py")}
+    assert users == allowed, users - allowed
+
+
+def test_only_the_gradient_strategy_knows_ddp():
+    users = {
+        str(path.relative_to(SOURCE))
+        for path, room in rooms()
+        if room in CORE and any("DistributedDataParallel" in name for name, _ in imports(path))
+    }
+    assert users == {"parallel/gradients.py"}
+
+
+def test_the_core_needs_torch_and_numpy_alone():
+    import sys
+
+    for path, room in rooms():
+        if room in CORE:
+            for name, top in imports(path):
+                package = name.split(".")[0]
+                # Optional parts (networkx, matplotlib) may be imported where they are used.
+                assert not top or package in CORE_NEEDS or package in sys.stdlib_module_names, f"{path}: {name}"
+
+
+def test_public_names_are_documented():
+    for name in tw.__all__:
+        value = getattr(tw, name)
+        assert inspect.getdoc(value), f"thinwire.{name} has no docstring"
+        if inspect.isclass(value):
+            for attribute, member in vars(value).items():
+                if not attribute.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    assert inspect.getdoc(member), f"thinwire.{name}.{attribute} has no docstring"

@@ -1,0 +1,178 @@
+"""The C++ backend writes the reference's bytes for every input: any sizes, any bit patterns."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire import kernels
+from thinwire.kernels import _native, layout, random
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-118, 2.0**-119, 2.0**-126, 3.4028234e38, -3.4028234e38,
+           float("inf"), float("-inf"), float("nan")]  # fmt: skip
+SIZES = [0, 1, 2, 7, 8, 9, 100, 511, 512, 513, 1024, 1025, 3000, 9000]
+
+
+@st.composite
+def segments(draw) -> list[torch.Tensor]:
+    """Up to three segments: any bits at all, or Gaussians of any scale with a few special values and ties."""
+    xs = []
+    for numel in draw(st.lists(st.sampled_from(SIZES), max_size=3)):
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+        if draw(st.integers(0, 4)) == 0:
+            x = torch.randint(-(2**31), 2**31, (numel,), generator=generator).int().view(torch.float32)
+        else:
+            x = torch.randn(numel, generator=generator) * 10.0 ** draw(st.sampled_from([-44, -38, -10, 0, 0, 0, 5, 37]))
+            x = x.round() if draw(st.booleans()) else x
+            for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)) if numel else ():
+                x[draw(st.integers(0, numel - 1))] = value
+        xs.append(x)
+    return xs
+
+
+def clones(xs):
+    return [x.clone() for x in xs]
+
+
+def assert_backends_agree(compute) -> None:
+    """`compute()` gives tensors (compared bit by bit, but for NaN's payload) and plain values."""
+    results = []
+    for backend in ("cpu", "reference"):
+        with kernels.use_backend(backend):
+            results.append(compute())
+    for ours, truth in zip(*results, strict=True):
+        if isinstance(ours, torch.Tensor) and ours.dtype == torch.float32:
+            assert torch.equal(ours.isnan(), truth.isnan())
+            ours, truth = (t[~t.isnan()].view(torch.int32) for t in (ours, truth))
+        assert torch.equal(ours, truth) if isinstance(ours, torch.Tensor) else ours == truth
+
+
+@settings(max_examples=150, deadline=None)
+@given(segments(), st.data())
+def test_quantize(xs, data):
+    bits = data.draw(st.integers(1, 8))
+    num_steps = data.draw(st.integers(1, 2**bits - 1))
+    bucket_size = data.draw(st.sampled_from([1, 3, 8, 100, 512, 2048, 5000]))
+    norm = data.draw(st.sampled_from(["max", "l2"]))
+    keys = [data.draw(st.integers(0, 2**64 - 1)) for _ in xs]
+    weight = data.draw(st.sampled_from([1.0, 0.25, -1 / 3]))
+    alias = data.draw(st.booleans())
+
+    def compute():
+        work = clones(xs)
+        residuals = work if alias else clones(xs)
+        nbytes = kernels.quantize_nbytes([x.numel() for x in xs], bits, bucket_size)
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        kernels.quantize(work, payload, keys, bits, num_steps, bucket_size, norm, residuals)
+        outs = clones(xs)
+        kernels.dequantize_add(payload, outs, weight, bits, num_steps, bucket_size)
+        return [payload, *residuals, *outs]
+
+    assert_backends_agree(compute)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(), st.booleans())
+def test_sign(xs, alias):
+    def compute():
+        work = clones(xs)
+        residuals = work if alias else clones(xs)
+        payload = torch.empty(kernels.sign_nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.sign_pack(work, payload, residuals)
+        outs = clones(xs)
+        kernels.sign_decode_add(payload, outs, 0.3)
+        return [payload, *residuals, *outs]
+
+    assert_backends_agree(compute)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(), st.data())
+def test_selection(xs, data):
+    counts = [data.draw(st.integers(0, x.numel())) for x in xs]
+    thresholds = [data.draw(st.sampled_from([0.0, 1e-40, 0.5, 1.0, 2.5, float("inf")])) for _ in xs]
+
+    def compute():
+        indices, values = kernels.topk(xs, counts)
+        outs = [torch.zeros_like(x) for x in xs]
+        kernels.scatter(outs, indices, values, counts)
+        kernels.scatter_add(outs, indices, values, counts, -0.7)
+        return [indices, values, *outs, *kernels.select(xs, thresholds), kernels.all_finite(xs)]
+
+    assert_backends_agree(compute)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3000), max_size=3), st.data())
+def test_indices(numels, data):
+    counts = [data.draw(st.integers(0, n)) for n in numels]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    kept = [torch.randperm(n, generator=generator)[:k].sort().values.int() for n, k in zip(numels, counts, strict=True)]
+    indices = torch.cat([torch.empty(0, dtype=torch.int32), *kept])
+    nbytes = sum(map(kernels.indices_nbytes, counts, numels))
+    flip = (data.draw(st.integers(0, nbytes - 1)), 1 << data.draw(st.integers(0, 7))) if nbytes else None
+
+    def compute():
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        kernels.pack_indices(indices, counts, numels, payload)
+        corrupt = payload.clone()
+        if flip:
+            corrupt[flip[0]] ^= flip[1]
+        try:
+            decoded = kernels.unpack_indices(corrupt, counts, numels)
+        except ValueError:
+            decoded = torch.empty(0, dtype=torch.int32)
+        assert torch.equal(kernels.unpack_indices(payload, counts, numels), indices)
+        return [payload, decoded]
+
+    assert_backends_agree(compute)
+
+
+def test_large_segments():
+    """Past the C++ backend's sampling and chunking sizes."""
+    xs = [torch.randn(1_500_001, generator=torch.Generator().manual_seed(s)) for s in range(2)]
+
+    def compute():
+        work = clones(xs)
+        payload = torch.empty(kernels.quantize_nbytes([1_500_001] * 2, 3, 10**6), dtype=torch.uint8)
+        kernels.quantize(work, payload, [1, 2], 3, 7, 10**6, "l2", work)
+        signs = torch.empty(kernels.sign_nbytes([1_500_001] * 2), dtype=torch.uint8)
+        kernels.sign_pack(xs, signs)
+        return [payload, *work, signs, *kernels.topk(xs, [1500, 700_000]), *kernels.select(xs, [3.0, 0.1])]
+
+    assert_backends_agree(compute)
+
+
+def test_uniform():
+    assert_backends_agree(lambda: [kernels.uniform(2**64 - 5, 100_000)])
+
+
+def test_norm_is_the_smallest_float32_whose_square_is_at_least_the_sum():
+    """The root of x^2 is |x| itself, to the bit, though PyTorch's square root is not correctly rounded."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+
+    def compute():
+        payload = torch.empty(kernels.quantize_nbytes([100_000], 1, 1), dtype=torch.uint8)
+        kernels.quantize([x], payload, [0], 1, 1, 1, "l2")
+        assert torch.equal(payload[:400_000].clone().view(torch.float32), x.abs())
+        return [payload]
+
+    assert_backends_agree(compute)
+
+
+def test_native_module_guards_itself():
+    """Its own checks hold even where `thinwire.kernels` is bypassed."""
+    x, out = torch.ones(8).numpy(), torch.empty(7, dtype=torch.uint8).numpy()
+    with pytest.raises(ValueError, match="size"):
+        _native.quantize([x], out, [1], 4, 14, 512, False, [])
+    with pytest.raises(TypeError):
+        _native.quantize([x.astype("float64")], out, [1], 4, 14, 512, False, [])
+
+
+@pytest.mark.parametrize("module", [kernels, layout, random])
+def test_examples_run(module):
+    assert doctest.testmod(module).failed == 0

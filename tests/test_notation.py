@@ -1,0 +1,52 @@
+"""`repr` and `parse` round-trip every algorithm, and mistakes point at their column."""
+
+from __future__ import annotations
+
+import pytest
+
+import thinwire as tw
+
+ALGORITHMS = [
+    tw.Mean(),
+    tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()),
+    tw.Mean(memory=tw.ErrorFeedback(), granularity="bucket"),
+    tw.Mean(tw.chain(tw.TopK(0.01), tw.QSGD(bits=4, norm="l2")), tw.ErrorFeedback(), min_ndim=0),
+    tw.Mean(tw.Cast("float16"), exchange="all_gather", granularity="model"),
+    tw.SignNorm(),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_round_trip(algorithm):
+    assert tw.parse(repr(algorithm)) == algorithm
+    assert repr(tw.parse(repr(algorithm))) == repr(algorithm)
+
+
+def test_the_repr_is_short():
+    text = "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback(), min_ndim=1)"
+    assert repr(tw.Mean(tw.chain(tw.TopK(0.01), tw.QSGD(4)), tw.ErrorFeedback(), "layer", "auto", 1)) == text
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("Mean(TopKK(0.01))", r"unknown name 'TopKK'; did you mean 'TopK'\? \(at column 6 of"),
+        ("mean()", "did you mean 'Mean'"),
+        ("Mean(TopK(ration=0.01))", r"TopK has no option 'ration'; did you mean 'ratio'\? \(at column 11"),
+        ("Mean(TopK)", r"TopK needs parentheses: TopK\(\) \(at column 6"),
+        ("Mean(TopK(2))", r"ratio must be above 0 and at most 1, got 2.*\(at column 6"),
+        ("Mean(TopK())", "missing 1 required positional argument: 'ratio'"),
+        ("Mean(TopK(0.01)", "cannot read 'Mean"),
+        ("", "cannot read ''"),
+        ("__import__('os').system('true')", "only names of algorithms"),
+        ("Mean(**{})", "write the options out"),
+        ("(lambda: 0)()", "only names of algorithms"),
+        ("open('x')", "unknown name 'open'"),
+        ("Mean(memory=1+1)", "only names of algorithms"),
+        ("Mean(codec=3)", "codec must be a codec"),
+    ],
+)
+def test_mistakes_point_at_their_column(text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        tw.parse(text)
+    assert "\n" not in str(caught.value)

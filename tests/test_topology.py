@@ -1,0 +1,229 @@
+"""What every topology promises: one suite over all of them. What is special to one is in test_topology_graphs.py."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import topology as tw
+from thinwire.topology import __all__ as public_names
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 27, 32, 33)
+LOPSIDED = ((0, 1), (0, 2), (0, 3), (1, 2), (3, 4), (4, 5))
+DIRECTED = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0), (0, 3), (0, 2), (4, 1))
+
+UNDIRECTED = [
+    tw.Ring(),
+    tw.Torus(),
+    tw.Torus(rows=3),
+    tw.Complete(),
+    tw.Star(),
+    tw.Hypercube(),
+    tw.Linear(static=True),
+    tw.DavisSouthernWomen(),
+    tw.WattsStrogatz(seed=3),
+    tw.WattsStrogatz(degree=2, rewire=0.9),
+    tw.ErdosRenyi(seed=5),
+    tw.ErdosRenyi(probability=0.3),
+    tw.Graph(edges=LOPSIDED),
+    tw.Exponential(bidirectional=True),
+    tw.Exponential(peers=2, bidirectional=True, static=True),
+    tw.BipartiteExponential(),
+    tw.BipartiteExponential(peers=2),
+    tw.BipartiteLinear(),
+    tw.BipartiteLinear(static=True),
+    tw.Hierarchical(tw.Ring(), workers_per_node=3),
+    tw.Hierarchical(tw.Star(), workers_per_node=2),
+]
+REGULAR_DIRECTED = [
+    tw.DirectedRing(),
+    tw.Linear(),
+    tw.Linear(peers=2),
+    tw.Exponential(),
+    tw.Exponential(peers=2),
+    tw.Exponential(peers=3, static=True),
+    tw.Hierarchical(tw.Exponential(), workers_per_node=4),
+    tw.Phases(phases=((0, tw.Exponential(peers=2)), (3, tw.Ring()), (5, tw.Exponential())), steps_per_epoch=2),
+]
+FOR_PUSH_SUM = [
+    tw.Star(weights="uniform"),
+    tw.DavisSouthernWomen(weights="uniform"),
+    tw.WattsStrogatz(weights="uniform"),
+    tw.ErdosRenyi(weights="uniform"),
+    tw.Graph(edges=LOPSIDED, weights="uniform"),
+    tw.DirectedGraph(edges=DIRECTED),
+    tw.Hierarchical(tw.DirectedGraph(edges=DIRECTED), workers_per_node=2),
+    tw.Phases(phases=((0, tw.Star(weights="uniform")), (2, tw.Exponential()))),
+]
+EVERY = UNDIRECTED + REGULAR_DIRECTED + FOR_PUSH_SUM
+
+
+def fits(topology: tw.Topology, size: int) -> bool:
+    try:
+        topology.validate(size)
+    except ValueError:
+        return False
+    return True
+
+
+CASES = [(topology, size) for topology in EVERY for size in SIZES if fits(topology, size)]
+every_case = pytest.mark.parametrize(("topology", "size"), CASES, ids=str)
+
+
+def test_each_topology_is_tried_on_some_workers():
+    assert {topology for topology, size in CASES if size > 1} == set(EVERY)
+
+
+@every_case
+def test_rows_and_columns_are_those_of_the_matrix(topology, size):
+    for step in [*topology.steps(size), 2 * topology.period(size) + 1]:
+        matrix = topology.matrix(step, size)
+        for rank in range(size):
+            row, column = topology.row(rank, step, size), topology.column(rank, step, size)
+            assert {j: matrix[rank, j] for j in np.flatnonzero(matrix[rank])} == row
+            assert {j: matrix[j, rank] for j in np.flatnonzero(matrix[:, rank])} == column
+
+
+@every_case
+def test_neighbours_agree_across_ranks(topology, size):
+    for step in topology.steps(size):
+        everyone = [topology.neighbours(rank, step, size) for rank in range(size)]
+        sent = {(i, j, w) for i, own in enumerate(everyone) for j, w in own.sends.items()}
+        expected = {(i, j, w) for j, own in enumerate(everyone) for i, w in own.receives.items()}
+        assert sent == expected
+        assert all(i != j and w > 0 for i, j, w in sent)
+        assert all(own.self_weight > 0 for own in everyone)
+
+
+@every_case
+def test_columns_sum_to_one(topology, size):
+    for step in topology.steps(size):
+        np.testing.assert_allclose(topology.matrix(step, size).sum(axis=0), 1.0, rtol=0, atol=1e-12)
+    assert topology.is_column_stochastic(size)
+
+
+@pytest.mark.parametrize("topology", UNDIRECTED + REGULAR_DIRECTED, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_default_weights_are_doubly_stochastic(topology, size):
+    if fits(topology, size):
+        for step in topology.steps(size):
+            np.testing.assert_allclose(topology.matrix(step, size).sum(axis=1), 1.0, rtol=0, atol=1e-12)
+        assert topology.is_doubly_stochastic(size)
+
+
+@pytest.mark.parametrize("topology", UNDIRECTED, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_undirected_graphs_are_symmetric(topology, size):
+    if fits(topology, size):
+        assert not topology.is_directed(size)
+        assert topology.is_symmetric(size)
+
+
+@every_case
+def test_facts_are_those_of_the_matrices(topology, size):
+    matrices = [topology.matrix(step, size) for step in topology.steps(size)]
+    assert topology.is_symmetric(size) == all(np.array_equal(m, m.T) for m in matrices)
+    assert topology.is_directed(size) == any(not np.array_equal(m > 0, m.T > 0) for m in matrices)
+    assert topology.is_doubly_stochastic(size) == all(np.allclose(m.sum(axis=1), 1.0, atol=1e-12) for m in matrices)
+
+
+@pytest.mark.parametrize("topology", FOR_PUSH_SUM, ids=str)
+def test_uniform_weights_on_irregular_graphs_are_not_doubly_stochastic(topology):
+    size = max(size for t, size in CASES if t == topology)
+    assert not topology.is_doubly_stochastic(size)
+
+
+@every_case
+def test_period_is_the_shortest(topology, size):
+    period, start = topology.period(size), topology.steps(size)[-1] + 1
+    matrices = [topology.matrix(start + step, size) for step in range(2 * period)]
+    repeats = [p for p in range(1, period + 1) if all(map(np.array_equal, matrices[:period], matrices[p : p + period]))]
+    assert repeats[0] == period
+
+
+@every_case
+def test_spectral_gap_is_that_of_the_product(topology, size):
+    product = np.eye(size)
+    for step in topology.steps(size)[-topology.period(size) :]:
+        product = topology.matrix(step, size) @ product
+    moduli = sorted(abs(np.linalg.eigvals(product)))
+    assert moduli[-1] == pytest.approx(1.0)
+    second = moduli[-2] if size > 1 else 0.0
+    assert (1 - topology.spectral_gap(size)) ** topology.period(size) == pytest.approx(second, abs=1e-7)
+
+
+@every_case
+def test_gossip_converges(topology, size):
+    """Connected over a period: the product has a gap, so that push-sum and gossip agree in the end."""
+    assert topology.spectral_gap(size) > 0
+
+
+@every_case
+def test_repr_rebuilds(topology, size):
+    names = {name: getattr(tw, name) for name in public_names}
+    rebuilt = eval(repr(topology), names)
+    assert rebuilt == topology
+    assert hash(rebuilt) == hash(topology)
+    assert pickle.loads(pickle.dumps(topology)) == topology
+
+
+@every_case
+def test_a_lone_worker_mixes_with_itself(topology, size):
+    assert topology.neighbours(0, 0, 1) == ({}, {}, 1.0)
+    assert topology.period(1) == 1
+    assert topology.spectral_gap(1) == 1.0
+
+
+@every_case
+def test_an_impossible_rank_or_step_is_an_error(topology, size):
+    with pytest.raises(ValueError, match=f"rank {size} is out of range"):
+        topology.neighbours(size, 0, size)
+    with pytest.raises(ValueError, match="rank -1 is out of range"):
+        topology.row(-1, 0, size)
+    with pytest.raises(ValueError, match="at least 1 worker"):
+        topology.period(0)
+    with pytest.raises(ValueError, match="counted from 0"):
+        topology.column(0, -1, size)
+
+
+CIRCULANT = st.one_of(
+    st.just(tw.Ring()),
+    st.just(tw.DirectedRing()),
+    st.builds(tw.Linear, peers=st.integers(1, 4), static=st.booleans()),
+    st.builds(tw.Exponential, peers=st.integers(1, 4), static=st.booleans(), bidirectional=st.booleans()),
+    st.builds(tw.BipartiteExponential, peers=st.integers(1, 3), static=st.booleans()),
+    st.builds(tw.BipartiteLinear, peers=st.integers(1, 3), static=st.booleans()),
+    st.builds(tw.Torus, rows=st.none() | st.integers(2, 9)),
+    st.just(tw.Hypercube()),
+)
+
+
+@given(topology=CIRCULANT, size=st.integers(2, 3000), step=st.integers(0, 10**9), data=st.data())
+def test_large_regular_graphs(topology, size, step, data):
+    """One rank's view at any size: peers are distinct others, they look back, and weights sum to one exactly."""
+    if not fits(topology, size):
+        return
+    rank = data.draw(st.integers(0, size - 1))
+    own = topology.neighbours(rank, step, size)
+    assert rank not in own.sends
+    assert len(own.sends) == len(own.receives)
+    share = Fraction(1, len(own.sends) + 1)
+    assert set(own.sends.values()) | set(own.receives.values()) | {own.self_weight} == {float(share)}
+    peer = data.draw(st.sampled_from(sorted(own.sends)))
+    assert topology.neighbours(peer, step, size).receives[rank] == own.sends[peer]
+
+
+@given(data=st.data(), size=st.integers(2, 12))
+def test_any_connected_graph_gets_doubly_stochastic_weights(data, size):
+    tree = [(data.draw(st.integers(0, rank - 1)), rank) for rank in range(1, size)]
+    more = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=10))
+    graph = tw.Graph(edges=(*tree, *(edge for edge in more if edge[0] != edge[1])))
+    matrix = graph.matrix(0, size)
+    np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
+    assert np.array_equal(matrix, matrix.T)
+    assert eval(repr(graph), {"Graph": tw.Graph}) == graph

@@ -1,0 +1,165 @@
+"""The parts of a training run that need no processes: shares of data, schedule, configuration, records."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thinwire.comm import LocalWorld
+from thinwire.recipes import recipes
+from thinwire.report import read_run
+from thinwire.report.tables import times
+from thinwire.train import RunConfig, WorkerError, checkpoint, train
+from thinwire.train.data import Digits, num_batches, shard
+from thinwire.train.loop import steps
+from thinwire.train.models import DigitsNet
+from thinwire.train.optimize import SGD
+from thinwire.train.records import COLUMNS, Records, make_folder, write_json
+
+
+@pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
+def test_shares_are_equal_disjoint_and_cover_all_but_a_remainder(num_examples, size):
+    shares = [shard(num_examples, rank, size, seed=3, epoch=5) for rank in range(size)]
+    assert {len(share) for share in shares} == {num_examples // size}
+    seen = torch.cat(shares).tolist()
+    assert len(set(seen)) == len(seen) == num_examples - num_examples % size
+    assert set(seen) <= set(range(num_examples))
+
+
+def test_the_order_changes_with_seed_and_epoch_alone():
+    def order(seed: int, epoch: int) -> list[int]:
+        return shard(100, 0, 1, seed, epoch).tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_a_batch_that_is_larger_than_a_share_is_refused():
+    with pytest.raises(ValueError, match="choose a batch_size of at most 25"):
+        num_batches(100, size=4, batch_size=26)
+
+
+def test_every_worker_takes_full_batches_and_the_last_step_ends_an_epoch():
+    config = RunConfig("digits", epochs=3, batch_size=4)
+
+    def walk(comm):
+        return list(steps(config, comm, num_examples=20, num_steps=5))
+
+    for taken in LocalWorld(2).run(walk):
+        assert [step.number for step in taken] == [1, 2, 3, 4, 5]
+        assert [step.ends_epoch for step in taken] == [False, True, False, True, True]
+        assert all(len(step.indices) == 4 for step in taken)
+
+
+def test_digits_are_split_alike_for_all_runs_and_standardised():
+    training, test = Digits().load()
+    assert len(training.labels) + len(test.labels) == 1797
+    assert training.inputs.shape[1:] == (1, 8, 8)
+    assert training.inputs.mean().item() == pytest.approx(0, abs=1e-5)
+    assert training.inputs.std().item() == pytest.approx(1, abs=1e-5)
+    assert torch.equal(test.inputs, Digits().load()[1].inputs)
+
+
+def test_all_parameters_of_the_digits_network_are_matrices_or_kernels():
+    model = DigitsNet(width=48).build()
+    assert all(p.dim() >= 2 for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == 90 * 48**2 + 169 * 48
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine():
+    sgd = SGD(learning_rate=0.4, warmup_fraction=0.25)
+    rates = [sgd.learning_rate_at(step, 40) for step in range(40)]
+    assert rates[:10] == pytest.approx([0.04 * (step + 1) for step in range(10)])
+    assert rates[25] == pytest.approx(0.4 * (1 + math.cos(math.pi / 2)) / 2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert all(rate > 0 for rate in rates)
+
+
+@pytest.mark.parametrize("warmup_fraction", [0, 1])
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_schedules_at_their_limits(warmup_fraction, num_steps):
+    sgd = SGD(warmup_fraction=warmup_fraction)
+    assert all(0 < sgd.learning_rate_at(step, num_steps) <= sgd.learning_rate for step in range(num_steps))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"workers": 0}, {"epochs": 0}, {"seed": -1}, {"port": 70000}, {"name": "a/b"}, {"name": ".."}, {"max_steps": 0}],
+)
+def test_a_wrong_field_is_named(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(RunConfig("digits"), **changes)
+
+
+def test_every_recipe_is_a_configuration_that_knows_its_name():
+    for name, build in recipes().items():
+        assert build().recipe == name
+        assert build.__doc__
+        json.dumps(build().as_dict())
+
+
+def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_path):
+    config = RunConfig("digits", output=tmp_path)
+    assert [make_folder(config).name for _ in range(3)] == [f"digits-mean-seed0{end}" for end in ("", "-2", "-3")]
+    named = replace(config, name="mine")
+    write_json(make_folder(named) / "config.json", {})
+    with pytest.raises(ValueError, match="--overwrite"):
+        make_folder(named)
+    assert not list(make_folder(replace(named, overwrite=True)).iterdir())
+
+
+def test_overwrite_replaces_runs_alone(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not a run"):
+        make_folder(RunConfig("digits", output=tmp_path, name="thesis", overwrite=True))
+    assert (tmp_path / "thesis" / "chapter.txt").exists()
+
+
+def test_a_row_can_be_read_at_once_and_a_loss_that_diverged_is_null(tmp_path):
+    records = Records(tmp_path)
+    records.row({"step": 1, "loss": math.nan, "bytes_sent": 7})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "bytes_sent": 7}
+    with (tmp_path / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert list(row) == list(COLUMNS)
+    assert (row["step"], row["bytes_sent"], row["test_loss"]) == ("1", "7", "")
+    records.close()
+
+
+def test_a_checkpoint_appears_whole_and_replaces_the_one_before(tmp_path):
+    def worker(comm):
+        for step in (1, 2):
+            checkpoint.save(tmp_path, step, {"model": {"w": torch.ones(2)}}, {"averager": {"step": comm.rank}}, comm)
+
+    LocalWorld(2).run(worker)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-000002"]
+    shared = torch.load(tmp_path / "step-000002" / "shared.pt", weights_only=True)
+    assert shared["step"] == 2
+    assert torch.load(tmp_path / "step-000002" / "worker-1.pt", weights_only=True) == {"averager": {"step": 1}}
+
+
+def test_a_folder_without_a_finished_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"summary\.json is missing"):
+        read_run(tmp_path)
+
+
+def test_a_worker_that_fails_is_named_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig("digits", workers=2, batch_size=1000, name="large")
+    with pytest.raises(WorkerError, match=r"worker [01] failed: batch_size 1000 .* at most 629 \(traceback in"):
+        train(config)
+
+
+def test_one_worker_sends_nothing(tmp_path):
+    folder = train(RunConfig("digits", workers=1, max_steps=2, output=tmp_path))
+    summary = read_run(folder).summary
+    assert summary["bytes_sent_per_worker"] == 0
+    assert summary["compression_vs_fp32"] is None
+    assert times(summary["dense_fp32_bytes"], 0) == "-"

@@ -1,0 +1,96 @@
+"""What the operating system says was sent: the counters of TCP connections, and of the loopback interface.
+
+python traffic.py     runs every collective and prints, as JSON, the ledgers beside the counters. Run it in a network
+                      namespace of its own, where the loopback interface carries nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+import torch
+
+NUM_BYTES = 6_000_000
+BYTES_ACKED, BYTES_RECEIVED = 120, 128  # offsets in struct tcp_info of linux/tcp.h, two uint64
+HEADER_BYTES = 20 + 32  # of a packet: IPv4, and TCP with timestamps; the loopback interface counts no Ethernet header
+OPERATIONS = ["all_reduce", "all_gather", "all_gather_uneven", "all_to_all", "exchange", "broadcast"]
+
+
+def run_operation(comm, name: str) -> None:
+    """One large collective; each worker's share depends on the rank where the collective allows it."""
+    size, rank = comm.size, comm.rank
+    x = torch.ones(NUM_BYTES // 4)
+    if name == "all_reduce":
+        comm.all_reduce(x).wait()
+    elif name == "all_gather":
+        comm.all_gather(x).wait()
+    elif name == "all_gather_uneven":
+        sizes = [NUM_BYTES // 4 // (1 + r) for r in range(size)]
+        comm.all_gather(x[: sizes[rank]], sizes).wait()
+    elif name == "all_to_all":
+        comm.all_to_all(list(x.chunk(size)), [len(x.chunk(size)[rank])] * size).wait()
+    elif name == "exchange":
+        comm.exchange({(rank + 1) % size: x}, {(rank - 1) % size: torch.empty_like(x)}).wait()
+    elif name == "broadcast":
+        comm.broadcast(x, root=1).wait()
+
+
+def tcp_bytes() -> tuple[int, int]:
+    """Bytes that this process has sent (and that were acknowledged) and received over TCP since it connected."""
+    sent = received = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        except OSError:
+            continue  # closed by now, or no TCP socket
+        sent += struct.unpack_from("Q", info, BYTES_ACKED)[0]
+        received += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
+    return sent, received
+
+
+def measure(comm, name: str) -> dict:
+    """The ledger and the counters of this worker's connections, for one operation."""
+    comm.barrier()
+    time.sleep(0.05)  # for the last acknowledgements
+    before, ledger = tcp_bytes(), comm.ledger.snapshot()
+    run_operation(comm, name)
+    time.sleep(0.05)
+    counted, after = comm.ledger.since(ledger), tcp_bytes()
+    comm.barrier()
+    return {
+        "ledger": (counted.bytes_sent, counted.bytes_received),
+        "tcp": (after[0] - before[0], after[1] - before[1]),
+        "messages": counted.messages,
+    }
+
+
+def loopback_payload() -> int:
+    """Bytes sent without headers, of this process's network namespace, which /sys would not show."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line.split() for line in lines if line.strip().startswith("lo:"))
+    return int(fields[9]) - HEADER_BYTES * int(fields[10])
+
+
+def ledger_of(comm, name: str) -> int:
+    run_operation(comm, name)
+    return comm.ledger.bytes_sent
+
+
+def main() -> None:
+    from spawn import spawn
+
+    for size in (2, 3, 4):
+        for name in OPERATIONS:
+            before = loopback_payload()
+            ledgers = spawn(size, ledger_of, name)
+            print(json.dumps([size, name, sum(ledgers), loopback_payload() - before]))
+
+
+if __name__ == "__main__":
+    main()
