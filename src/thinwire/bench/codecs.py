@@ -111,6 +111,7 @@ def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, fl
     """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes."""
     work, out = x.clone(), torch.zeros_like(x)
     for _ in range(3):  # warms up: the allocator needs to free and reuse a payload before it keeps its pages
+        work.copy_(x)
         payload = codec.encode(work, Key(), work)
         codec.decode_add(payload, out, key=Key())
     copies, encodes, decodes = [], [], []

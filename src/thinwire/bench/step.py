@@ -67,7 +67,7 @@ class StepBench:
     batch_size: int = 64
     """Examples a worker and step; larger => more computation for the same bytes."""
     bucket_megabytes: float = 25.0
-    """DDP's bucket size in MiB; smaller => sending starts earlier, with more messages."""
+    """DDP's bucket size in MiB, for all methods; smaller => sending starts earlier, with more messages."""
     threads: int = 1
     """Threads that PyTorch may use in each worker."""
     rate: str | None = None
@@ -184,7 +184,9 @@ class Training:
 
 def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]:
     alone = Training(mlp(bench.hidden, bench.layers), bench.batch_size, comm.rank)
-    ddp = DistributedDataParallel(mlp(bench.hidden, bench.layers), bucket_cap_mb=bench.bucket_megabytes)
+    ddp = DistributedDataParallel(
+        mlp(bench.hidden, bench.layers), bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True
+    )
     with method.on(ddp) as handle:
         step = Training(ddp, bench.batch_size, comm.rank)
         _alternate(comm, alone, step, bench.warmup)

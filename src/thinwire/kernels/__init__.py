@@ -961,12 +961,12 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite. Float32 segments take the fast path; any tensor will do.
+    """Whether no element of any tensor is NaN or infinite. Contiguous float32 is fast; any tensor will do.
 
     >>> all_finite([torch.ones(3), torch.tensor([float("inf")])])
     False
     """
     tensors = [t.detach() for t in tensors]
-    fast = all(t.dtype == torch.float32 and t.dim() == 1 and t.is_contiguous() for t in tensors)
+    fast = all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    return (_backend(device) if fast else reference).all_finite(tensors)
+    return _backend(device).all_finite([t.view(-1) for t in tensors]) if fast else reference.all_finite(tensors)
