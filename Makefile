@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/thinwire demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -354,18 +353,8 @@ def test_on_real_gradients_alq_beats_amq_beats_fixed_levels(bucket_size):
     assert error["ALQ"] <= error["AMQ"] <= 0.3 * fixed
 
 
-def test_observing_and_updating_are_fast():
-    """An update of 3 bits and 350 buckets takes under 50 ms of one thread; only the rounds before are sampled."""
-    codec, x = tw.ALQ(), torch.randn(350 * 8192, generator=torch.Generator().manual_seed(0))
-    state = codec.init_state()
-    codec.observe(state, [x], [tw.Key(step=99)])
-    seconds = []
-    for _ in range(7):
-        start = time.process_time()
-        codec.learn(state, [codec.statistics(state)])
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05
-    assert [step for step in range(25_000) if codec.observes(step)] == [99, 1999, 9999, 19999]
+def test_only_the_rounds_before_an_update_are_sampled():
+    assert [step for step in range(25_000) if tw.ALQ().observes(step)] == [99, 1999, 9999, 19999]
 
 
 @pytest.mark.parametrize(
