@@ -60,6 +60,14 @@ void dequantize_add(const Array<const uint8_t>& payload, const OutputList& outs,
                              {{bits, bucket_size, false}, num_steps});
 }
 
+bool dequantize_sum(const std::vector<Array<const uint8_t>>& payloads, const OutputList& outs, double weight, int bits,
+                    int num_steps, size_t bucket_size) {
+    const auto from = segments<thinwire::Payload>(payloads);
+    const auto to = outputs(outs);
+    nb::gil_scoped_release release;
+    return thinwire::dequantize_sum(from, to, static_cast<float>(weight), {{bits, bucket_size, false}, num_steps});
+}
+
 void quantize_levels(const InputList& xs, const Array<uint8_t>& out, const std::vector<uint64_t>& keys,
                      const std::vector<float>& levels, int bits, size_t bucket_size, bool l2,
                      const OutputList& residuals) {
@@ -249,11 +257,16 @@ thinwire::MomentumBuffers momentum_buffers(const InputList& gs, const InputList&
     return {inputs(gs), inputs(us), inputs(vs), outputs(new_us), outputs(new_vs)};
 }
 
+thinwire::Momentum momentum_rule(double momentum, double factor, bool nesterov) {
+    return {static_cast<float>(momentum), static_cast<float>(factor),
+            nesterov ? thinwire::Rule::nesterov : thinwire::Rule::plain};
+}
+
 void momentum(const InputList& gs, const InputList& us, const InputList& vs, const OutputList& new_us,
               const OutputList& new_vs, double momentum, double factor, bool nesterov) {
     const auto buffers = momentum_buffers(gs, us, vs, new_us, new_vs);
     nb::gil_scoped_release release;
-    thinwire::momentum(buffers, {static_cast<float>(momentum), static_cast<float>(factor), nesterov});
+    thinwire::momentum(buffers, momentum_rule(momentum, factor, nesterov));
 }
 
 void momentum_topk(const InputList& gs, const InputList& us, const InputList& vs, const OutputList& new_us,
@@ -262,8 +275,17 @@ void momentum_topk(const InputList& gs, const InputList& us, const InputList& vs
     require_pairs(indices.size(), values.size());
     const auto buffers = momentum_buffers(gs, us, vs, new_us, new_vs);
     nb::gil_scoped_release release;
-    thinwire::momentum_topk(buffers, {static_cast<float>(momentum), static_cast<float>(factor), nesterov}, counts,
-                            indices.data(), values.data(), indices.size());
+    thinwire::momentum_topk(buffers, momentum_rule(momentum, factor, nesterov), counts, indices.data(), values.data(),
+                            indices.size());
+}
+
+void add_topk(const InputList& gs, const InputList& es, const OutputList& outs, double factor, const Counts& counts,
+              const Array<int32_t>& indices, const Array<float>& values) {
+    require_pairs(indices.size(), values.size());
+    const auto buffers = momentum_buffers(gs, {}, es, {}, outs);
+    nb::gil_scoped_release release;
+    thinwire::momentum_topk(buffers, {0, static_cast<float>(factor), thinwire::Rule::feedback}, counts, indices.data(),
+                            values.data(), indices.size());
 }
 
 void chunk_norms(const InputList& xs, size_t chunk, const Array<float>& out) {
@@ -286,6 +308,8 @@ NB_MODULE(_native, m) {
     m.def("quantize", &quantize, "xs"_a.noconvert(), "out"_a.noconvert(), "keys"_a, "bits"_a, "num_steps"_a,
           "bucket_size"_a, "l2"_a, "residuals"_a.noconvert());
     m.def("dequantize_add", &dequantize_add, "payload"_a.noconvert(), "outs"_a.noconvert(), "weight"_a, "bits"_a,
+          "num_steps"_a, "bucket_size"_a);
+    m.def("dequantize_sum", &dequantize_sum, "payloads"_a.noconvert(), "outs"_a.noconvert(), "weight"_a, "bits"_a,
           "num_steps"_a, "bucket_size"_a);
     m.def("quantize_levels", &quantize_levels, "xs"_a.noconvert(), "out"_a.noconvert(), "keys"_a, "levels"_a, "bits"_a,
           "bucket_size"_a, "l2"_a, "residuals"_a.noconvert());
@@ -327,6 +351,8 @@ NB_MODULE(_native, m) {
           "new_vs"_a.noconvert(), "momentum"_a, "factor"_a, "nesterov"_a);
     m.def("momentum_topk", &momentum_topk, "gs"_a.noconvert(), "us"_a.noconvert(), "vs"_a.noconvert(),
           "new_us"_a.noconvert(), "new_vs"_a.noconvert(), "momentum"_a, "factor"_a, "nesterov"_a, "counts"_a,
+          "indices"_a.noconvert(), "values"_a.noconvert());
+    m.def("add_topk", &add_topk, "gs"_a.noconvert(), "es"_a.noconvert(), "outs"_a.noconvert(), "factor"_a, "counts"_a,
           "indices"_a.noconvert(), "values"_a.noconvert());
     m.def("chunk_norms", &chunk_norms, "xs"_a.noconvert(), "chunk"_a, "out"_a.noconvert());
     m.def("all_finite", &all_finite, "xs"_a.noconvert());

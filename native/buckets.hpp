@@ -97,28 +97,77 @@ THINWIRE_INLINE void encode_buckets(const Rule& rule, const float* x, size_t n, 
     }
 }
 
-// `rule.decode(codes, n, step, out)` adds a part of one bucket, whose step is rule.step(scale, weight).
+// `rule.decode(codes, n, step, out)` adds a part of one bucket, whose step is rule.step(scale, weight), to `out`;
+// `rule.write`, called unless `add`, overwrites it. Elements from `begin`, a multiple of kChunk, to `end` are decoded.
+template <typename Code, bool add, typename Rule>
+THINWIRE_INLINE void decode_range(const Rule& rule, const uint8_t* scales, const uint8_t* payload, float* out,
+                                  size_t begin, size_t end, float weight, Buckets buckets) {
+    alignas(64) Code codes[kChunk];
+    size_t bucket = begin / buckets.size;
+    typename Rule::Scale step{};
+    size_t bucket_end = begin;
+    for (size_t start = begin; start < end; start += kChunk) {
+        const size_t stop = std::min(end, start + kChunk);
+        if (add) prefetch(out + stop, std::min(end, stop + kChunk) - stop);
+        unpack_codes(buckets.bits, payload + start / 8 * buckets.bits, stop - start, codes);
+        for (size_t at = start; at < stop;) {
+            if (at == bucket_end) {
+                step = rule.step(load<typename Rule::Scale>(scales + bucket * sizeof step), weight);
+                bucket_end = ++bucket * buckets.size;
+            }
+            const size_t part = std::min(stop, bucket_end) - at;
+            if constexpr (add)
+                rule.decode(codes + (at - start), part, step, out + at);
+            else
+                rule.write(codes + (at - start), part, step, out + at);
+            at += part;
+        }
+    }
+}
+
 template <typename Code, typename Rule>
 THINWIRE_INLINE void decode_buckets(const Rule& rule, const uint8_t* scales, const uint8_t* payload, float* out,
                                     size_t n, float weight, Buckets buckets) {
-    alignas(64) Code codes[kChunk];
-    typename Rule::Scale step{};
-    size_t bucket_end = 0;
-    for (size_t start = 0; start < n; start += kChunk) {
-        const size_t end = std::min(n, start + kChunk);
-        prefetch(out + end, std::min(n, end + kChunk) - end);
-        unpack_codes(buckets.bits, payload + start / 8 * buckets.bits, end - start, codes);
-        for (size_t at = start; at < end;) {
-            if (at == bucket_end) {
-                bucket_end = std::min(n, at + buckets.size);
-                step = rule.step(load<typename Rule::Scale>(scales), weight);
-                scales += sizeof step;
-            }
-            const size_t stop = std::min(end, bucket_end);
-            rule.decode(codes + (at - start), stop - at, step, out + at);
-            at = stop;
+    decode_range<Code, true>(rule, scales, payload, out, 0, n, weight, buckets);
+}
+
+// Scales and codes of a segment in one of several payloads.
+struct Part {
+    const uint8_t *scales, *codes;
+};
+
+constexpr size_t kCached = 8 * kChunk;  // elements that stay in the first-level cache while all payloads are added
+
+// Whether any sum of decoded elements is surely finite, for no magnitude exceeds its bucket's scale: cheaper to see than
+// the sums themselves.
+THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t count, float weight) {
+    double bound = 0;
+    for (const Part& part : parts) {
+        float largest = 0;
+        for (size_t i = 0; i < count; ++i) {
+            const float scale = std::fabs(load<float>(part.scales + i * sizeof(float)));
+            if (!(scale <= kMaxScale)) return false;  // infinite, or no number
+            largest = std::max(largest, scale);
         }
+        bound += largest;
     }
+    return bound * std::fabs(weight) < 0x1p126;  // with room for rounding
+}
+
+// Writes the sum of all parts, in their order; returns whether it is finite.
+template <typename Code, typename Rule>
+THINWIRE_INLINE bool sum_buckets(const Rule& rule, const std::vector<Part>& parts, float* out, size_t n, float weight,
+                                 Buckets buckets) {
+    bool finite = true;
+    const bool sure = surely_finite(parts, num_buckets(n, buckets.size), weight);
+    for (size_t at = 0; at < n; at += kCached) {
+        const size_t end = std::min(n, at + kCached);
+        decode_range<Code, false>(rule, parts[0].scales, parts[0].codes, out, at, end, weight, buckets);
+        for (size_t i = 1; i < parts.size(); ++i)
+            decode_range<Code, true>(rule, parts[i].scales, parts[i].codes, out, at, end, weight, buckets);
+        finite &= sure || max_magnitude(out + at, end - at) < kInfinityBits;
+    }
+    return finite;
 }
 
 // Calls `encode(x, n, residual, key, scales, codes)` for every segment.
@@ -148,6 +197,25 @@ void for_each_decoded(const uint8_t* payload, size_t nbytes, const std::vector<O
         payload += sizeof(Scale) * num_buckets(out.numel, buckets.size);
         codes += code_nbytes(out.numel, buckets.bits);
     }
+}
+
+// Calls `sum(parts, out, n)` for every segment, whose parts are those of all payloads; returns whether all calls do.
+template <typename Scale = float, typename Sum>
+bool for_each_summed(const std::vector<Payload>& payloads, const std::vector<Output>& outs, const Buckets& buckets,
+                     Sum sum) {
+    require(!payloads.empty(), "payloads: expected at least one");
+    std::vector<Part> parts;
+    for (const Payload& p : payloads)
+        parts.push_back({p.data, p.data + checked_scales_nbytes(outs, p.nbytes, buckets, sizeof(Scale))});
+    bool finite = true;
+    for (const Output& out : outs) {
+        finite &= sum(parts, out.data, out.numel);
+        for (Part& part : parts) {
+            part.scales += sizeof(Scale) * num_buckets(out.numel, buckets.size);
+            part.codes += code_nbytes(out.numel, buckets.bits);
+        }
+    }
+    return finite;
 }
 
 }  // namespace thinwire

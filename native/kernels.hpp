@@ -19,6 +19,11 @@ struct Output {
     size_t numel;
 };
 
+struct Payload {
+    const uint8_t* data;
+    size_t nbytes;
+};
+
 // How segments are cut and codes are sent.
 struct Buckets {
     int bits;     // 1 to 16
@@ -37,6 +42,9 @@ void uniform(uint64_t key, float* out, size_t numel);
 void quantize(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
               const Quantizer& quantizer, const std::vector<Output>& residuals);
 void dequantize_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
+                    const Quantizer& quantizer);
+// Writes `weight` times the sum of the payloads, in their order; returns whether all of it is finite.
+bool dequantize_sum(const std::vector<Payload>& payloads, const std::vector<Output>& outs, float weight,
                     const Quantizer& quantizer);
 
 // Levels ascend in [-1, 1]; there are 2 to 256 of them, and `bits` has room for them.
@@ -107,7 +115,10 @@ void unpack_smallest(const uint8_t* payload, size_t nbytes, const std::vector<in
 void pack_words(const int32_t* words, size_t count, int bits, uint8_t* out, size_t out_nbytes);
 void unpack_words(const uint8_t* payload, size_t nbytes, int bits, int32_t* words, size_t count);
 
-// Segments of gradients g, momenta u and velocities v, and where the new u and v are written; none may overlap.
+// What memory makes of gradients g, momenta u and velocities v: momentum of either form, or v + g, which needs no u.
+enum class Rule { plain, nesterov, feedback };
+
+// Segments of g, u and v, and where the new u and v are written; none may overlap.
 struct MomentumBuffers {
     std::vector<Input> gs, us, vs;
     std::vector<Output> new_us, new_vs;
@@ -116,7 +127,7 @@ struct MomentumBuffers {
 struct Momentum {
     float momentum;
     float factor;  // of the gradients
-    bool nesterov;
+    Rule rule;
 };
 
 void momentum(const MomentumBuffers& buffers, const Momentum& m);

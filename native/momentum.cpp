@@ -1,6 +1,7 @@
-// Momentum and velocity of Deep Gradient Compression, written to new buffers, and the top-k of the velocity on the way.
+// What memory adds to a gradient, written to new buffers, and the top-k of the result on the way: momentum and velocity
+// of Deep Gradient Compression, or error feedback, which has a velocity alone.
 //
-// The pass reads three floats an element and writes two, so it is bound by memory. The new buffers are not needed again
+// The pass reads three floats an element and writes two (error feedback: two and one), so it is bound by memory. The new buffers are not needed again
 // soon: where they are large they bypass the cache, which saves reading them first. What reaches a threshold, guessed
 // from a sample of the new velocity, is collected while it is in registers, and the answer is found among those.
 #include <algorithm>
@@ -39,11 +40,16 @@ struct Candidates {
     size_t count = 0;
 };
 
-template <bool nesterov>
+template <Rule rule>
 THINWIRE_INLINE void step(const Segment& s, const Momentum& m, size_t at, size_t n, float* new_u, float* new_v) {
+    constexpr bool nesterov = rule == Rule::nesterov;
     THINWIRE_INDEPENDENT
     for (size_t i = 0; i < n; ++i) {
         const float g = s.g[at + i] * m.factor;
+        if constexpr (rule == Rule::feedback) {
+            new_v[i] = s.v[at + i] + g;
+            continue;
+        }
         const float u = nesterov ? (s.u[at + i] + g) * m.momentum : s.u[at + i] * m.momentum + g;
         new_u[i] = u;
         new_v[i] = s.v[at + i] + (nesterov ? u + g : u);
@@ -70,35 +76,44 @@ THINWIRE_INLINE void collect(const float* x, size_t size, size_t at, Candidates&
     }
 }
 
-template <bool streamed, bool nesterov>
+template <bool streamed, Rule rule>
 THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) {
     alignas(64) float u[kBlock], v[kBlock];
     for (size_t at = 0; at < s.numel; at += kBlock) {
         const size_t size = std::min(kBlock, s.numel - at);
         if (size == kBlock) {
-            step<nesterov>(s, m, at, kBlock, u, v);
+            step<rule>(s, m, at, kBlock, u, v);
             if (found.capacity && max_magnitude(v, kBlock) >= found.threshold) collect(v, kBlock, at, found);
         } else {
-            step<nesterov>(s, m, at, size, u, v);
+            step<rule>(s, m, at, size, u, v);
             if (found.capacity && max_magnitude(v, size) >= found.threshold) collect(v, size, at, found);
         }
-        put<streamed>(s.new_u + at, u, size);
+        if constexpr (rule != Rule::feedback) put<streamed>(s.new_u + at, u, size);
         put<streamed>(s.new_v + at, v, size);
     }
 }
 
+template <bool streamed>
+THINWIRE_INLINE void pass_by_rule(const Segment& s, const Momentum& m, Candidates& found) {
+    switch (m.rule) {
+        case Rule::plain: return pass<streamed, Rule::plain>(s, m, found);
+        case Rule::nesterov: return pass<streamed, Rule::nesterov>(s, m, found);
+        case Rule::feedback: return pass<streamed, Rule::feedback>(s, m, found);
+    }
+}
+
 THINWIRE_CLONES void pass_through_cache(const Segment& s, const Momentum& m, Candidates& found) {
-    m.nesterov ? pass<false, true>(s, m, found) : pass<false, false>(s, m, found);
+    pass_by_rule<false>(s, m, found);
 }
 
 THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, Candidates& found) {
-    m.nesterov ? pass<true, true>(s, m, found) : pass<true, false>(s, m, found);
+    pass_by_rule<true>(s, m, found);
 }
 
 bool aligned(const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 void run(const Segment& s, const Momentum& m, bool large, Candidates& found) {
-    if (large && aligned(s.new_u) && aligned(s.new_v))
+    if (large && aligned(s.new_u) && aligned(s.new_v))  // null is aligned
         pass_streamed(s, m, found);
     else
         pass_through_cache(s, m, found);
@@ -114,7 +129,12 @@ Candidates guess(const Segment& s, const Momentum& m, size_t k) {
     sample.reserve((lines / stride + 1) * kLine);
     for (size_t line = stride / 2; line < lines; line += stride) {
         float u[kLine], v[kLine];
-        m.nesterov ? step<true>(s, m, line * kLine, kLine, u, v) : step<false>(s, m, line * kLine, kLine, u, v);
+        if (m.rule == Rule::feedback)
+            step<Rule::feedback>(s, m, line * kLine, kLine, u, v);
+        else if (m.rule == Rule::nesterov)
+            step<Rule::nesterov>(s, m, line * kLine, kLine, u, v);
+        else
+            step<Rule::plain>(s, m, line * kLine, kLine, u, v);
         for (float x : v) sample.push_back(magnitude(x));
     }
     const double per_sample = static_cast<double>(s.numel) / static_cast<double>(sample.size());
@@ -141,19 +161,22 @@ void finish(const Segment& s, size_t k, const Candidates& found, int32_t* indice
     for (size_t i = 0; i < k; ++i) indices[i] = found.indices[indices[i]];
 }
 
-std::vector<Segment> zip(const MomentumBuffers& buffers) {
-    const size_t n = buffers.gs.size();
-    require(buffers.us.size() == n && buffers.vs.size() == n && buffers.new_us.size() == n && buffers.new_vs.size() == n,
-            "momentum: expected one buffer of each kind per segment");
+template <typename Buffer>
+void check_sizes(const std::vector<Input>& gs, const std::vector<Buffer>& buffers) {
+    require(buffers.size() == gs.size(), "momentum: expected one buffer of each kind per segment");
+    for (size_t i = 0; i < gs.size(); ++i)
+        require(buffers[i].numel == gs[i].numel, "momentum: buffers must be of their segment's size");
+}
+
+std::vector<Segment> zip(const MomentumBuffers& buffers, Rule rule) {
+    const bool has_u = rule != Rule::feedback;
+    check_sizes(buffers.gs, buffers.vs);
+    check_sizes(buffers.gs, buffers.new_vs);
+    if (has_u) check_sizes(buffers.gs, buffers.us), check_sizes(buffers.gs, buffers.new_us);
     std::vector<Segment> segments;
-    for (size_t i = 0; i < n; ++i) {
-        const size_t numel = buffers.gs[i].numel;
-        require(buffers.us[i].numel == numel && buffers.vs[i].numel == numel && buffers.new_us[i].numel == numel &&
-                    buffers.new_vs[i].numel == numel,
-                "momentum: buffers must be of their segment's size");
-        segments.push_back({buffers.gs[i].data, buffers.us[i].data, buffers.vs[i].data, buffers.new_us[i].data,
-                            buffers.new_vs[i].data, numel});
-    }
+    for (size_t i = 0; i < buffers.gs.size(); ++i)
+        segments.push_back({buffers.gs[i].data, has_u ? buffers.us[i].data : nullptr, buffers.vs[i].data,
+                            has_u ? buffers.new_us[i].data : nullptr, buffers.new_vs[i].data, buffers.gs[i].numel});
     return segments;
 }
 
@@ -166,14 +189,14 @@ bool is_large(const std::vector<Segment>& segments) {
 }  // namespace
 
 void momentum(const MomentumBuffers& buffers, const Momentum& m) {
-    const std::vector<Segment> segments = zip(buffers);
+    const std::vector<Segment> segments = zip(buffers, m.rule);
     Candidates none{0, 0, nullptr, nullptr};
     for (const Segment& s : segments) run(s, m, is_large(segments), none);
 }
 
 void momentum_topk(const MomentumBuffers& buffers, const Momentum& m, const std::vector<int64_t>& counts,
                    int32_t* indices, float* values, size_t numel) {
-    const std::vector<Segment> segments = zip(buffers);
+    const std::vector<Segment> segments = zip(buffers, m.rule);
     require(counts.size() == segments.size(), "counts: expected one per segment");
     for (size_t i = 0; i < segments.size(); ++i) {
         const Segment& s = segments[i];

@@ -48,6 +48,12 @@ struct Uniform {
         THINWIRE_INDEPENDENT
         for (size_t i = 0; i < n; ++i) out[i] += static_cast<float>(2 * codes[i] - last) * step;
     }
+
+    THINWIRE_INLINE void write(const Code* codes, size_t n, float step, float* out) const {
+        const int last = num_steps;
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i) out[i] = static_cast<float>(2 * codes[i] - last) * step;
+    }
 };
 
 THINWIRE_CLONES void quantize_segment(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
@@ -64,6 +70,13 @@ THINWIRE_CLONES void dequantize_segment(const uint8_t* scales, const uint8_t* co
         decode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
     else
         decode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
+}
+
+THINWIRE_CLONES bool sum_segment(const std::vector<Part>& parts, float* out, size_t n, float weight,
+                                 const Quantizer* q) {
+    if (q->buckets.bits <= 8)
+        return sum_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, parts, out, n, weight, q->buckets);
+    return sum_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, parts, out, n, weight, q->buckets);
 }
 
 THINWIRE_CLONES void fill_uniform(Key key, float* out, size_t n) {
@@ -95,6 +108,15 @@ void dequantize_add(const uint8_t* payload, size_t nbytes, const std::vector<Out
                      [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
                          dequantize_segment(scales, codes, out, n, weight, &quantizer);
                      });
+}
+
+bool dequantize_sum(const std::vector<Payload>& payloads, const std::vector<Output>& outs, float weight,
+                    const Quantizer& quantizer) {
+    check_steps(quantizer);
+    return for_each_summed(payloads, outs, quantizer.buckets,
+                           [&](const std::vector<Part>& parts, float* out, size_t n) {
+                               return sum_segment(parts, out, n, weight, &quantizer);
+                           });
 }
 
 }  // namespace thinwire

@@ -95,6 +95,23 @@ def has_size(codec: tw.Codec, payload: torch.Tensor, size) -> bool:
 
 
 @every_codec
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_decode_sum_is_the_sum_of_decodings_and_knows_whether_it_is_finite(codec, bad):
+    xs = [torch.randn(30, 20, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    if bad is not None:
+        xs[1][7, 7] = bad
+    payloads, key = [codec.encode(x, tw.Key(5)) for x in xs], tw.Key(5)
+    expected, out = torch.zeros(30, 20), torch.full((30, 20), math.nan)
+    for payload in payloads:
+        codec.decode_add(payload, expected, 0.25, key)
+    finite = codec.decode_sum(payloads, out, 0.25, key)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert finite == bool(out.isfinite().all())
+    with pytest.raises(ValueError):
+        codec.decode_sum(payloads, out.double(), 0.25, key)
+
+
+@every_codec
 @settings(max_examples=60, deadline=None)
 @given(array=arrays, seed=st.integers(0, 2**32))
 def test_any_shape_any_values(codec, array, seed):

@@ -231,6 +231,34 @@ def test_an_error_in_backward_abandons_the_round():
     assert len(set(tw.LocalWorld(2).run(broken_backward_worker))) == 1
 
 
+def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(monkeypatch):
+    sums, failures = tw.TopK._decode_sum, iter([RuntimeError("on purpose")])
+
+    def fails_once(*arguments):
+        for error in failures:
+            raise error
+        return sums(*arguments)
+
+    monkeypatch.setattr(tw.TopK, "_decode_sum", fails_once)
+
+    def worker(comm):
+        model = make_model()
+        handle = tw.compress_gradients(model, tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()), comm=comm, bucket_bytes=1000)
+        x, _ = batch(comm.rank, 0)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(x).sum().backward()
+        before = handle.state_dict()
+        model.zero_grad()
+        model(x).sum().backward()
+        after = handle.state_dict()
+        handle.detach()
+        return before, after
+
+    ((before, after),) = tw.LocalWorld(1).run(worker)
+    assert before["step"] == 0 and not any(v.any() for v in before["memory"].values())
+    assert after["step"] == 1 and any(v.any() for v in after["memory"].values())
+
+
 def lost_peer_worker(comm):
     torch.set_num_threads(1)
     ddp = DistributedDataParallel(make_model())

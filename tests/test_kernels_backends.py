@@ -76,6 +76,34 @@ def test_quantize(xs, data):
 
 
 @settings(max_examples=100, deadline=None)
+@given(segments(), st.data())
+def test_quantized_sum(xs, data):
+    """Overwrites, adds in order, and tells whether all is finite; the C++ backend in blocks, over all payloads at once."""
+    bits = data.draw(st.sampled_from([1, 3, 4, 8, 11]))
+    bucket_size = data.draw(st.sampled_from([1, 3, 100, 512, 5000]))
+    num_payloads = data.draw(st.integers(1, 3))
+    weight = data.draw(st.sampled_from([1.0, -1 / 3, 3.0]))
+    numels = [x.numel() for x in xs]
+    payloads = []
+    for i in range(num_payloads):
+        payload = torch.empty(kernels.quantize_nbytes(numels, bits, bucket_size), dtype=torch.uint8)
+        kernels.quantize(xs, payload, [i] * len(xs), bits, 2**bits - 1, bucket_size, "max")
+        payloads.append(payload)
+
+    def compute():
+        outs, added = clones(xs), [torch.zeros_like(x) for x in xs]
+        finite = kernels.dequantize_sum(payloads, outs, weight, bits, 2**bits - 1, bucket_size)
+        for payload in payloads:
+            kernels.dequantize_add(payload, added, weight, bits, 2**bits - 1, bucket_size)
+        assert finite == kernels.all_finite(added)
+        for out, total in zip(outs, added, strict=True):
+            torch.testing.assert_close(out, total, rtol=0, atol=0, equal_nan=True)
+        return [finite, *outs]
+
+    assert_backends_agree(compute)
+
+
+@settings(max_examples=100, deadline=None)
 @given(segments(), st.booleans())
 def test_sign(xs, alias):
     def compute():
@@ -86,6 +114,21 @@ def test_sign(xs, alias):
         outs = clones(xs)
         kernels.sign_decode_add(payload, outs, 0.3)
         return [payload, *residuals, *outs]
+
+    assert_backends_agree(compute)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(), st.data())
+def test_add_topk(xs, data):
+    counts = [data.draw(st.integers(0, x.numel())) for x in xs]
+    factor = data.draw(st.sampled_from([1.0, 2.0**-16, -1 / 3]))
+    es = [x.flip(0) for x in xs]
+
+    def compute():
+        outs = [torch.empty_like(x) for x in xs]
+        indices, values = kernels.add_topk(xs, es, outs, factor, counts)
+        return [*outs, indices, values]
 
     assert_backends_agree(compute)
 

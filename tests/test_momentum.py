@@ -230,11 +230,25 @@ class Unfused(MomentumCorrection):
         return None
 
 
-@FORMS
+class UnfusedFeedback(tw.ErrorFeedback):
+    """Error feedback in separate passes."""
+
+    def compensate_topk(self, *arguments):
+        return None
+
+
+PAIRS = [
+    (MomentumCorrection(0.9), Unfused(0.9)),
+    (MomentumCorrection(0.9, True), Unfused(0.9, True)),
+    (tw.ErrorFeedback(), UnfusedFeedback()),
+]
+
+
+@pytest.mark.parametrize("memories", PAIRS, ids=["plain", "nesterov", "error feedback"])
 @pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.chain(tw.TopK(0.2), tw.QSGD(bits=4))], ids=repr)
-def test_one_pass_or_several_are_the_same_bits(codec, nesterov):
+def test_one_pass_or_several_are_the_same_bits(codec, memories):
     runs = []
-    for memory in (MomentumCorrection(0.9, nesterov), Unfused(0.9, nesterov)):
+    for memory in memories:
         averager = tw.Mean(codec, memory)
         runs.append(tw.LocalWorld(3).run(lambda comm, a=averager: train(comm, a, 8, 0.05)))
     for (a, memory_a), (b, memory_b) in zip(*runs, strict=True):

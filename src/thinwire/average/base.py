@@ -47,6 +47,10 @@ class Averager(Algorithm, ABC):
         """Whether the result carries momentum already, so that the optimizer must not apply its own."""
         return False
 
+    def sends_at_once(self, state: Any) -> bool:
+        """Whether `step` sends all that the round sends, so that `wait` may come late without delaying the others."""
+        return False
+
     def set_epoch(self, state: Any, epoch: int) -> None:
         """Tell schedules which epoch it is, between rounds and alike on all workers."""
         state.progress = state.progress._replace(epoch=epoch)

@@ -32,6 +32,7 @@ from ..schedule import Progress, resolve
 from .base import Averager, NamedTensors, check_agreement
 from .exchange import (
     EXCHANGES,
+    ONE_STEP,
     OWNER_MEMORY,
     Finish,
     Job,
@@ -164,6 +165,9 @@ class Mean(Averager):
     @property
     def has_momentum(self) -> bool:
         return self.memory is not None and self.memory.has_momentum
+
+    def sends_at_once(self, state: MeanState) -> bool:
+        return state.exchange in ONE_STEP and not _agrees(self.codec)
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
@@ -311,8 +315,8 @@ class Mean(Averager):
     ) -> None:
         """Add up what came, and put it where it belongs."""
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
-        totals, dense_total = _zeros_like_outputs(outs), torch.zeros_like(job.dense)
-        finish(totals, dense_total)
+        totals, dense_total = _accumulators(outs), torch.zeros_like(job.dense)
+        finite = finish(totals, dense_total)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
             if self.memory is not None:
@@ -320,7 +324,7 @@ class Mean(Averager):
                     self.memory.finish_dense(state.memory, name, mean, scale)
             _store(totals, outs)
             _store(means, dense_outs)
-            state.finite = state.finite and kernels.all_finite([*totals, dense_total])
+            state.finite = state.finite and finite and kernels.all_finite([dense_total])
 
 
 def _agrees(codec: Codec) -> bool:
@@ -336,12 +340,10 @@ def _key(state: MeanState, name: str, rank: int) -> Key:
     return Key(state.seed, zlib.crc32(name.encode()) | rank << 32, state.progress.step)
 
 
-def _zeros_like_outputs(tensors: list[Tensor]) -> list[Tensor]:
-    """Where to accumulate: the tensors themselves where that is possible, else new memory."""
+def _accumulators(tensors: list[Tensor]) -> list[Tensor]:
+    """Where to add up: the tensors themselves where that is possible, else new memory."""
     in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [
-        t.zero_() if here else torch.zeros(t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)
-    ]
+    return [t if here else torch.empty(t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

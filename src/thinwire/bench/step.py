@@ -66,8 +66,11 @@ class StepBench:
     """Number of hidden layers."""
     batch_size: int = 64
     """Examples a worker and step; larger => more computation for the same bytes."""
-    bucket_megabytes: float = 25.0
-    """DDP's bucket size in MiB, for all methods; smaller => sending starts earlier, with more messages."""
+    ddp: bool = False
+    """Attach averagers to a model in DDP, which copies every gradient into its buckets, instead of the module itself."""
+    bucket_megabytes: float | None = None
+    """Bucket size in MiB, for all methods; by default DDP's own (25), and that of `compress_gradients` (10) for modules.
+    Smaller => sending starts earlier, with more messages."""
     threads: int = 1
     """Threads that PyTorch may use in each worker."""
     rate: str | None = None
@@ -81,8 +84,8 @@ class StepBench:
         for name in ("workers", "steps", "hidden", "layers", "batch_size", "threads"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         require(self.warmup >= 0, f"warmup must be at least 0, got {self.warmup}")
-        require(self.bucket_megabytes > 0, f"bucket_megabytes must be positive, got {self.bucket_megabytes}")
-
+        megabytes = self.bucket_megabytes
+        require(megabytes is None or megabytes > 0, f"bucket_megabytes must be positive, got {megabytes}")
         require(bool(self.averagers) or self.baselines, "nothing to measure: give --averagers or --baselines")
 
     def run(self) -> list[dict[str, Any]]:
@@ -124,14 +127,15 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train data-parallel: how to wrap a model, and what a step then sends."""
+    """A way to train data-parallel: whether in DDP, what to attach to the model, and what a step then sends."""
 
     name: str
-    attach: Callable[[DistributedDataParallel], Any]
+    ddp: bool
+    attach: Callable[[nn.Module], Any]
     bytes_per_element: int = 0  # of DDP's own all-reduce; ours are counted by the ledger
 
     @contextmanager
-    def on(self, model: DistributedDataParallel) -> Iterator[Any]:
+    def on(self, model: nn.Module) -> Iterator[Any]:
         """Within, `model` is trained by this method; gives the handle of an averager of ours."""
         handle = self.attach(model)
         try:
@@ -143,11 +147,12 @@ class Method:
 
 def _methods(bench: StepBench) -> list[Method]:
     baselines = [
-        Method("DDP fp32", lambda ddp: None, 4),
-        Method("DDP fp16 hook", lambda ddp: ddp.register_comm_hook(None, fp16_compress_hook), 2),
+        Method("DDP fp32", True, lambda ddp: None, 4),
+        Method("DDP fp16 hook", True, lambda ddp: ddp.register_comm_hook(None, fp16_compress_hook), 2),
     ]
+    size = {} if bench.bucket_megabytes is None else {"bucket_bytes": int(bench.bucket_megabytes * 2**20)}
     averagers = [as_parsed(text, Averager) for text in bench.averagers]
-    ours = [Method(repr(a), lambda ddp, a=a: compress_gradients(ddp, a)) for a in averagers]
+    ours = [Method(repr(a), bench.ddp, lambda model, a=a: compress_gradients(model, a, **size)) for a in averagers]
     return (baselines if bench.baselines else []) + ours
 
 
@@ -184,18 +189,18 @@ class Training:
 
 def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]:
     alone = Training(mlp(bench.hidden, bench.layers), bench.batch_size, comm.rank)
-    ddp = DistributedDataParallel(
-        mlp(bench.hidden, bench.layers), bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True
-    )
-    with method.on(ddp) as handle:
-        step = Training(ddp, bench.batch_size, comm.rank)
+    model: nn.Module = mlp(bench.hidden, bench.layers)
+    if method.ddp:
+        model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
+    with method.on(model) as handle:
+        step = Training(model, bench.batch_size, comm.rank)
         _alternate(comm, alone, step, bench.warmup)
         before = handle.ledger.snapshot() if handle else None
         compute_seconds, step_seconds = _alternate(comm, alone, step, bench.steps)
         if handle:
             sent = handle.ledger.since(before).bytes_sent // bench.steps
         else:
-            numel = sum(p.numel() for p in ddp.parameters())
+            numel = sum(p.numel() for p in model.parameters())
             sent = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # as Gloo and NCCL do it
         spans = _record(comm, step) if bench.timeline else []
     return {

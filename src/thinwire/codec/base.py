@@ -166,20 +166,32 @@ class Codec(Algorithm, ABC):
             ValueError: the payload does not fit the sizes of `out`, or its key is missing.
         """
         outs = as_list(out)
-        for o in outs:
-            require(
-                o.dtype == torch.float32 and o.is_contiguous(),
-                f"{self}: decode_add needs contiguous float32 tensors, got {o.dtype} with strides {o.stride()}",
-            )
-        if self.fixed_size:
-            expected = self.nbytes([o.shape for o in outs])
-            require(
-                payload.numel() == expected,
-                f"{self}: a payload for {sum(o.numel() for o in outs)} elements has {expected} bytes, "
-                f"got {payload.numel()}; were sender and receiver configured alike?",
-            )
+        self._check_decoding([payload], outs)
         keys = self._decoding_keys(key, len(outs))
         self._decode_add_keyed(payload, self._as_seen(outs, outs), weight, keys)
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Tensor],
+        out: Tensor | Sequence[Tensor],
+        weight: float = 1.0,
+        key: Key | Sequence[Key] | None = None,
+    ) -> bool:
+        """`out = weight * sum_i decode(payloads[i])`, added in this order; returns whether all of it is finite.
+
+        The same as `decode_add` of each into zeros, in as few passes over memory as the codec can.
+
+        Args:
+            payloads: one or more, of tensors of the same sizes.
+            out, weight, key: as in `decode_add`; what `out` held is overwritten.
+
+        Raises:
+            ValueError: a payload does not fit the sizes of `out`, or the key is missing.
+        """
+        outs = as_list(out)
+        self._check_decoding(payloads, outs)
+        keys = self._decoding_keys(key, len(outs))
+        return self._decode_sum(payloads, self._as_seen(outs, outs), weight, keys)
 
     def nbytes(self, size: Size | Sequence[Size]) -> int:
         """Size of the payload in bytes for segments of `size`: exact, or a bound where not `fixed_size`.
@@ -205,6 +217,20 @@ class Codec(Algorithm, ABC):
     def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         """Encode contiguous float32 segments, flat unless `needs_shape`; may change nothing but `residuals`."""
 
+    def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
+        for o in outs:
+            if o.dtype != torch.float32 or not o.is_contiguous():
+                raise ValueError(
+                    f"{self}: decoding needs contiguous float32 tensors, got {o.dtype} with strides {o.stride()}"
+                )
+        expected = self.nbytes([o.shape for o in outs]) if self.fixed_size else None
+        for payload in payloads:
+            if expected is not None and payload.numel() != expected:
+                raise ValueError(
+                    f"{self}: a payload for {sum(o.numel() for o in outs)} elements has {expected} bytes, "
+                    f"got {payload.numel()}; were sender and receiver configured alike?"
+                )
+
     def _decoding_keys(self, key: Key | Sequence[Key] | None, num_segments: int) -> list[int]:
         """Mixed keys, one for each segment; none where they are not needed."""
         if not self.shared_key:
@@ -217,6 +243,13 @@ class Codec(Algorithm, ABC):
     def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         """`_decode_add`, with the keys of the segments where the codec has a `shared_key`."""
         self._decode_add(payload, outs, weight)
+
+    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+        for out in outs:
+            out.zero_()
+        for payload in payloads:
+            self._decode_add_keyed(payload, outs, weight, keys)
+        return kernels.all_finite(outs)
 
     @abstractmethod
     def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:

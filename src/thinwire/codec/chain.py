@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..algorithm import require
 from .base import Codec, Key, Size
 from .entropy import EntropyCoded, EntropyCoder
-from .sparse import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes
+from .sparse import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +62,9 @@ class Chain(Codec):
 
     def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
         self._decode_add_keyed(payload, outs, weight, [])
+
+    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+        return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
 
     def _nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self.sparsifier, self.values, numels)

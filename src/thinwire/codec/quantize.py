@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -120,6 +121,11 @@ class QSGD(Codec):
         rests = tails.split([numel - n for numel, n in zip(numels, whole, strict=True)])
         for out, n, rest in zip(outs, whole, rests, strict=True):
             out[n:].add_(rest, alpha=weight)
+
+    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+        if self.dense_last:
+            return super()._decode_sum(payloads, outs, weight, keys)
+        return kernels.dequantize_sum(payloads, outs, weight, self.code_bits, self.num_steps, self.bucket_size)
 
     def _nbytes(self, numels: list[int]) -> int:
         return self._quantized_nbytes(numels) + 4 * sum(n - self._whole(n) for n in numels)

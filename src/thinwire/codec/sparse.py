@@ -11,6 +11,7 @@ writes the support. Where sending all of a segment is smaller than its values an
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,6 +124,9 @@ class Sparsifier(Codec):
     def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
         self._decode_add_keyed(payload, outs, weight, [])
 
+    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+        return sum_sparse(self, Identity(), payloads, outs, weight, keys)
+
     def _nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self, Identity(), numels)
 
@@ -152,8 +156,8 @@ def decode_sparse(
     outs: list[Tensor],
     weight: float,
     keys: list[int],
-) -> None:
-    """Undo `encode_sparse`, accumulating into `outs`."""
+) -> Selection:
+    """Undo `encode_sparse`, accumulating into `outs`; returns what was kept."""
     numels = [o.numel() for o in outs]
     indices, counts, nbytes = sparsifier._read_support(payload, numels, keys)
     sent = payload[: payload.numel() - nbytes]
@@ -166,6 +170,22 @@ def decode_sparse(
     values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
     values_codec._decode_add(sent, list(values.split(counts)), 1.0)
     kernels.scatter_add(outs, indices, values, counts, weight)
+    return Selection(indices, values, counts)
+
+
+def sum_sparse(
+    sparsifier: Sparsifier,
+    values_codec: Codec,
+    payloads: Sequence[Tensor],
+    outs: list[Tensor],
+    weight: float,
+    keys: list[int],
+) -> bool:
+    """`Codec.decode_sum`: what no payload touches is zero, and need not be looked at again."""
+    for out in outs:
+        out.zero_()
+    kept = [decode_sparse(sparsifier, values_codec, payload, outs, weight, keys) for payload in payloads]
+    return kernels.all_finite([kernels.gather(outs, indices, counts) for indices, _, counts in kept])
 
 
 def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:

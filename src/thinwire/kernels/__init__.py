@@ -38,11 +38,13 @@ from .layout import (
 from .random import mix_key
 
 __all__ = [
+    "add_topk",
     "all_finite",
     "check_levels",
     "chunk_norms",
     "dequantize_add",
     "dequantize_levels_add",
+    "dequantize_sum",
     "gather",
     "huffman_decode",
     "huffman_encode",
@@ -268,6 +270,33 @@ def dequantize_add(
     outs = _segments("outs", outs, device)
     payload = _bytes("payload", payload, quantize_nbytes(_numels(outs), bits, bucket_size), device)
     _backend(device).dequantize_add(payload, outs, weight, bits, num_steps, bucket_size)
+
+
+def dequantize_sum(
+    payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, bits: int, num_steps: int, bucket_size: int
+) -> bool:
+    """Overwrite ``outs`` with ``weight`` times the sum of `quantize` payloads, added in their order; one pass.
+
+    Args:
+        payloads: one or more, each uint8, as `quantize` wrote it.
+        outs: float32 segments of the encoder's sizes, overwritten.
+        weight: factor of all values.
+        bits, num_steps, bucket_size: as given to `quantize`.
+
+    Returns:
+        Whether the whole result is finite.
+
+    Raises:
+        ValueError: if a parameter is out of range, a payload's size does not fit the segments, or there is none.
+    """
+    check_quantizer(bits, num_steps, bucket_size)
+    if not payloads:
+        raise ValueError("payloads: expected at least one")
+    device = _device(outs, payloads[0])
+    outs = _segments("outs", outs, device)
+    nbytes = quantize_nbytes(_numels(outs), bits, bucket_size)
+    payloads = [_bytes(f"payloads[{i}]", payload, nbytes, device) for i, payload in enumerate(payloads)]
+    return _backend(device).dequantize_sum(payloads, outs, weight, bits, num_steps, bucket_size)
 
 
 def quantize_levels(
@@ -894,7 +923,7 @@ def momentum(
     >>> new_u, new_v
     (tensor([2.]), tensor([5.]))
     """
-    buffers = _momentum_buffers(gs, us, vs, new_us, new_vs)
+    buffers = _alike(gs=gs, us=us, vs=vs, new_us=new_us, new_vs=new_vs)
     _backend(_device(gs)).momentum(*buffers, momentum, factor, nesterov)
 
 
@@ -921,16 +950,45 @@ def momentum_topk(
     Raises:
         ValueError: if a buffer has the wrong kind or size, or a count exceeds its segment.
     """
-    buffers = _momentum_buffers(gs, us, vs, new_us, new_vs)
+    buffers = _alike(gs=gs, us=us, vs=vs, new_us=new_us, new_vs=new_vs)
     check_counts(counts, _numels(buffers[0]))
     return _backend(_device(gs)).momentum_topk(*buffers, momentum, factor, nesterov, list(counts))
 
 
-def _momentum_buffers(*buffers: Sequence[Tensor]) -> list[list[Tensor]]:
-    names, device = ("gs", "us", "vs", "new_us", "new_vs"), _device(buffers[0])
-    checked = [_segments(name, tensors, device) for name, tensors in zip(names, buffers, strict=True)]
-    for name, tensors in zip(names, checked, strict=True):
-        if _numels(tensors) != _numels(checked[0]):
+def add_topk(
+    gs: Sequence[Tensor], es: Sequence[Tensor], outs: Sequence[Tensor], factor: float, counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """``outs[i] = es[i] + factor * gs[i]``, and ``topk(outs, counts)`` in the same pass: error feedback.
+
+    Args:
+        gs: segments of gradients.
+        es: what is added to them, of the same sizes.
+        outs: written.
+        factor: such as one over the loss scale.
+        counts: how many of each segment.
+
+    Returns:
+        (indices int32, values float32), as from `topk`.
+
+    Raises:
+        ValueError: if a buffer has the wrong kind or size, or a count exceeds its segment.
+
+    >>> out = torch.empty(2)
+    >>> add_topk([torch.tensor([1.0, 2.0])], [torch.tensor([0.0, 3.0])], [out], 1.0, [1])
+    (tensor([1], dtype=torch.int32), tensor([5.]))
+    """
+    buffers = _alike(gs=gs, es=es, outs=outs)
+    check_counts(counts, _numels(buffers[0]))
+    return _backend(_device(gs)).add_topk(*buffers, factor, list(counts))
+
+
+def _alike(gs: Sequence[Tensor], **others: Sequence[Tensor]) -> list[list[Tensor]]:
+    """All lists, once they are seen to hold segments of the gradients' sizes."""
+    device = _device(gs)
+    checked = [_segments("gs", gs, device)]
+    for name, tensors in others.items():
+        checked.append(_segments(name, tensors, device))
+        if _numels(checked[-1]) != _numels(checked[0]):
             raise ValueError(f"{name}: expected the gradients' sizes {_numels(checked[0])}, got {_numels(tensors)}")
     return checked
 

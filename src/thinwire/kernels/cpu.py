@@ -38,6 +38,10 @@ def dequantize_add(payload, outs, weight, bits, num_steps, bucket_size) -> None:
     _native.dequantize_add(payload.numpy(), _views(outs), weight, bits, num_steps, bucket_size)
 
 
+def dequantize_sum(payloads, outs, weight, bits, num_steps, bucket_size) -> bool:
+    return _native.dequantize_sum(_views(payloads), _views(outs), weight, bits, num_steps, bucket_size)
+
+
 def quantize_levels(xs, out, keys, levels, bits, bucket_size, norm, residuals) -> None:
     _native.quantize_levels(
         _views(xs), out.numpy(), keys, levels, bits, bucket_size, norm == "l2", _optional_views(residuals)
@@ -172,6 +176,13 @@ def momentum_topk(gs, us, vs, new_us, new_vs, momentum, factor, nesterov, counts
     values = torch.empty(sum(counts))
     buffers = map(_views, (gs, us, vs, new_us, new_vs))
     _native.momentum_topk(*buffers, momentum, factor, nesterov, counts, indices.numpy(), values.numpy())
+    return indices, values
+
+
+def add_topk(gs, es, outs, factor, counts) -> tuple[Tensor, Tensor]:
+    indices = torch.empty(sum(counts), dtype=torch.int32)
+    values = torch.empty(sum(counts))
+    _native.add_topk(_views(gs), _views(es), _views(outs), factor, counts, indices.numpy(), values.numpy())
     return indices, values
 
 

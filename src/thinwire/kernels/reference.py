@@ -153,21 +153,31 @@ def _split_scales(payload: Tensor, num_scales: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_add(payload, outs, weight, bits, num_steps, bucket_size) -> None:
-    def add(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    _dequantize(Tensor.add_, payload, outs, weight, bits, num_steps, bucket_size)
+
+
+def dequantize_sum(payloads, outs, weight, bits, num_steps, bucket_size) -> bool:
+    for i, payload in enumerate(payloads):
+        _dequantize(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, bits, num_steps, bucket_size)
+    return all_finite(outs)
+
+
+def _dequantize(put, payload, outs, weight, bits, num_steps, bucket_size) -> None:
+    def act(out: Tensor, codes: Tensor, scales: Tensor) -> None:
         step = scales / torch.full_like(scales, num_steps) * _float32(weight, out.device)
-        out += (2 * codes - num_steps).float() * _spread(step, bucket_size, out)
+        put(out, (2 * codes - num_steps).float() * _spread(step, bucket_size, out))
 
-    _decode_quantized(add, payload, outs, bits, bucket_size)
+    _decode_quantized(act, payload, outs, bits, bucket_size)
 
 
-def _decode_quantized(add, payload, outs, bits, bucket_size) -> None:
-    """Call `add(out, codes, scales)` for each segment."""
+def _decode_quantized(act, payload, outs, bits, bucket_size) -> None:
+    """Call `act(out, codes, scales)` for each segment."""
     num_buckets = [-(-x.numel() // bucket_size) for x in outs]
     scales, codes = _split_scales(payload, sum(num_buckets))
     for out, scale in zip(outs, _split(scales, num_buckets), strict=True):
         n = out.numel()
         segment, codes = codes.tensor_split([(n * bits + 7) // 8])
-        add(out, _from_bits(_unpack(segment)[: n * bits], bits), scale)
+        act(out, _from_bits(_unpack(segment)[: n * bits], bits), scale)
 
 
 def _float32(value: float, device: torch.device) -> Tensor:
@@ -616,6 +626,12 @@ def momentum(gs, us, vs, new_us, new_vs, momentum, factor, nesterov) -> None:
 def momentum_topk(gs, us, vs, new_us, new_vs, momentum_, factor, nesterov, counts) -> tuple[Tensor, Tensor]:
     momentum(gs, us, vs, new_us, new_vs, momentum_, factor, nesterov)
     return topk(new_vs, counts)
+
+
+def add_topk(gs, es, outs, factor, counts) -> tuple[Tensor, Tensor]:
+    for g, e, out in zip(gs, es, outs, strict=True):
+        out.copy_(e + g * _float32(factor, g.device))
+    return topk(outs, counts)
 
 
 def chunk_norms(xs, chunk, out) -> None:

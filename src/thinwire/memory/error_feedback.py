@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .. import kernels
 from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
 
 
@@ -57,6 +58,14 @@ class ErrorFeedback(Memory):
         torch.add(state.residual[name].view(shape), gradient, alpha=1.0 / scale, out=x.view(shape))
         state.pending.add(name)
         return x
+
+    def compensate_topk(
+        self, state: ErrorFeedbackState, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        state.pending.update(names)
+        flat = [g.detach().reshape(-1).float() for g in gradients]
+        residuals, xs = [state.residual[name] for name in names], [state.spare[name] for name in names]
+        return xs, kernels.add_topk(flat, residuals, xs, 1.0 / scale, counts)
 
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:

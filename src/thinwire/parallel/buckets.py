@@ -74,12 +74,12 @@ class GradientBuckets:
 
 
 def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """A bucket is full as soon as it holds `bucket_bytes`, as in DDP, so that biases travel with a weight."""
     buckets, room = [], 0
     for name, p in reversed(parameters):
-        size = p.numel() * p.element_size()
-        if not buckets or size > room:
+        if room <= 0:
             buckets.append([])
             room = bucket_bytes
         buckets[-1].append((name, p))
-        room -= size
+        room -= p.numel() * p.element_size()
     return buckets

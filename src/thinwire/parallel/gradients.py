@@ -4,7 +4,8 @@
 communication hook, or to a plain module, through buckets and hooks of our own (`buckets.py`). Either way
 
     1. a bucket of gradients is ready: `averager.step` compensates, encodes and sends it, in the autograd thread;
-    2. a finishing thread waits for the bytes, decodes them into the gradients and completes the bucket's future;
+    2. a finishing thread waits for the bytes, decodes them into the gradients and completes the bucket's future; on CPUs
+       it begins when all buckets are on the wire, for until then the cores are better used to get them there;
     3. the last bucket of the backward pass ends the round: memory commits if all of it was finite;
     4. backward returns, and `param.grad` holds the mean of all workers.
 
@@ -13,6 +14,7 @@ The round's order of buckets is the same on all workers, and so is the order of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -66,7 +68,8 @@ class GradientAverager:
         self._held: list[tuple[NamedTensors, torch.futures.Future, Tensor]] = []
         self._finishing: list[Future] = []
         self._scale = 1.0
-        self._round_is_open = False
+        self._round_is_open = self._broken = False
+        self._all_sent = threading.Event()
         self._guard: Any = None
 
     def start(self) -> None:
@@ -109,9 +112,11 @@ class GradientAverager:
 
     def _open_round(self) -> None:
         if self._round_is_open:  # an error broke off the last backward pass
+            self._all_sent.set()
             wait(self._finishing)
             self.averager.discard(self.state)
-        self._held, self._finishing, self._round_is_open = [], [], True
+        self._held, self._finishing, self._round_is_open, self._broken = [], [], True, False
+        self._all_sent = threading.Event()
         self._scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -120,23 +125,32 @@ class GradientAverager:
         tensors = [pair for bucket, _, _ in held for pair in bucket]
         handle = self.averager.step(self.state, tensors, self.comm, self._scale)
         self._finishing.append(self._finisher.submit(self._finish, handle, held, last))
+        if last:
+            self._all_sent.set()
 
     def _finish(self, handle: Handle, held: list, last: bool) -> None:
         """In the finishing thread: decode a step; after the last one, commit."""
-        if held[0][2].is_cuda:
-            torch.cuda.set_device(held[0][2].device)
+        device = held[0][2].device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            elif self.averager.sends_at_once(self.state):
+                self._all_sent.wait()
             handle.wait()
-            if last:
+            if last and not self._broken:
                 self.averager.commit(self.state)
                 self._round_is_open = False
+        except BaseException:
+            self._broken = True  # the next round discards this one
+            raise
         finally:  # DDP must not wait for ever; `_end_backward` raises the error
             for _, future, buffer in held:
                 future.set_result(buffer)
 
     def _end_backward(self) -> None:
-        for task in self._finishing:
-            task.result()
+        with self.state.clock("blocked"):
+            for task in self._finishing:
+                task.result()
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, keyed by parameter name; workers differ, so each saves its own."""
@@ -154,6 +168,7 @@ class GradientAverager:
         """Stop the threads."""
         if self._guard is not None:
             self._guard.remove()
+        self._all_sent.set()
         self._finisher.shutdown()
         if self._owns_comm and self.comm is not None:
             self.comm.close()
@@ -172,7 +187,10 @@ class GradientCompression:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: compensate, encode, exchange, wait, decode."""
+        """Wall-clock seconds so far by phase: compensate, encode, exchange, wait, decode.
+
+        Waiting and decoding run beside the backward pass; `blocked` is what it had to wait for when it was done.
+        """
         return dict(self._rounds.state.clock.seconds)
 
     @property
@@ -228,7 +246,7 @@ def compress_gradients(
     comm: Communicator | None = None,
     scaler: Any = None,
     seed: int = 0,
-    bucket_bytes: int = 25 * 2**20,
+    bucket_bytes: int = 10 * 2**20,
 ) -> GradientCompression:
     """Average the gradients of `model` over all workers with `averager`, during every backward pass.
 
@@ -244,7 +262,8 @@ def compress_gradients(
         comm: how to communicate; by default a process group of its own over DDP's workers, or over all.
         scaler: the `torch.amp.GradScaler` in use, so that memory is kept in unscaled units.
         seed: seed of the codec's random numbers; the same on all workers.
-        bucket_bytes: size of the buckets of a plain module; smaller => sending starts earlier, at more messages.
+        bucket_bytes: size of the buckets of a plain module, in gradients before encoding; smaller => sending starts
+            earlier, at more messages.
 
     Returns:
         A handle with `ledger`, `seconds`, `no_sync`, `set_epoch`, `check_optimizer`, `state_dict`, `load_state_dict`

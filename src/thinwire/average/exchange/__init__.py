@@ -30,9 +30,13 @@ EXCHANGES: dict[str, Callable[[Job], Finish]] = {
     "hierarchical": hierarchical,
 }
 
+ONE_STEP = ("all_reduce", "all_gather")
+"""Those that have sent everything before they return."""
+
 __all__ = [
     "COSTS",
     "EXCHANGES",
+    "ONE_STEP",
     "OWNER_MEMORY",
     "Finish",
     "Job",

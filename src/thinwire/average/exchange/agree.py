@@ -20,7 +20,7 @@ def agreed_all_reduce(job: Job) -> Finish:
     """Codecs that need an agreement. The result is `1/W decode(sum_i encode(x_i))` with the codec agreed upon."""
     own = [t.to(torch.float32, copy=True).contiguous() for t in job.tensors]  # the tensors may be overwritten
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         codec: Codec = Identity()  # where nothing is encoded
         if own:
             proposal = job.codec.propose([flatten(own, job.dense.device)] if job.merged else [t.view(-1) for t in own])
@@ -28,9 +28,10 @@ def agreed_all_reduce(job: Job) -> Finish:
                 proposals = torch.stack(job.comm.all_gather(proposal).wait())
             total = proposals.amax(0) if job.codec.agreement == "max" else _sum(proposals)
             codec = job.codec.agreed(total, job.comm.size)
-        all_reduce(replace(job, codec=codec, tensors=own))(totals, dense_total)
+        finite = all_reduce(replace(job, codec=codec, tensors=own))(totals, dense_total)
         if job.keep_residual and own:
             torch._foreach_copy_(job.tensors, own)
+        return finite
 
     return finish
 

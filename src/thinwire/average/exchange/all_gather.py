@@ -16,11 +16,11 @@ def all_gather(job: Job) -> Finish:
     with job.clock("exchange"):
         handle = job.comm.all_gather(message, variable=not job.codec.fixed_size)
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         with job.clock("wait"):
             messages = [unpack(m, job.dense.numel()) for m in handle.wait()]
-        job.decode([payload for _, payload in messages], totals, job.scale / job.comm.size, job.keys)
         for dense, _ in messages:
             dense_total.add_(dense, alpha=1.0 / job.comm.size)
+        return job.decode([payload for _, payload in messages], totals, job.scale / job.comm.size, job.keys)
 
     return finish

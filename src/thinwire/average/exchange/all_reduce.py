@@ -13,11 +13,11 @@ def all_reduce(job: Job) -> Finish:
     with job.clock("exchange"):
         handles = [job.comm.all_reduce(part) for part in (payload.view(job.codec.sum_dtype), job.dense) if part.numel()]
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         with job.clock("wait"):
             for handle in handles:
                 handle.wait()
-        job.decode([payload], totals, job.scale / job.comm.size, job.keys)
         dense_total.add_(job.dense, alpha=1.0 / job.comm.size)
+        return job.decode([payload], totals, job.scale / job.comm.size, job.keys)
 
     return finish

@@ -1,9 +1,10 @@
 """The contract of an exchange: one call of `Mean.step`, and how what is encoded in it meets.
 
 An exchange is a function of a `Job`. It encodes, and returns `finish(totals, dense_total)`, which adds up what all
-workers sent, in rank order, so that every worker computes the same sums in the same order. Both come zeroed, and leave
-holding the mean, times `job.scale`. Before `finish` is called the tensors of the job may be overwritten by others, and
-with `keep_residual` they hold what the payload failed to carry once `finish` has returned.
+workers sent, in rank order, so that every worker computes the same sums in the same order. Both leave holding the mean,
+times `job.scale`; `totals` come holding anything, `dense_total` zeroed. It returns whether all of `totals` is finite,
+which the decoder knows without reading them again. Before `finish` is called the tensors of the job may be overwritten
+by others, and with `keep_residual` they hold what the payload failed to carry once `finish` has returned.
 
 An exchange of one step sends before it returns; one of several issues all of its collectives in `finish`. So they come
 from one thread, in the order of the steps, on all workers; a run uses one exchange only.
@@ -29,7 +30,7 @@ from ...codec.sparse import Selection, Sparsifier
 from ...comm import Communicator
 from ...memory import ErrorFeedbackState
 
-Finish = Callable[[list[Tensor], Tensor], None]
+Finish = Callable[[list[Tensor], Tensor], bool]
 Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
 
 
@@ -101,24 +102,26 @@ class Job:
 
     def decode(
         self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]
-    ) -> None:
-        """`parts`, which come zeroed, become `weight` times the sum of the payloads, added in their order.
+    ) -> bool:
+        """`parts` become `weight` times the sum of the payloads, added in their order; returns whether all is finite.
 
         What a codec that `votes` makes of that sum stands for the mean. Where the codec has a `shared_key`, `keys` are
         those that the parts were encoded with.
         """
         with self.clock("decode"):
             if not parts:
-                return
+                return True
             numel = sum(part.numel() for part in parts)
-            segments = [torch.zeros(numel, device=self.dense.device)] if self.merged else list(parts)
-            for payload in payloads:
-                self.codec.decode_add(payload, segments, 1.0 if self.codec.votes else weight, keys[: len(segments)])
-            if self.codec.votes:
+            segments = [torch.empty(numel, device=self.dense.device)] if self.merged else list(parts)
+            votes = self.codec.votes
+            finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys[: len(segments)])
+            if votes:
                 self.codec.combine(segments)
                 torch._foreach_mul_(segments, weight * len(payloads))
+                finite = kernels.all_finite(segments)
             if self.merged:
                 torch._foreach_copy_(list(parts), split_like(segments[0], parts))
+            return finite
 
     def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
         """Size of the message of a dense vector and encoded parts: a bound where the codec's size is not fixed."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ... import kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
 from .base import Finish, Job, flatten, pack, split_like, unpack
@@ -40,7 +41,7 @@ def hierarchical(job: Job) -> Finish:
     num_bytes = job.message_nbytes(job.tensors, job.dense)
     forward = job.codec.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         with job.clock("wait"):
             node_sum = node.reduce(own)
         if node.is_leader:
@@ -52,14 +53,16 @@ def hierarchical(job: Job) -> Finish:
         if forward:
             with job.clock("wait"):
                 node.pass_on(messages)
-        if forward or node.is_leader:
+        if forward:
+            return _decode(job, messages, totals, dense_total)
+        if node.is_leader:
             _decode(job, messages, totals, dense_total)
-        if not forward:
-            outs = [*totals, dense_total]
-            result = flatten(outs, own.device)
-            with job.clock("wait"):
-                node.pass_on([result])
-            torch._foreach_copy_(outs, split_like(result, outs))
+        outs = [*totals, dense_total]
+        result = flatten(outs, own.device)
+        with job.clock("wait"):
+            node.pass_on([result])
+        torch._foreach_copy_(outs, split_like(result, outs))
+        return kernels.all_finite([result])
 
     return finish
 
@@ -75,11 +78,11 @@ def _encode(job: Job, node_sum: Tensor) -> Tensor:
     return pack(node_sum[numel:], payload)
 
 
-def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> None:
+def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> bool:
     parts = [unpack(m, job.dense.numel()) for m in messages]
-    job.decode([payload for _, payload in parts], totals, job.scale / len(messages), job.keys)
     for dense, _ in parts:
         dense_total.add_(dense, alpha=1.0 / job.comm.size)
+    return job.decode([payload for _, payload in parts], totals, job.scale / len(messages), job.keys)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def scatter_reduce(job: Job) -> Finish:
     ]
     sizes = [job.message_nbytes(shard.pieces, dense) for shard, dense in zip(shards, dense_pieces, strict=True)]
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> None:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         with job.clock("wait"):
             received = _all_to_all(comm, job.codec, messages, sizes[me])
         dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
@@ -66,11 +66,12 @@ def scatter_reduce(job: Job) -> Finish:
         with job.clock("wait"):
             gathered = _all_gather(comm, job.codec, message, sizes)
 
-        outs, dense_outs = _split(totals, job), dense_total.tensor_split(comm.size)
+        finite, outs, dense_outs = True, _split(totals, job), dense_total.tensor_split(comm.size)
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
             dense, payload = unpack(shard_message, dense_out.numel())
-            job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, _MEAN))
+            finite &= job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, _MEAN))
             dense_out.copy_(dense)
+        return finite
 
     return finish
 
@@ -78,7 +79,7 @@ def scatter_reduce(job: Job) -> Finish:
 def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:
     """The mean of the dense pieces and of the decoded pieces that came, added in rank order."""
     weight = 1.0 / job.comm.size
-    mean = [torch.zeros(piece.shape, device=piece.device) for piece in shard.pieces]
+    mean = [torch.empty(piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
     job.decode([payload for _, payload in received], mean, weight, keys)
     dense_mean = torch.zeros_like(received[0][0])
