@@ -93,6 +93,24 @@ void sign_pack(const InputList& xs, const Array<uint8_t>& out, const OutputList&
     thinwire::sign_pack(from, out.data(), out.size(), to, fixed_scale ? &*fixed_scale : nullptr);
 }
 
+thinwire::FloatType float_type(int type) {
+    thinwire::require(type >= 0 && type <= static_cast<int>(thinwire::FloatType::kE5M2), "type: expected 0 to 3");
+    return static_cast<thinwire::FloatType>(type);
+}
+
+void cast_pack(const InputList& xs, const Array<uint8_t>& out, int type, const OutputList& residuals) {
+    const auto from = inputs(xs);
+    const auto to = outputs(residuals);
+    nb::gil_scoped_release release;
+    thinwire::cast_pack(from, out.data(), out.size(), float_type(type), to);
+}
+
+void cast_decode_add(const Array<const uint8_t>& payload, const OutputList& outs, double weight, int type) {
+    const auto to = outputs(outs);
+    nb::gil_scoped_release release;
+    thinwire::cast_decode_add(payload.data(), payload.size(), to, static_cast<float>(weight), float_type(type));
+}
+
 void onebit_pack(const InputList& xs, const Array<uint8_t>& out, size_t bucket_size, const OutputList& residuals) {
     const auto from = inputs(xs);
     const auto to = outputs(residuals);
@@ -318,6 +336,8 @@ NB_MODULE(_native, m) {
     m.def("sign_pack", &sign_pack, "xs"_a.noconvert(), "out"_a.noconvert(), "residuals"_a.noconvert(),
           "fixed_scale"_a.none());
     m.def("sign_decode_add", &sign_decode_add, "payload"_a.noconvert(), "outs"_a.noconvert(), "weight"_a);
+    m.def("cast_pack", &cast_pack, "xs"_a.noconvert(), "out"_a.noconvert(), "type"_a, "residuals"_a.noconvert());
+    m.def("cast_decode_add", &cast_decode_add, "payload"_a.noconvert(), "outs"_a.noconvert(), "weight"_a, "type"_a);
     m.def("onebit_pack", &onebit_pack, "xs"_a.noconvert(), "out"_a.noconvert(), "bucket_size"_a,
           "residuals"_a.noconvert());
     m.def("onebit_decode_add", &onebit_decode_add, "payload"_a.noconvert(), "outs"_a.noconvert(), "weight"_a,

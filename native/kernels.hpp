@@ -58,6 +58,13 @@ void sign_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, co
                const float* fixed_scale);
 void sign_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight);
 
+// Values of all segments; for the 8-bit types a scale for each segment, float32, before them.
+enum class FloatType { kBFloat16, kFloat16, kE4M3, kE5M2 };
+void cast_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, FloatType type,
+               const std::vector<Output>& residuals);
+void cast_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
+                     FloatType type);
+
 void onebit_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, size_t bucket_size,
                  const std::vector<Output>& residuals);
 void onebit_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,

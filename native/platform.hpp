@@ -49,6 +49,12 @@ THINWIRE_INLINE int32_t magnitude(float x) {
     return bits & 0x7fffffff;
 }
 
+THINWIRE_INLINE int32_t sign_bit(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits & INT32_MIN;
+}
+
 THINWIRE_INLINE float float_from_bits(int32_t bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);

@@ -8,15 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..algorithm import require
 from .base import Codec
-
-_CAST_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,57 +75,23 @@ class Cast(Codec):
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        require(self.dtype in _CAST_DTYPES, f"Cast: dtype must be one of {list(_CAST_DTYPES)}, got {self.dtype!r}")
+        names = list(kernels.CAST_WIDTHS)
+        require(self.dtype in names, f"Cast: dtype must be one of {names}, got {self.dtype!r}")
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        return None if self._scaled else self._wire_dtype
-
-    @property
-    def _wire_dtype(self) -> torch.dtype:
-        return _CAST_DTYPES[self.dtype]
-
-    @property
-    def _scaled(self) -> bool:
-        return self._wire_dtype.itemsize == 1
+        return getattr(torch, self.dtype) if kernels.CAST_WIDTHS[self.dtype] == 2 else None
 
     def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = torch.empty(self._nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device)
-        scales, parts = self._split(payload, segments)
-        for x, scale, part in zip(segments, scales, parts, strict=True):
-            if self._scaled:
-                scale.copy_(_power_of_two(x, torch.finfo(self._wire_dtype).max))
-                part.copy_(x / scale)
-            else:
-                part.copy_(x)
-        for x, scale, part, r in zip(segments, scales, parts, residuals or [], strict=False):
-            torch.sub(x, part.float() * scale if self._scaled else part, out=r)
+        kernels.cast_pack(segments, payload, self.dtype, residuals)
         return payload
 
     def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
-        if not self._scaled:
-            return _add_parts(payload.view(self._wire_dtype), outs, weight)
-        for out, scale, part in zip(outs, *self._split(payload.clone(), outs), strict=True):
-            out.add_(part.float().mul_(scale), alpha=weight)
-
-    def _split(self, payload: Tensor, segments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Views of the scales (float32, empty for each segment where there are none) and of the elements."""
-        count = 4 * len(segments) if self._scaled else 0
-        values = payload[count:].view(self._wire_dtype).split([s.numel() for s in segments])
-        scales = payload[:count].view(torch.float32) if self._scaled else payload.new_empty(len(segments))
-        return scales, list(values)
+        kernels.cast_decode_add(payload, outs, weight, self.dtype)
 
     def _nbytes(self, numels: list[int]) -> int:
-        return self._wire_dtype.itemsize * sum(numels) + (4 * len(numels) if self._scaled else 0)
-
-
-def _power_of_two(x: Tensor, largest: float) -> Tensor:
-    """The least power of two by which `x` divided is at most `largest`; 1 for zero, and not finite if x is not."""
-    most = x.abs().amax() if x.numel() else x.new_zeros(())
-    mantissa, exponent = torch.frexp(most / largest)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
-    scale = torch.ldexp(torch.ones_like(most), exponent)
-    return torch.where(most.isfinite(), torch.where(most > 0, scale, torch.ones_like(scale)), most)
+        return kernels.cast_nbytes(numels, self.dtype)
 
 
 def _add_parts(values: Tensor, outs: list[Tensor], weight: float) -> None:

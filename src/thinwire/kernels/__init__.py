@@ -20,7 +20,9 @@ from torch import Tensor
 
 from . import cpu, reference
 from .layout import (
+    CAST_WIDTHS,
     MAX_SEGMENT_NUMEL,
+    cast_nbytes,
     check_counts,
     check_length,
     check_numels,
@@ -38,8 +40,12 @@ from .layout import (
 from .random import mix_key
 
 __all__ = [
+    "CAST_WIDTHS",
     "add_topk",
     "all_finite",
+    "cast_decode_add",
+    "cast_nbytes",
+    "cast_pack",
     "check_levels",
     "chunk_norms",
     "dequantize_add",
@@ -415,6 +421,51 @@ def sign_decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> N
     outs = _segments("outs", outs, device)
     payload = _bytes("payload", payload, sign_nbytes(_numels(outs)), device)
     _backend(device).sign_decode_add(payload, outs, weight)
+
+
+def cast_pack(xs: Sequence[Tensor], out: Tensor, dtype: str, residuals: Sequence[Tensor] | None = None) -> None:
+    """Round each element to a shorter float type, to nearest even; 8-bit types after division by a segment's scale.
+
+    The scale is the least power of two by which the segment's largest magnitude divided is in range (448 for e4m3fn,
+    57344 for e5m2), 1 for a segment of zeros: ``code = round(x / scale)``, ``value = code * scale``.
+
+    Args:
+        xs: segments of float32.
+        out: uint8 of ``cast_nbytes(numels, dtype)`` bytes, written: for 8-bit types all scales, then all codes.
+        dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2".
+        residuals: where given, ``x - value`` is written here; may be `xs` itself.
+
+    A finite element beyond float16's range becomes infinite. A non-finite element of an 8-bit type makes its whole
+    segment decode to non-finite values. One NaN is sent for all.
+
+    Raises:
+        ValueError: if there is no such type, or a buffer has the wrong kind or size.
+
+    Source: 8-bit types as in Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433.
+
+    >>> payload = torch.empty(cast_nbytes([2], "float8_e4m3fn"), dtype=torch.uint8)
+    >>> cast_pack([torch.tensor([896.0, 1.03])], payload, "float8_e4m3fn")
+    >>> out = torch.zeros(2)
+    >>> cast_decode_add(payload, [out], 1.0, "float8_e4m3fn")
+    >>> out
+    tensor([896.,   1.])
+    """
+    device = _device(xs, out)
+    xs = _segments("xs", xs, device)
+    out = _bytes("out", out, cast_nbytes(_numels(xs), dtype), device)
+    _backend(device).cast_pack(xs, out, dtype, _residuals(residuals, xs, device))
+
+
+def cast_decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: str) -> None:
+    """Add ``weight`` times the values of a `cast_pack` payload: ``outs[i] += code * (scale * weight)``.
+
+    Raises:
+        ValueError: if there is no such type, or the payload's size does not fit the segments.
+    """
+    device = _device(outs, payload)
+    outs = _segments("outs", outs, device)
+    payload = _bytes("payload", payload, cast_nbytes(_numels(outs), dtype), device)
+    _backend(device).cast_decode_add(payload, outs, weight, dtype)
 
 
 def onebit_pack(

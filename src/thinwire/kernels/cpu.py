@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .layout import CAST_WIDTHS
+
 try:
     from . import _native
 except ImportError as error:
@@ -58,6 +60,18 @@ def sign_pack(xs, out, residuals, fixed_scale) -> None:
 
 def sign_decode_add(payload, outs, weight) -> None:
     _native.sign_decode_add(payload.numpy(), _views(outs), weight)
+
+
+def _float_type(dtype: str) -> int:
+    return list(CAST_WIDTHS).index(dtype)
+
+
+def cast_pack(xs, out, dtype, residuals) -> None:
+    _native.cast_pack(_views(xs), out.numpy(), _float_type(dtype), _optional_views(residuals))
+
+
+def cast_decode_add(payload, outs, weight, dtype) -> None:
+    _native.cast_decode_add(payload.numpy(), _views(outs), weight, _float_type(dtype))
 
 
 def onebit_pack(xs, out, bucket_size, residuals) -> None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 MAX_SEGMENT_NUMEL = 2**31 - 1  # indices are int32
 MAX_LEVELS = 256
+CAST_WIDTHS = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # bytes; in the order of C++
 
 
 def quantize_nbytes(numels: Sequence[int], bits: int, bucket_size: int) -> int:
@@ -39,6 +40,23 @@ def sign_nbytes(numels: Sequence[int]) -> int:
     """
     check_numels(numels)
     return sum(4 + (n + 7) // 8 for n in numels)
+
+
+def cast_nbytes(numels: Sequence[int], dtype: str) -> int:
+    """Bytes of a payload of shorter floats: 2 an element, or 1 and a float32 scale per segment.
+
+    Raises:
+        ValueError: if `dtype` is none of "bfloat16", "float16", "float8_e4m3fn" and "float8_e5m2", or a segment's size
+            is out of range.
+
+    >>> cast_nbytes([1000, 3], "bfloat16"), cast_nbytes([1000, 3], "float8_e4m3fn")
+    (2006, 1011)
+    """
+    check_numels(numels)
+    if dtype not in CAST_WIDTHS:
+        raise ValueError(f"dtype: expected one of {list(CAST_WIDTHS)}, got {dtype!r}")
+    width = CAST_WIDTHS[dtype]
+    return width * sum(numels) + (4 * len(numels) if width == 1 else 0)
 
 
 def onebit_nbytes(numels: Sequence[int], bucket_size: int | None = None) -> int:

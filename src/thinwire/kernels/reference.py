@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .huffman import MAX_CODE_LENGTH, canonical_codes, check_huffman, code_lengths
 from .layout import (
+    CAST_WIDTHS,
     elias_fano_bits,
     elias_fano_low_bits,
     indices_nbytes,
@@ -241,6 +242,49 @@ def sign_decode_add(payload, outs, weight) -> None:
     for out, value in zip(outs, values, strict=True):
         segment, signs = signs.tensor_split([(out.numel() + 7) // 8])
         out += torch.where(_unpack(segment)[: out.numel()].bool(), -value, value)
+
+
+# The one NaN that is sent of each shorter type.
+_CAST_NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}
+
+
+def _power_of_two(x: Tensor, dtype: str) -> Tensor:
+    """The least power of two by which `x` divided stays in range; 1 for zero, and not finite if x is not."""
+    most = _magnitude(x).amax().view(torch.float32) if x.numel() else x.new_zeros(())
+    mantissa, exponent = torch.frexp(most / torch.full_like(most, torch.finfo(getattr(torch, dtype)).max))
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
+    scale = torch.ldexp(torch.ones_like(most), exponent)
+    return torch.where(most.isfinite(), torch.where(most > 0, scale, torch.ones_like(scale)), most)
+
+
+def _narrowed(x: Tensor, dtype: str) -> Tensor:
+    codes = x.to(getattr(torch, dtype)).view(torch.int16 if CAST_WIDTHS[dtype] == 2 else torch.uint8)
+    return torch.where(x.isnan(), torch.full_like(codes, _CAST_NAN[dtype]), codes)
+
+
+def _widened(codes: Tensor, dtype: str) -> Tensor:
+    return codes.view(getattr(torch, dtype)).float()
+
+
+def cast_pack(xs, out, dtype, residuals) -> None:
+    scales, parts = [], []
+    for i, x in enumerate(xs):
+        scale = _power_of_two(x, dtype) if CAST_WIDTHS[dtype] == 1 else torch.ones((), device=x.device)
+        codes = _narrowed(x * (torch.ones_like(scale) / scale), dtype)
+        scales.append(scale.view(1))
+        parts.append(codes.view(torch.uint8))
+        if residuals is not None:
+            residuals[i].copy_(x - _widened(codes, dtype) * scale)
+    out.copy_(torch.cat([_bytes(scales if CAST_WIDTHS[dtype] == 1 else [], out.device), *parts]))
+
+
+def cast_decode_add(payload, outs, weight, dtype) -> None:
+    width = CAST_WIDTHS[dtype]
+    scales, codes = _split_scales(payload, len(outs) if width == 1 else 0)
+    scales = scales if width == 1 else torch.ones(len(outs), device=payload.device)
+    for out, step in zip(outs, scales * _float32(weight, payload.device), strict=True):
+        part, codes = codes.tensor_split([out.numel() * width])
+        out += _widened(part.clone(), dtype) * step  # a copy, because it may start at any address
 
 
 def _rows(x: Tensor, bucket_size: int) -> Tensor:

@@ -1,0 +1,154 @@
+// Floats rounded to shorter ones, to nearest even, and their residuals, in one pass over memory.
+#include <cmath>
+#include <limits>
+
+#include "kernels.hpp"
+#include "reduce.hpp"
+
+namespace thinwire {
+
+namespace {
+
+// A type of one sign bit, `exponent_bits` and `mantissa_bits`. Its codes are held without the sign. From `special` on they
+// are infinity and NaN as in IEEE 754, or, where there is no infinity, the one NaN.
+template <typename Code_, int exponent_bits, int mantissa_bits, bool has_infinity>
+struct Format {
+    using Code = Code_;
+    static constexpr int kShift = 23 - mantissa_bits, kBias = (1 << (exponent_bits - 1)) - 1;
+    static constexpr int32_t kRebias = (127 - kBias) << 23;       // float32's bias less this one's
+    static constexpr int32_t kLeastNormal = kRebias + (1 << 23);  // as a float32's bits
+    static constexpr int32_t kUnit = kLeastNormal + (kShift << 23);  // its last place is that of smaller ones
+    static constexpr int32_t kSpecial = has_infinity ? ((1 << exponent_bits) - 1) << mantissa_bits
+                                                     : (1 << (exponent_bits + mantissa_bits)) - 1;
+    static constexpr int32_t kNaN = has_infinity ? kSpecial | 1 << (mantissa_bits - 1) : kSpecial;
+    static constexpr int32_t kSign = 1 << (exponent_bits + mantissa_bits);
+    static constexpr bool kSameRange = kRebias == 0;  // as float32's, so that the bits need only be cut
+
+    static THINWIRE_INLINE int32_t narrow(float x) {
+        const int32_t m = magnitude(x);
+        const int32_t half = (1 << (kShift - 1)) - 1 + (m >> kShift & 1);  // ties go to the even code
+        int32_t code = (m - kRebias + half) >> kShift;
+        if (!kSameRange) {
+            const float sum = float_from_bits(m) + float_from_bits(kUnit);  // rounds to that unit
+            code = m < kLeastNormal ? magnitude(sum) - kUnit : std::min(code, kSpecial);
+        }
+        return m > kInfinityBits ? kNaN : code | (sign_bit(x) ? kSign : 0);
+    }
+
+    static THINWIRE_INLINE float widen(int32_t code) {
+        const int32_t m = code & (kSign - 1), sign = code & kSign ? INT32_MIN : 0;
+        int32_t bits = (m << kShift) + kRebias;
+        if (!kSameRange) {
+            const float small = float_from_bits((m << kShift) + kLeastNormal) - float_from_bits(kLeastNormal);
+            bits = bits < kLeastNormal ? magnitude(small) : bits;
+            const int32_t special = has_infinity ? m << kShift | kInfinityBits : kInfinityBits | 1 << 22;
+            bits = m >= kSpecial ? special : bits;
+        }
+        return float_from_bits(bits | sign);
+    }
+};
+
+using BFloat16 = Format<uint16_t, 8, 7, true>;
+using Float16 = Format<uint16_t, 5, 10, true>;
+using E4M3 = Format<uint8_t, 4, 3, false>;
+using E5M2 = Format<uint8_t, 5, 2, true>;
+
+template <typename F, bool with_residual>
+THINWIRE_INLINE void pack(const float* x, size_t n, float scale, uint8_t* out, float* residual) {
+    const float inv = 1.0f / scale;  // exact: a power of two
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) {
+        const float value = x[i];
+        const int32_t code = F::narrow(value * inv);
+        store(out + i * sizeof(typename F::Code), static_cast<typename F::Code>(code));
+        if (with_residual) residual[i] = value - F::widen(code) * scale;
+    }
+}
+
+template <typename F>
+THINWIRE_INLINE void pack_as(const float* x, size_t n, float scale, uint8_t* out, float* residual) {
+    residual ? pack<F, true>(x, n, scale, out, residual) : pack<F, false>(x, n, scale, out, residual);
+}
+
+template <typename F>
+THINWIRE_INLINE void add_as(const uint8_t* in, size_t n, float step, float* out) {
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) out[i] += F::widen(load<typename F::Code>(in + i * sizeof(typename F::Code))) * step;
+}
+
+THINWIRE_CLONES void pack_segment(FloatType type, const float* x, size_t n, float scale, uint8_t* out,
+                                  float* residual) {
+    switch (type) {
+        case FloatType::kBFloat16: return pack_as<BFloat16>(x, n, scale, out, residual);
+        case FloatType::kFloat16: return pack_as<Float16>(x, n, scale, out, residual);
+        case FloatType::kE4M3: return pack_as<E4M3>(x, n, scale, out, residual);
+        case FloatType::kE5M2: return pack_as<E5M2>(x, n, scale, out, residual);
+    }
+}
+
+THINWIRE_CLONES void add_segment(FloatType type, const uint8_t* in, size_t n, float step, float* out) {
+    switch (type) {
+        case FloatType::kBFloat16: return add_as<BFloat16>(in, n, step, out);
+        case FloatType::kFloat16: return add_as<Float16>(in, n, step, out);
+        case FloatType::kE4M3: return add_as<E4M3>(in, n, step, out);
+        case FloatType::kE5M2: return add_as<E5M2>(in, n, step, out);
+    }
+}
+
+THINWIRE_CLONES int32_t largest_of(const float* x, size_t n) { return max_magnitude(x, n); }
+
+// The least power of two by which x divided is at most `top`; 1 for zero, and not finite if x is not.
+float scale_of(const float* x, size_t n, float top) {
+    const int32_t bits = largest_of(x, n);
+    if (bits > kInfinityBits) return std::numeric_limits<float>::quiet_NaN();
+    if (bits == kInfinityBits) return std::numeric_limits<float>::infinity();
+    if (bits == 0) return 1.0f;
+    int exponent;
+    if (std::frexp(float_from_bits(bits) / top, &exponent) == 0.5f) --exponent;
+    return std::ldexp(1.0f, std::clamp(exponent, -126, 127));
+}
+
+size_t width_of(FloatType type) { return type == FloatType::kBFloat16 || type == FloatType::kFloat16 ? 2 : 1; }
+
+// Bytes of the scales, which come first and which 16-bit types do without.
+template <typename Segment>
+size_t checked_scales_nbytes(FloatType type, const std::vector<Segment>& segments, size_t nbytes) {
+    const size_t width = width_of(type), scales = width == 1 ? segments.size() * sizeof(float) : 0;
+    size_t values = 0;
+    for (const Segment& s : segments) values += s.numel * width;
+    require(nbytes == scales + values, "payload: its size does not fit the segments");
+    return scales;
+}
+
+}  // namespace
+
+void cast_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, FloatType type,
+               const std::vector<Output>& residuals) {
+    const size_t scales_nbytes = checked_scales_nbytes(type, xs, out_nbytes);
+    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    uint8_t* values = out + scales_nbytes;
+    for (size_t s = 0; s < xs.size(); ++s) {
+        const size_t n = xs[s].numel;
+        require(residuals.empty() || residuals[s].numel == n, "residuals: expected the segments' sizes");
+        float scale = 1.0f;
+        if (scales_nbytes > 0) {
+            scale = scale_of(xs[s].data, n, type == FloatType::kE4M3 ? 448.0f : 57344.0f);
+            store(out + s * sizeof scale, scale);
+        }
+        pack_segment(type, xs[s].data, n, scale, values, residuals.empty() ? nullptr : residuals[s].data);
+        values += n * width_of(type);
+    }
+}
+
+void cast_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
+                     FloatType type) {
+    const size_t scales_nbytes = checked_scales_nbytes(type, outs, nbytes);
+    const uint8_t* values = payload + scales_nbytes;
+    for (size_t s = 0; s < outs.size(); ++s) {
+        const float scale = scales_nbytes > 0 ? load<float>(payload + s * sizeof(float)) : 1.0f;
+        add_segment(type, values, outs[s].numel, scale * weight, outs[s].data);
+        values += outs[s].numel * width_of(type);
+    }
+}
+
+}  // namespace thinwire
