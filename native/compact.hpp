@@ -84,6 +84,57 @@ __attribute__((target("avx512f,popcnt"))) inline size_t keep_avx512(const int32_
     return kept;
 }
 
+// For whole groups of 16, of which `at` is the end: counts magnitudes above `high`, and collects the values from `low` on.
+__attribute__((target("avx512f,popcnt"))) inline size_t bracket_avx512(const float* x, size_t n, int32_t low,
+                                                                       int32_t high, size_t& at, size_t& above,
+                                                                       float* values, size_t capacity) {
+    const __m512i bits = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32(low), most = _mm512_set1_epi32(high);
+    size_t count = 0;
+    for (; at + 16 <= n && count <= capacity; at += 16) {
+        const __m512 value = _mm512_loadu_ps(x + at);
+        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(value), bits);
+        const __mmask16 over = _mm512_cmpgt_epi32_mask(magnitude, most);
+        const __mmask16 between = _mm512_mask_cmpge_epi32_mask(static_cast<__mmask16>(~over), magnitude, least);
+        _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(between, value));
+        count += static_cast<size_t>(__builtin_popcount(between));
+        above += static_cast<size_t>(__builtin_popcount(over));
+    }
+    return count;
+}
+
+// Positions of set bits, for whole groups of 16, of which `at` is the end; stops where a group may not fit the room.
+__attribute__((target("avx512f,popcnt"))) inline size_t positions_avx512(const uint8_t* bits, uint64_t num_bits,
+                                                                         uint64_t& at, int32_t* positions,
+                                                                         size_t room) {
+    __m512i index = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    size_t found = 0;
+    for (; at + 16 <= num_bits && found + 16 <= room; at += 16, index = _mm512_add_epi32(index, _mm512_set1_epi32(16))) {
+        const uint16_t mask = load<uint16_t>(bits + at / 8);
+        _mm512_storeu_si512(positions + found, _mm512_maskz_compress_epi32(mask, index));
+        found += static_cast<size_t>(__builtin_popcount(mask));
+    }
+    return found;
+}
+
 #endif
+
+// Positions of the set bits among the first `num_bits`; one more than `room` where they do not fit.
+inline size_t positions_of_bits(const uint8_t* bits, uint64_t num_bits, int32_t* positions, size_t room) {
+    size_t found = 0;
+    uint64_t at = 0;
+#ifdef THINWIRE_HAS_AVX512
+    if (has_avx512()) found = positions_avx512(bits, num_bits, at, positions, room);
+#endif
+    for (; at < num_bits; at += 16) {
+        const uint64_t size = num_bits - at < 16 ? num_bits - at : 16;
+        uint32_t word = bits[at / 8] | (size > 8 ? bits[at / 8 + 1] << 8 : 0);
+        word &= (1u << size) - 1;
+        for (; word; word &= word - 1) {
+            if (found == room) return room + 1;
+            positions[found++] = static_cast<int32_t>(at) + lowest_bit(word);
+        }
+    }
+    return found;
+}
 
 }  // namespace thinwire

@@ -5,6 +5,7 @@
 // The code above has a size that is known beforehand. `pack_smallest` also tries packed gaps, whose size depends on the
 // indices: per segment a byte that names the code, and the code. A plain 32 bits an index is never smaller.
 #include "bitstream.hpp"
+#include "compact.hpp"
 #include "kernels.hpp"
 
 namespace thinwire {
@@ -34,35 +35,114 @@ Code choose(uint64_t count, uint64_t numel) {
     return best;
 }
 
-void set_bit(uint8_t* bytes, uint64_t at) { bytes[at / 8] |= static_cast<uint8_t>(1u << (at % 8)); }
+// Sets one bit for each index, in memory that is zero: bit `index`, or (index >> low) + j for Elias-Fano.
+void write_marks(const int32_t* indices, size_t count, const Code& code, uint8_t* out) {
+    uint64_t word = 0, at = 0;  // bits of bytes 8 at to 8 at + 7
+    const auto put = [&] { std::memcpy(out + 8 * at, &word, std::min<uint64_t>(8, code.nbytes() - 8 * at)); };
+    for (size_t j = 0; j < count; ++j) {
+        const uint64_t index = static_cast<uint64_t>(indices[j]);
+        const uint64_t bit = code.bitmap ? index : (index >> code.low_bits) + j;
+        if (bit / 64 != at) {
+            put();
+            word = 0;
+            at = bit / 64;
+        }
+        word |= uint64_t{1} << (bit % 64);
+    }
+    put();
+}
+
+constexpr int kMaxLowBits = 16;  // that are packed in chunks, a vector at a time
+constexpr size_t kPackedNbytes = kChunk / 8 * kMaxLowBits;
+
+THINWIRE_CLONES void pack_low(const int32_t* indices, size_t n, int bits, uint8_t* out) {
+    const int32_t mask = (1 << bits) - 1;
+    if (bits <= 8) {
+        alignas(64) uint8_t codes[kChunk] = {};
+        for (size_t j = 0; j < n; ++j) codes[j] = static_cast<uint8_t>(indices[j] & mask);
+        pack_codes(bits, codes, n, out);
+    } else {
+        alignas(64) uint16_t codes[kChunk] = {};
+        for (size_t j = 0; j < n; ++j) codes[j] = static_cast<uint16_t>(indices[j] & mask);
+        pack_codes(bits, codes, n, out);
+    }
+}
+
+// indices[j] = (indices[j] - first - j) << bits | the j-th of the codes.
+THINWIRE_CLONES void join_low(const uint8_t* in, size_t n, int bits, int32_t first, int32_t* indices) {
+    if (bits <= 8) {
+        alignas(64) uint8_t codes[kChunk];
+        unpack_codes(bits, in, n, codes);
+        for (size_t j = 0; j < n; ++j) indices[j] = (indices[j] - first - static_cast<int32_t>(j)) << bits | codes[j];
+    } else {
+        alignas(64) uint16_t codes[kChunk];
+        unpack_codes(bits, in, n, codes);
+        for (size_t j = 0; j < n; ++j) indices[j] = (indices[j] - first - static_cast<int32_t>(j)) << bits | codes[j];
+    }
+}
+
+// Words of the stream `in`, moved by 0 to 7 bits: up, behind the bits of `before`, or down, ahead of what follows.
+THINWIRE_CLONES void move_up(const uint8_t* in, size_t num_words, int shift, uint8_t* out) {
+    for (size_t w = 0; w < num_words; ++w) {
+        const uint64_t before = load<uint64_t>(in + 8 * w), word = load<uint64_t>(in + 8 * w + 8);
+        store(out + 8 * w, word << shift | before >> 1 >> (63 - shift));
+    }
+}
+
+THINWIRE_CLONES void move_down(const uint8_t* in, size_t num_words, int shift, uint8_t* out) {
+    for (size_t w = 0; w < num_words; ++w) {
+        const uint64_t word = load<uint64_t>(in + 8 * w), after = load<uint64_t>(in + 8 * w + 8);
+        store(out + 8 * w, word >> shift | after << 1 << (63 - shift));
+    }
+}
+
+// The low bits of all indices, from bit `start` on; keeps the bits before it in its byte.
+void write_low(const int32_t* indices, size_t count, int bits, uint64_t start, uint8_t* out) {
+    out += start / 8;
+    const int shift = static_cast<int>(start % 8);
+    alignas(64) uint8_t packed[8 + kPackedNbytes + 8], moved[kPackedNbytes + 8];
+    // What comes before the first word: the bits that are kept, highest.
+    store(packed, shift ? uint64_t{*out} << (64 - shift) : 0);
+    for (size_t at = 0; at < count; at += kChunk, out += kChunk / 8 * static_cast<size_t>(bits)) {
+        const size_t n = std::min(kChunk, count - at), nbytes = (n * static_cast<size_t>(bits) + 7) / 8;
+        pack_low(indices + at, n, bits, packed + 8);
+        store(packed + 8 + nbytes, uint64_t{0});
+        move_up(packed, nbytes / 8 + 1, shift, moved);
+        std::memcpy(out, moved, (n * static_cast<size_t>(bits) + static_cast<size_t>(shift) + 7) / 8);
+        store(packed, load<uint64_t>(packed + nbytes));
+    }
+}
+
+void read_low(const uint8_t* in, size_t count, int bits, uint64_t start, int32_t* indices) {
+    in += start / 8;
+    const int shift = static_cast<int>(start % 8);
+    alignas(64) uint8_t packed[kPackedNbytes + 16] = {}, moved[kPackedNbytes + 8];
+    for (size_t at = 0; at < count; at += kChunk, in += kChunk / 8 * static_cast<size_t>(bits)) {
+        const size_t n = std::min(kChunk, count - at), num_bits = n * static_cast<size_t>(bits);
+        std::memcpy(packed, in, (num_bits + static_cast<size_t>(shift) + 7) / 8);
+        move_down(packed, num_bits / 64 + 1, shift, moved);
+        join_low(moved, n, bits, static_cast<int32_t>(at), indices + at);
+    }
+}
 
 void pack_segment(const int32_t* indices, size_t count, const Code& code, uint8_t* out) {
     if (code.num_bits == 0) return;
     std::memset(out, 0, code.nbytes());
+    write_marks(indices, count, code, out);
     const int low = code.bitmap ? 0 : code.low_bits;
-    for (size_t j = 0; j < count; ++j) {
-        const uint32_t index = static_cast<uint32_t>(indices[j]);
-        set_bit(out, code.bitmap ? index : (index >> low) + j);
-    }
     if (low == 0) return;
+    if (low <= kMaxLowBits) return write_low(indices, count, low, code.mark_bits, out);
     BitWriter writer(out, code.mark_bits);
     const uint32_t mask = (uint32_t{1} << low) - 1;
     for (size_t j = 0; j < count; ++j) writer.put(static_cast<uint32_t>(indices[j]) & mask, low);
     writer.finish();
 }
 
-// Positions of the set bits among the first `num_bits`; false if there are not exactly `count`.
-bool read_marks(const uint8_t* in, uint64_t num_bits, int32_t* positions, size_t count) {
-    size_t found = 0;
-    for (uint64_t byte = 0; byte * 8 < num_bits; ++byte) {
-        uint32_t bits = in[byte];
-        if (num_bits - byte * 8 < 8) bits &= (1u << (num_bits - byte * 8)) - 1;
-        for (; bits; bits &= bits - 1) {
-            if (found == count) return false;
-            positions[found++] = static_cast<int32_t>(byte * 8 + static_cast<uint64_t>(lowest_bit(bits)));
-        }
-    }
-    return found == count;
+// Whether indices ascend strictly inside the segment; there may be none.
+THINWIRE_CLONES bool ascending_below(const int32_t* indices, size_t count, int64_t numel) {
+    uint32_t falls = 0;
+    for (size_t j = 1; j < count; ++j) falls += indices[j] <= indices[j - 1];
+    return count == 0 || (falls == 0 && indices[0] >= 0 && indices[count - 1] < numel);
 }
 
 bool unpack_segment(const uint8_t* in, const Code& code, uint64_t numel, int32_t* indices, size_t count) {
@@ -71,26 +151,16 @@ bool unpack_segment(const uint8_t* in, const Code& code, uint64_t numel, int32_t
         return true;
     }
     if (code.num_bits % 8 && in[code.nbytes() - 1] >> (code.num_bits % 8)) return false;  // padding
-    if (!read_marks(in, code.mark_bits, indices, count)) return false;
+    if (positions_of_bits(in, code.mark_bits, indices, count) != count) return false;
     if (code.bitmap) return true;
-    BitReader reader(in, code.mark_bits, in + code.nbytes());
-    int64_t before = -1;
-    for (size_t j = 0; j < count; ++j) {
-        const uint64_t high = static_cast<uint64_t>(indices[j]) - j;
-        const int64_t index = static_cast<int64_t>(high << code.low_bits | reader.get(code.low_bits));
-        if (index <= before || index >= static_cast<int64_t>(numel)) return false;
-        indices[j] = static_cast<int32_t>(before = index);
+    if (code.low_bits > 0 && code.low_bits <= kMaxLowBits) {
+        read_low(in, count, code.low_bits, code.mark_bits, indices);
+    } else {
+        BitReader reader(in, code.mark_bits, in + code.nbytes());
+        for (size_t j = 0; j < count; ++j)
+            indices[j] = static_cast<int32_t>((indices[j] - j) << code.low_bits | reader.get(code.low_bits));
     }
-    return true;
-}
-
-bool ascending_below(const int32_t* indices, size_t count, int64_t numel) {
-    int64_t before = -1;
-    for (size_t j = 0; j < count; ++j) {
-        if (indices[j] <= before || indices[j] >= numel) return false;
-        before = indices[j];
-    }
-    return true;
+    return ascending_below(indices, count, static_cast<int64_t>(numel));
 }
 
 // Gaps between indices, less one, in blocks of 128: a byte with the bits of the largest, then that many bits for each.

@@ -2,6 +2,7 @@
 // the first k numbers are followed through it until they fall below n, which makes them distinct, and a bitmap sorts them.
 #include <algorithm>
 
+#include "compact.hpp"
 #include "kernels.hpp"
 #include "random.hpp"
 
@@ -37,7 +38,8 @@ THINWIRE_CLONES void permute(const Feistel f, uint32_t* numbers, size_t size) {
     }
 }
 
-// Sets the bits of the images of 0..count-1 in a bitmap of n bits. Numbers that fall outside go on in the next batch.
+// Sets the bits of the images of 0..count-1 in a bitmap of n bits. Numbers that fall outside go on in the next batch; they
+// set bit n, since a quarter of all falls outside and a branch would often be mispredicted.
 void mark(const Feistel& f, size_t count, size_t numel, std::vector<uint64_t>& bitmap) {
     uint32_t numbers[kBatch];
     size_t next = 0, left = 0;
@@ -46,11 +48,10 @@ void mark(const Feistel& f, size_t count, size_t numel, std::vector<uint64_t>& b
         permute(f, numbers, left);
         size_t outside = 0;
         for (size_t i = 0; i < left; ++i) {
-            const uint32_t number = numbers[i];
-            const bool inside = number < numel;
-            if (inside) bitmap[number / 64] |= uint64_t{1} << (number % 64);
+            const uint32_t number = numbers[i], bit = std::min(number, static_cast<uint32_t>(numel));
+            bitmap[bit / 64] |= uint64_t{1} << (bit % 64);
             numbers[outside] = number;
-            outside += !inside;
+            outside += number >= numel;
         }
         left = outside;
     }
@@ -68,13 +69,12 @@ void random_indices(const std::vector<uint64_t>& keys, const std::vector<int64_t
         const size_t numel = static_cast<size_t>(numels[s]), count = static_cast<size_t>(counts[s]);
         require(count <= total, "indices: fewer than the sum of counts");
         const bool excludes = 2 * count > numel;  // what is left out is less
-        bitmap.assign((numel + 63) / 64, 0);
+        bitmap.assign(numel / 64 + 1, 0);
         mark(Feistel(keys[s], numel), excludes ? numel - count : count, numel, bitmap);
-        for (size_t word = 0; word < bitmap.size(); ++word) {
-            uint64_t bits = excludes ? ~bitmap[word] : bitmap[word];
-            if (numel - 64 * word < 64) bits &= (uint64_t{1} << (numel - 64 * word)) - 1;
-            for (; bits; bits &= bits - 1) *indices++ = static_cast<int32_t>(64 * word) + lowest_bit(bits);
-        }
+        if (excludes)
+            for (uint64_t& word : bitmap) word = ~word;
+        positions_of_bits(reinterpret_cast<const uint8_t*>(bitmap.data()), numel, indices, count);
+        indices += count;
         total -= count;
     }
     require(total == 0, "indices: more than the sum of counts");

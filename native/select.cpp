@@ -20,6 +20,8 @@ constexpr size_t kMinSamples = 128, kMaxSamples = 16384;
 constexpr uint32_t kBins = 4096;
 constexpr size_t kFew = 4096;         // so many are sorted out faster than counted in bins
 constexpr size_t kMinSampled = 4096;  // shorter segments are all candidates
+constexpr size_t kPiece = 4096;       // collected at a time where they are more than...
+constexpr size_t kMaxBuffered = 1 << 18;  // ... so many: fresh pages for them cost more than to read the segment twice
 
 struct Progress {
     size_t at;     // elements read
@@ -81,20 +83,30 @@ size_t find_bin(const std::vector<uint32_t>& bins, size_t& k) {
     return bin;
 }
 
-Cut find_cut_of_few(const float* values, size_t count, size_t k) {
+THINWIRE_INLINE uint32_t count_reaching(const int32_t* magnitudes, size_t count, int32_t threshold) {
+    uint32_t reaching = 0;
+    for (size_t i = 0; i < count; ++i) reaching += magnitudes[i] >= threshold;
+    return reaching;
+}
+
+// Halves the range that holds the k-th largest: at most 31 passes over the first-level cache, all of them vectorised.
+THINWIRE_CLONES Cut find_cut_of_few(const float* values, size_t count, size_t k, int32_t low, int32_t high) {
     int32_t magnitudes[kFew];
     for (size_t i = 0; i < count; ++i) magnitudes[i] = magnitude(values[i]);
-    std::nth_element(magnitudes, magnitudes + k - 1, magnitudes + count, std::greater<int32_t>());
-    const int32_t threshold = magnitudes[k - 1];
-    size_t above = 0;
-    for (size_t i = 0; i < k; ++i) above += magnitudes[i] > threshold;
-    return {threshold, k - above};
+    while (low < high) {
+        const int32_t middle = high - (high - low) / 2;
+        if (count_reaching(magnitudes, count, middle) >= k)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return {low, low == INT32_MAX ? k : k - count_reaching(magnitudes, count, low + 1)};
 }
 
 // Radix selection: counts magnitudes in 4096 bins between `low` and `high`, and again inside the bin that holds the
 // k-th largest, until a bin is one magnitude. No magnitude exceeds `high`, at least k reach `low`.
 Cut find_cut(const float* values, size_t count, size_t k, int32_t low, int32_t high) {
-    if (count <= kFew) return find_cut_of_few(values, count, k);
+    if (count <= kFew) return find_cut_of_few(values, count, k, low, high);
     std::vector<uint32_t> bins;
     std::vector<float> inside;
     for (;;) {
@@ -114,19 +126,22 @@ Cut find_cut(const float* values, size_t count, size_t k, int32_t low, int32_t h
             inside.reserve(kFew);
             for (size_t i = 0; i < count; ++i)
                 if (magnitude(values[i]) >= low && magnitude(values[i]) <= high) inside.push_back(values[i]);
-            return find_cut_of_few(inside.data(), inside.size(), k);
+            return find_cut_of_few(inside.data(), inside.size(), k, low, high);
         }
     }
 }
 
-// A threshold that somewhat more than k elements should reach, and room for them; no room means no guess.
+// A threshold that somewhat more than k elements should reach, and room for them; no room means no guess. Somewhat fewer
+// than k should exceed `high`, and the elements between fit `between`.
 struct Guess {
     int32_t threshold;
     size_t capacity;
+    int32_t high;
+    size_t between;
 };
 
 Guess guess_threshold(const float* x, size_t n, size_t k) {
-    if (n < kMinSampled) return {0, n};
+    if (n < kMinSampled) return {0, n, INT32_MAX, n};
     const size_t wanted = std::clamp(n / 128, kMinSamples, kMaxSamples);
     const size_t stride = (n / wanted) | 1;  // odd, so that it walks through all columns of a matrix of even width
     std::vector<int32_t> sample;
@@ -134,10 +149,47 @@ Guess guess_threshold(const float* x, size_t n, size_t k) {
     for (size_t at = stride / 2; at < n; at += stride) sample.push_back(magnitude(x[at]));
     const double per_sample = static_cast<double>(n) / static_cast<double>(sample.size());
     const double expected = static_cast<double>(k) / per_sample;
-    const size_t rank = static_cast<size_t>(expected + 3 * std::sqrt(expected) + 4);
-    if (rank >= sample.size()) return {0, 0};
-    std::nth_element(sample.begin(), sample.begin() + rank, sample.end(), std::greater<int32_t>());
-    return {sample[rank], std::min(n, static_cast<size_t>(per_sample * (1.25 * (rank + 1) + 6 * std::sqrt(rank + 1.0))))};
+    const double margin = 3 * std::sqrt(expected) + 4;
+    const size_t rank = static_cast<size_t>(expected + margin);
+    if (rank >= sample.size()) return {0, 0, 0, 0};
+    const auto greater = std::greater<int32_t>();
+    std::nth_element(sample.begin(), sample.begin() + rank, sample.end(), greater);
+    const int32_t low = sample[rank];
+    const auto room = [&](double ranks) {
+        return std::min(n, static_cast<size_t>(per_sample * (1.25 * ranks + 6 * std::sqrt(ranks))));
+    };
+    if (expected < margin) return {low, room(rank + 1.0), INT32_MAX, 0};
+    const size_t high_rank = static_cast<size_t>(expected - margin);
+    std::nth_element(sample.begin(), sample.begin() + high_rank, sample.begin() + rank, greater);
+    return {low, room(rank + 1.0), sample[high_rank], room(2 * margin)};
+}
+
+// Counts magnitudes above `high` and collects those from `low` to `high`, until there is no more room.
+struct Bracket {
+    size_t above, count;
+};
+
+THINWIRE_CLONES Bracket bracket_plain(const float* x, size_t n, int32_t low, int32_t high, float* values,
+                                      size_t capacity) {
+    size_t above = 0, count = 0;
+    for (size_t i = 0; i < n && count <= capacity; ++i) {
+        const int32_t m = magnitude(x[i]);
+        values[count] = x[i];
+        count += m >= low && m <= high;
+        above += m > high;
+    }
+    return {above, count};
+}
+
+Bracket bracket(const float* x, size_t n, int32_t low, int32_t high, float* values, size_t capacity) {
+    Bracket found{0, 0};
+    size_t at = 0;
+#ifdef THINWIRE_HAS_AVX512
+    if (has_avx512()) found.count = bracket_avx512(x, n, low, high, at, found.above, values, capacity);
+#endif
+    if (found.count > capacity) return found;
+    const Bracket rest = bracket_plain(x + at, n - at, low, high, values + found.count, capacity - found.count);
+    return {found.above + rest.above, found.count + rest.count};
 }
 
 // Keeps of `count` collected elements those above the cut, and the first that equal it, at most `room`.
@@ -159,29 +211,55 @@ size_t keep(const int32_t* from_indices, const float* from_values, size_t count,
     return kept;
 }
 
+// Whether `guess` let all of the k largest pass, and so they have been found.
+bool topk_by_guess(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_t* indices, float* values) {
+    buffer.reserve(guess.capacity);
+    const Progress progress = collect(x.data, x.numel, guess.threshold, {0, 0}, buffer.indices.get(),
+                                      buffer.values.get(), buffer.capacity);
+    if (progress.at < x.numel || progress.count < k) return false;
+    const int32_t largest = largest_of(buffer.values.get(), progress.count);
+    Cut cut = find_cut(buffer.values.get(), progress.count, k, guess.threshold, largest);
+    keep(buffer.indices.get(), buffer.values.get(), progress.count, cut, indices, values, k);
+    return true;
+}
+
+// The cut, from the elements near it if the guess was right, else from all.
+Cut find_cut_near(Input x, size_t k, const Guess& guess, Buffer& buffer) {
+    if (guess.between > 0) {
+        buffer.reserve(guess.between);
+        float* near = buffer.values.get();
+        const Bracket found = bracket(x.data, x.numel, guess.threshold, guess.high, near, guess.between);
+        if (found.count <= guess.between && found.above < k && k <= found.above + found.count)
+            return find_cut(near, found.count, k - found.above, guess.threshold, guess.high);
+    }
+    return find_cut(x.data, x.numel, k, 0, INT32_MAX);
+}
+
 void topk_segment(Input x, size_t k, Buffer& buffer, int32_t* indices, float* values) {
     if (k == 0) return;
     const Guess guess = guess_threshold(x.data, x.numel, k);
-    buffer.reserve(guess.capacity);
-    Progress progress{0, 0};
-    if (guess.capacity > 0)
-        progress = collect(x.data, x.numel, guess.threshold, progress, buffer.indices.get(), buffer.values.get(),
-                           buffer.capacity);
-    if (progress.at == x.numel && progress.count >= k) {
-        const int32_t largest = largest_of(buffer.values.get(), progress.count);
-        Cut cut = find_cut(buffer.values.get(), progress.count, k, guess.threshold, largest);
-        keep(buffer.indices.get(), buffer.values.get(), progress.count, cut, indices, values, k);
-        return;
-    }
-    Cut cut = find_cut(x.data, x.numel, k, 0, INT32_MAX);
+    const bool fits = guess.capacity > 0 && guess.capacity <= kMaxBuffered;
+    if (fits && topk_by_guess(x, k, guess, buffer, indices, values)) return;
+    Cut cut = fits ? find_cut(x.data, x.numel, k, 0, INT32_MAX) : find_cut_near(x, k, guess, buffer);
     buffer.reserve(kMinSampled);
     for (size_t at = 0, kept = 0; at < x.numel && kept < k;) {
-        progress = collect(x.data, x.numel, cut.threshold, {at, 0}, buffer.indices.get(), buffer.values.get(),
-                           buffer.capacity);
+        const Progress progress = collect(x.data, x.numel, cut.threshold, {at, 0}, buffer.indices.get(),
+                                          buffer.values.get(), std::min(buffer.capacity, kPiece));
         at = progress.at;
         kept += keep(buffer.indices.get(), buffer.values.get(), progress.count, cut, indices + kept, values + kept,
                      k - kept);
     }
+}
+
+// A chunk is like its neighbour: most of the time a little less than the last one's threshold lets few but enough pass.
+int32_t topk_of_chunk(Input x, size_t k, int32_t last, Buffer& buffer, int32_t* indices, float* values) {
+    if (k == 0) return last;
+    const int32_t threshold = magnitude(0.9f * float_from_bits(last));
+    const bool found = last > 0 && topk_by_guess(x, k, {threshold, x.numel, 0, 0}, buffer, indices, values);
+    if (!found) topk_segment(x, k, buffer, indices, values);
+    int32_t least = INT32_MAX;
+    for (size_t i = 0; i < k; ++i) least = std::min(least, magnitude(values[i]));
+    return least;
 }
 
 }  // namespace
@@ -235,11 +313,12 @@ void topk_in_chunks(const std::vector<Input>& xs, size_t chunk, size_t count, co
     require(last_counts.size() == xs.size(), "last_counts: expected one per segment");
     Buffer buffer;
     for (size_t s = 0; s < xs.size(); ++s) {
+        int32_t last = 0;  // the smallest magnitude that was kept of the chunk before
         for (size_t at = 0; at < xs[s].numel; at += chunk) {
             const size_t size = std::min(chunk, xs[s].numel - at);
             const size_t kept = size == chunk ? count : static_cast<size_t>(last_counts[s]);
             require(kept <= size && kept <= numel, "indices: fewer than the counts");
-            topk_segment({xs[s].data + at, size}, kept, buffer, indices, values);
+            last = topk_of_chunk({xs[s].data + at, size}, kept, last, buffer, indices, values);
             for (size_t i = 0; i < kept; ++i) indices[i] += static_cast<int32_t>(at);
             indices += kept;
             values += kept;

@@ -75,6 +75,21 @@ def test_quantize(xs, data):
     assert_backends_agree(compute)
 
 
+@settings(max_examples=200, deadline=None)
+@given(segments(), st.sampled_from(list(kernels.CAST_WIDTHS)), st.booleans())
+def test_cast(xs, dtype, alias):
+    def compute():
+        work = clones(xs)
+        residuals = work if alias else clones(xs)
+        payload = torch.empty(kernels.cast_nbytes([x.numel() for x in xs], dtype), dtype=torch.uint8)
+        kernels.cast_pack(work, payload, dtype, residuals)
+        outs = clones(xs)
+        kernels.cast_decode_add(payload, outs, 0.3, dtype)
+        return [payload, *residuals, *outs]
+
+    assert_backends_agree(compute)
+
+
 @settings(max_examples=100, deadline=None)
 @given(segments(), st.data())
 def test_quantized_sum(xs, data):
@@ -186,6 +201,38 @@ def test_large_segments():
         signs = torch.empty(kernels.sign_nbytes([1_500_001] * 2), dtype=torch.uint8)
         kernels.sign_pack(xs, signs)
         return [payload, *work, signs, *kernels.topk(xs, [1500, 700_000]), *kernels.select(xs, [3.0, 0.1])]
+
+    assert_backends_agree(compute)
+
+
+@pytest.mark.parametrize("shape", ["normal", "ties", "one_sided"])
+def test_large_selections(shape):
+    """More than are buffered: the threshold is found first, near the guess or, where the guess is wrong, among all."""
+    x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(7))
+    if shape == "ties":
+        x = x.round()
+    elif shape == "one_sided":  # neighbouring chunks are not alike, and the sample sees few of the large
+        x[100_000:] *= 1e-6
+    counts = [count for chunk in (4096, 100) for count in (1, chunk // 64, chunk // 2)]
+
+    def compute():
+        in_chunks = [kernels.topk_in_chunks([x], 4096 if i < 3 else 100, k, [0]) for i, k in enumerate(counts)]
+        return [*kernels.topk([x], [300_000]), *(t for pair in in_chunks for t in pair)]
+
+    assert_backends_agree(compute)
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 200, 1000, 10_000, 100_000, 300_000, 600_001, 999_999])
+def test_random_indices_and_their_code_at_every_density(count):
+    """Low parts of Elias-Fano of 0 to 20 bits, and bitmaps; code that begins inside a byte."""
+    numels = [1_000_000, 1_000_003]
+
+    def compute():
+        indices = kernels.random_indices([5, 6], [count] * 2, numels)
+        code = torch.empty(sum(kernels.indices_nbytes(count, n) for n in numels), dtype=torch.uint8)
+        kernels.pack_indices(indices, [count] * 2, numels, code)
+        assert torch.equal(kernels.unpack_indices(code, [count] * 2, numels), indices)
+        return [indices, code]
 
     assert_backends_agree(compute)
 
