@@ -3,6 +3,7 @@
 
 #if defined(THINWIRE_TARGET_CLONES)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own header
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #endif
 
@@ -60,15 +61,23 @@ THINWIRE_INLINE void decode_plainly(const Table& table, const uint8_t* codes, si
     for (size_t i = 0; i < n; ++i) out[i] += table.value[codes[i]] * step;
 }
 
-THINWIRE_CLONES void encode_many(const Table* table, Part part, uint8_t* codes, float* residual) {
-    encode_plainly<false>(*table, part, codes, residual);
-}
-
 THINWIRE_CLONES void decode_many(const Table* table, const uint8_t* codes, size_t n, float step, float* out) {
     decode_plainly(*table, codes, n, step, out);
 }
 
 #if defined(THINWIRE_TARGET_CLONES)
+
+// Goes up where u * width is less than r's distance from the level below; stores codes and residuals of 16 elements.
+__attribute__((target("arch=x86-64-v4"))) inline void store_codes(const Part& part, size_t i, __m512 x, __m512 r,
+                                                                  __m512i code, __m512 low, __m512 high,
+                                                                  uint8_t* codes, float* residual) {
+    const __m512 reach = _mm512_mul_ps(_mm512_loadu_ps(part.u + i), _mm512_sub_ps(high, low));
+    const __mmask16 up = _mm512_cmp_ps_mask(_mm512_sub_ps(r, low), reach, _CMP_GT_OQ);
+    const __m512i chosen = _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(chosen));
+    const __m512 sent = _mm512_mul_ps(_mm512_mask_mov_ps(low, up, high), _mm512_set1_ps(part.scale));
+    if (residual) _mm512_storeu_ps(residual + i, _mm512_sub_ps(x, sent));
+}
 
 // Sixteen levels fit a vector register, in which a permutation looks up sixteen elements at once. Compilers do not find
 // this; comparing with every level takes four times as long.
@@ -87,12 +96,7 @@ __attribute__((target("arch=x86-64-v4"))) void encode_by_lookup(const Table* tab
             code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(r, at, _CMP_GE_OQ), middle);
         }
         const __m512 low = _mm512_permutexvar_ps(code, value), high = _mm512_permutexvar_ps(code, next);
-        const __m512 reach = _mm512_mul_ps(_mm512_loadu_ps(part.u + i), _mm512_sub_ps(high, low));
-        const __mmask16 up = _mm512_cmp_ps_mask(_mm512_sub_ps(r, low), reach, _CMP_GT_OQ);
-        const __m512i chosen = _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(chosen));
-        const __m512 sent = _mm512_mul_ps(_mm512_mask_mov_ps(low, up, high), _mm512_set1_ps(part.scale));
-        if (residual) _mm512_storeu_ps(residual + i, _mm512_sub_ps(x, sent));
+        store_codes(part, i, x, r, code, low, high, codes, residual);
     }
     const Part rest{part.x + whole, part.u + whole, part.n - whole, part.scale, part.inv};
     encode_plainly<true>(*table, rest, codes + whole, residual ? residual + whole : nullptr);
@@ -106,6 +110,35 @@ __attribute__((target("arch=x86-64-v4"))) void encode_few(const Table* table, Pa
         case 8: return encode_by_lookup<8>(table, part, codes, residual);
         default: return encode_by_lookup<16>(table, part, codes, residual);
     }
+}
+
+// More levels: four steps of the search among every (size / 16)-th threshold in a register, the others in memory.
+__attribute__((target("arch=x86-64-v4"))) void encode_many(const Table* table, Part part, uint8_t* codes,
+                                                           float* residual) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const int stride = table->size / 16;
+    const __m512 coarse = _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride)), table->threshold, 4);
+    const size_t whole = part.n / 16 * 16;
+    for (size_t i = 0; i < whole; i += 16) {
+        const __m512 x = _mm512_loadu_ps(part.x + i), r = _mm512_mul_ps(x, _mm512_set1_ps(part.inv));
+        __m512i code = _mm512_setzero_si512();
+        for (int step = 8; step > 0; step /= 2) {
+            const __m512i middle = _mm512_or_si512(code, _mm512_set1_epi32(step));
+            const __m512 at = _mm512_permutexvar_ps(middle, coarse);
+            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(r, at, _CMP_GE_OQ), middle);
+        }
+        code = _mm512_mullo_epi32(code, _mm512_set1_epi32(stride));
+        for (int step = stride / 2; step > 0; step /= 2) {
+            const __m512i middle = _mm512_or_si512(code, _mm512_set1_epi32(step));
+            const __m512 at = _mm512_i32gather_ps(middle, table->threshold, 4);
+            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(r, at, _CMP_GE_OQ), middle);
+        }
+        const __m512 low = _mm512_i32gather_ps(code, table->value, 4);
+        const __m512 high = _mm512_i32gather_ps(code, table->value + 1, 4);
+        store_codes(part, i, x, r, code, low, high, codes, residual);
+    }
+    const Part rest{part.x + whole, part.u + whole, part.n - whole, part.scale, part.inv};
+    encode_plainly<false>(*table, rest, codes + whole, residual ? residual + whole : nullptr);
 }
 
 __attribute__((target("arch=x86-64-v4"))) void decode_few(const Table* table, const uint8_t* codes, size_t n,
@@ -126,6 +159,11 @@ __attribute__((target("arch=x86-64-v3"))) void encode_few(const Table* table, Pa
     encode_plainly<true>(*table, part, codes, residual);
 }
 
+__attribute__((target("arch=x86-64-v3"))) void encode_many(const Table* table, Part part, uint8_t* codes,
+                                                           float* residual) {
+    encode_plainly<false>(*table, part, codes, residual);
+}
+
 __attribute__((target("arch=x86-64-v3"))) void decode_few(const Table* table, const uint8_t* codes, size_t n,
                                                           float step, float* out) {
     decode_plainly(*table, codes, n, step, out);
@@ -138,6 +176,10 @@ __attribute__((target("arch=x86-64-v3"))) void decode_few(const Table* table, co
 
 THINWIRE_DEFAULT void encode_few(const Table* table, Part part, uint8_t* codes, float* residual) {
     encode_plainly<true>(*table, part, codes, residual);
+}
+
+THINWIRE_DEFAULT void encode_many(const Table* table, Part part, uint8_t* codes, float* residual) {
+    encode_plainly<false>(*table, part, codes, residual);
 }
 
 THINWIRE_DEFAULT void decode_few(const Table* table, const uint8_t* codes, size_t n, float step, float* out) {
