@@ -40,6 +40,10 @@ def test_codecs_rows_have_the_documented_columns_and_true_sizes(tmp_path, capsys
     returned = CodecsBench(megabytes=0.04, repetitions=2, json=file).run()
     rows = json.loads(file.read_text())
     assert rows == returned
+    rows, parts = rows[: len(DEFAULT_CODECS)], rows[len(DEFAULT_CODECS) :]
+    assert [list(part) for part in parts] == [["part", "milliseconds", "copy_ratio"]] * 3
+    assert [part["copy_ratio"] is None for part in parts] == [False, False, True]
+    assert all(part["milliseconds"] > 0 for part in parts)
     assert [row["codec"] for row in rows] == [repr(tw.parse(text)) for text in DEFAULT_CODECS]
     for row in rows:
         assert list(row) == CODEC_COLUMNS
@@ -56,7 +60,8 @@ def test_codecs_rows_have_the_documented_columns_and_true_sizes(tmp_path, capsys
 
 def test_codecs_without_the_reference_and_with_the_callers_threads_restored():
     before = torch.get_num_threads()
-    rows = CodecsBench(codecs=("SignNorm()",), megabytes=0.01, repetitions=1, reference_repetitions=0, threads=2).run()
+    options = {"repetitions": 1, "reference_repetitions": 0, "threads": 2, "parts": False}
+    rows = CodecsBench(codecs=("SignNorm()",), megabytes=0.01, **options).run()
     assert [row["reference_encode_gb_per_s"] for row in rows] == [None]
     assert torch.get_num_threads() == before
 

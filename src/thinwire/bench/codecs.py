@@ -10,8 +10,7 @@ written before, so that no page is touched for the first time under the clock.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,23 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..codec import Codec, Key
+from .parts import measure_parts, print_parts, seconds_of
 from .rows import as_parsed, check_writable, print_table, write_json
 
 DEFAULT_CODECS = (
     "Identity()",
     "Cast()",
+    "Cast(dtype='float16')",
+    "Cast(dtype='float8_e4m3fn')",
+    "Cast(dtype='float8_e5m2')",
     "TopK(ratio=0.001)",
     "TopK(ratio=0.01)",
+    "TopK(ratio=0.1)",
     "TopK(ratio=0.01, sample=0.01)",
     "TopKInChunks(ratio=0.015625)",
     "ChunkTopK(ratio=0.01)",
     "RandomK(ratio=0.01)",
+    "RandomK(ratio=0.1)",
     "Threshold(value=2.6)",
     "AdaptiveThreshold()",
     "QSGD(bits=1, zero=False)",
@@ -42,6 +47,8 @@ DEFAULT_CODECS = (
     "QSGD(levels=255)",
     "NUQSGD(bits=3)",
     "NUQSGD(bits=4)",
+    "NUQSGD(bits=8)",
+    "ALQ(bits=3)",
     "TernGrad()",
     "SignNorm()",
     "SignSGD()",
@@ -65,6 +72,8 @@ class CodecsBench:
     """The same for the plain-PyTorch reference, which takes seconds for some codecs; 0 leaves it out."""
     threads: int = 1
     """Threads that PyTorch may use; the kernels always run on one."""
+    parts: bool = True
+    """Also measure what a step does beside coding: the kernel of Deep Gradient Compression, an update of ALQ's levels."""
     json: Path | None = None
     """Write the rows to this file."""
 
@@ -84,9 +93,13 @@ class CodecsBench:
         with _threads(self.threads):
             x = torch.randn(int(self.megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(0))
             rows = [self._row(codec, x) for codec in codecs]
-        _print(rows)
-        write_json(self.json, rows)
-        return rows
+            parts = measure_parts(x, self.repetitions) if self.parts else []
+        if rows:
+            _print(rows)
+        if parts:
+            print_parts(parts)
+        write_json(self.json, rows + parts)
+        return rows + parts
 
     def _row(self, codec: Codec, x: Tensor) -> dict[str, Any]:
         copy_seconds, encode_seconds, decode_seconds, payload_bytes = measure(codec, x, self.repetitions)
@@ -117,9 +130,9 @@ def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, fl
     copies, encodes, decodes = [], [], []
     for step in range(repetitions):
         work.copy_(x)  # the last encode left its residual there
-        copies.append(_seconds(lambda: out.copy_(work)))
-        encodes.append(_seconds(lambda step=step: codec.encode(work, Key(step=step), residual=work)))
-        decodes.append(_seconds(lambda: codec.decode_add(payload, out, 0.5, Key())))
+        copies.append(seconds_of(lambda: out.copy_(work)))
+        encodes.append(seconds_of(lambda step=step: codec.encode(work, Key(step=step), residual=work)))
+        decodes.append(seconds_of(lambda: codec.decode_add(payload, out, 0.5, Key())))
     return median(copies), median(encodes), median(decodes), payload.numel()
 
 
@@ -129,14 +142,8 @@ def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None
     with kernels.use_backend("reference"):
         for step in range(repetitions):
             work = x.clone()
-            seconds.append(_seconds(lambda step=step, work=work: codec.encode(work, Key(step=step), residual=work)))
+            seconds.append(seconds_of(lambda step=step, work=work: codec.encode(work, Key(step=step), residual=work)))
     return median(seconds) if seconds else None
-
-
-def _seconds(act: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 @contextmanager
