@@ -21,18 +21,29 @@ struct Format {
     static constexpr int32_t kSpecial = has_infinity ? ((1 << exponent_bits) - 1) << mantissa_bits
                                                      : (1 << (exponent_bits + mantissa_bits)) - 1;
     static constexpr int32_t kNaN = has_infinity ? kSpecial | 1 << (mantissa_bits - 1) : kSpecial;
+    static constexpr int32_t kNaNBits = kInfinityBits | 1 << 22;  // as a float32's bits
+    static constexpr int32_t kOverflowBits = has_infinity ? kInfinityBits : kNaNBits;
     static constexpr int32_t kSign = 1 << (exponent_bits + mantissa_bits);
     static constexpr bool kSameRange = kRebias == 0;  // as float32's, so that the bits need only be cut
 
-    static THINWIRE_INLINE int32_t narrow(float x) {
-        const int32_t m = magnitude(x);
-        const int32_t half = (1 << (kShift - 1)) - 1 + (m >> kShift & 1);  // ties go to the even code
-        int32_t code = (m - kRebias + half) >> kShift;
+    struct Rounded {
+        int32_t code;
+        float value;  // the code's
+    };
+
+    static THINWIRE_INLINE Rounded round(float x) {
+        const int32_t m = magnitude(x), half = (1 << (kShift - 1)) - 1 + (m >> kShift & 1);  // ties go to the even code
+        const int32_t cut = static_cast<int32_t>(static_cast<uint32_t>(m) + static_cast<uint32_t>(half)) >> kShift;
+        int32_t code = cut - (kRebias >> kShift), bits = cut << kShift;
         if (!kSameRange) {
             const float sum = float_from_bits(m) + float_from_bits(kUnit);  // rounds to that unit
-            code = m < kLeastNormal ? magnitude(sum) - kUnit : std::min(code, kSpecial);
+            const bool is_small = m < kLeastNormal;
+            bits = is_small ? magnitude(sum - float_from_bits(kUnit)) : code >= kSpecial ? kOverflowBits : bits;
+            code = is_small ? magnitude(sum) - kUnit : std::min(code, kSpecial);
         }
-        return m > kInfinityBits ? kNaN : code | (sign_bit(x) ? kSign : 0);
+        const bool is_nan = m > kInfinityBits;
+        code = is_nan ? kNaN : code | (sign_bit(x) ? kSign : 0);
+        return {code, float_from_bits((is_nan ? kNaNBits : bits) | sign_bit(x))};
     }
 
     static THINWIRE_INLINE float widen(int32_t code) {
@@ -41,7 +52,7 @@ struct Format {
         if (!kSameRange) {
             const float small = float_from_bits((m << kShift) + kLeastNormal) - float_from_bits(kLeastNormal);
             bits = bits < kLeastNormal ? magnitude(small) : bits;
-            const int32_t special = has_infinity ? m << kShift | kInfinityBits : kInfinityBits | 1 << 22;
+            const int32_t special = has_infinity ? m << kShift | kInfinityBits : kNaNBits;
             bits = m >= kSpecial ? special : bits;
         }
         return float_from_bits(bits | sign);
@@ -59,9 +70,9 @@ THINWIRE_INLINE void pack(const float* x, size_t n, float scale, uint8_t* out, f
     THINWIRE_INDEPENDENT
     for (size_t i = 0; i < n; ++i) {
         const float value = x[i];
-        const int32_t code = F::narrow(value * inv);
-        store(out + i * sizeof(typename F::Code), static_cast<typename F::Code>(code));
-        if (with_residual) residual[i] = value - F::widen(code) * scale;
+        const typename F::Rounded rounded = F::round(value * inv);
+        store(out + i * sizeof(typename F::Code), static_cast<typename F::Code>(rounded.code));
+        if (with_residual) residual[i] = value - rounded.value * scale;
     }
 }
 
