@@ -123,12 +123,14 @@ inline size_t positions_of_bits(const uint8_t* bits, uint64_t num_bits, int32_t*
     size_t found = 0;
     uint64_t at = 0;
 #ifdef THINWIRE_HAS_AVX512
-    if (has_avx512()) found = positions_avx512(bits, num_bits, at, positions, room);
+    if (has_avx512() && room > num_bits / 64)  // where fewer are set, most words are passed over at once
+        found = positions_avx512(bits, num_bits, at, positions, room);
 #endif
-    for (; at < num_bits; at += 16) {
-        const uint64_t size = num_bits - at < 16 ? num_bits - at : 16;
-        uint32_t word = bits[at / 8] | (size > 8 ? bits[at / 8 + 1] << 8 : 0);
-        word &= (1u << size) - 1;
+    for (; at < num_bits; at += 64) {
+        const uint64_t size = num_bits - at < 64 ? num_bits - at : 64;
+        uint64_t word = 0;
+        std::memcpy(&word, bits + at / 8, (size + 7) / 8);
+        if (size < 64) word &= (uint64_t{1} << size) - 1;
         for (; word; word &= word - 1) {
             if (found == room) return room + 1;
             positions[found++] = static_cast<int32_t>(at) + lowest_bit(word);
