@@ -33,7 +33,7 @@ from .codec import (
     TruncatedNormalMixture,
     chain,
 )
-from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator
+from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse
 from .parallel import DGCSGD, ConsensusRecord, GradientCompression, compress_gradients, consensus, gradient_hook
@@ -146,6 +146,7 @@ __all__ = [
     "CommunicationError",
     "ProcessGroupCommunicator",
     "LocalWorld",
+    "ProcessWorld",
     "Ledger",
     # notation
     "parse",
