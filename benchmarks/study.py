@@ -1,12 +1,12 @@
 """Studies on the digits task: every method side by side, and what is best encoded as one.
 
-    python benchmarks/study.py methods         every method: accuracy, bytes, seconds        -> docs/methods.md
-    python benchmarks/study.py granularity     each method on layers, buckets, entire model  -> docs/methods.md, docs/granularity.png
+    python benchmarks/study.py methods         every method: accuracy, bytes, seconds
+    python benchmarks/study.py granularity     each method on layers, buckets and the entire model, with a figure
 
 `methods` is one `thinwire train digits` a method, on four workers of this machine; finished runs that lie in `--folder`
 are not repeated, so that a study that was stopped goes on where it was. `granularity` trains the same network on the
 same data in four processes of its own, in buckets so small that they differ from the entire model. Each writes its
-part of the page, between two markers, and nothing else.
+part of docs/methods.md, between two markers; the figure is docs/granularity.png.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def optimizer_for(averager: str):
 def study_methods(options: argparse.Namespace) -> None:
     """A row for each method, the most bytes first."""
     runs = {label: run(averager, options) for label, averager in METHODS.items()}
-    rows = ["| method | averager | test accuracy | MB per worker | fewer than fp32 | seconds |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| method | averager | test accuracy | MB per worker | fewer than fp32 | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
     for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
         s = done.summary
         fewer = times(s["dense_fp32_bytes"], s["bytes_sent_per_worker"])
@@ -187,7 +190,9 @@ def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, 
             axes.plot([min(values), max(values)], [y + shift] * 2, color=colour, linewidth=2, alpha=0.5)
             axes.plot(mean(values), y + shift, "o", color=colour, markersize=6, label=g if y == 0 else None)
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel(f"test accuracy after {epochs} epochs, in per cent (dot: mean of {len(SEEDS)} seeds, bar: worst to best)")
+    axes.set_xlabel(
+        f"test accuracy after {epochs} epochs, in per cent (dot: mean of {len(SEEDS)} seeds, bar: worst to best)"
+    )
     axes.grid(axis="x", color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
@@ -213,7 +218,9 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["methods", "granularity"])
-    parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
+    )
     parser.add_argument("--epochs", type=int, help="of each run (default: 30 for methods, 10 for granularity)")
     parser.add_argument(
         "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of methods.md (default: docs)"
