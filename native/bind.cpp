@@ -243,15 +243,32 @@ void unpack_indices(const Array<const uint8_t>& payload, const Counts& counts, c
     thinwire::unpack_indices(payload.data(), payload.size(), counts, numels, indices.data(), indices.size());
 }
 
-Array<uint8_t> pack_smallest(const Array<const int32_t>& indices, const Counts& counts, const Counts& numels) {
+using PackIndices = decltype(&thinwire::pack_smallest);
+
+Array<uint8_t> packed_by(PackIndices pack, const Array<const int32_t>& indices, const Counts& counts,
+                         const Counts& numels) {
     std::vector<uint8_t> packed;
     {
         nb::gil_scoped_release release;
-        packed = thinwire::pack_smallest(indices.data(), indices.size(), counts, numels);
+        packed = pack(indices.data(), indices.size(), counts, numels);
     }
     std::unique_ptr<uint8_t[]> data(new uint8_t[packed.size()]);
     std::copy(packed.begin(), packed.end(), data.get());
     return owned(std::move(data), packed.size());
+}
+
+Array<uint8_t> pack_smallest(const Array<const int32_t>& indices, const Counts& counts, const Counts& numels) {
+    return packed_by(&thinwire::pack_smallest, indices, counts, numels);
+}
+
+Array<uint8_t> pack_rice(const Array<const int32_t>& indices, const Counts& counts, const Counts& numels) {
+    return packed_by(&thinwire::pack_rice, indices, counts, numels);
+}
+
+void unpack_rice(const Array<const uint8_t>& payload, const Counts& counts, const Counts& numels,
+                 const Array<int32_t>& indices) {
+    nb::gil_scoped_release release;
+    thinwire::unpack_rice(payload.data(), payload.size(), counts, numels, indices.data(), indices.size());
 }
 
 void unpack_smallest(const Array<const uint8_t>& payload, const Counts& counts, const Counts& numels,
@@ -364,6 +381,9 @@ NB_MODULE(_native, m) {
           "indices"_a.noconvert());
     m.def("pack_smallest", &pack_smallest, "indices"_a.noconvert(), "counts"_a, "numels"_a);
     m.def("unpack_smallest", &unpack_smallest, "payload"_a.noconvert(), "counts"_a, "numels"_a,
+          "indices"_a.noconvert());
+    m.def("pack_rice", &pack_rice, "indices"_a.noconvert(), "counts"_a, "numels"_a);
+    m.def("unpack_rice", &unpack_rice, "payload"_a.noconvert(), "counts"_a, "numels"_a,
           "indices"_a.noconvert());
     m.def("pack_words", &pack_words, "words"_a.noconvert(), "bits"_a, "out"_a.noconvert());
     m.def("unpack_words", &unpack_words, "payload"_a.noconvert(), "bits"_a, "words"_a.noconvert());

@@ -214,6 +214,72 @@ size_t unpack_gaps(const uint8_t* in, size_t nbytes, size_t numel, int32_t* indi
     return read;
 }
 
+// The width of the low parts that bounds the Rice code best, in bits: count (l + 1) + floor((numel - count) / 2^l).
+// Gaps less one add up to numel - count at most, so that no indices take more.
+struct Rice {
+    int low_bits = 0;
+    uint64_t max_bits = 0;
+};
+
+Rice choose_rice(uint64_t count, uint64_t numel) {
+    Rice best;
+    if (count == 0 || count == numel) return best;
+    best.max_bits = numel;  // of no low bits
+    for (int low = 1; low < 31; ++low) {
+        const uint64_t bits = count * static_cast<uint64_t>(low + 1) + ((numel - count) >> low);
+        if (bits < best.max_bits) best = {low, bits};
+    }
+    return best;
+}
+
+void pack_rice_segment(const int32_t* indices, size_t count, int low, std::vector<uint8_t>& out) {
+    uint64_t marks = count;
+    for (size_t j = 0; j < count; ++j) marks += gap_at(indices, j) >> low;
+    const size_t start = out.size();
+    out.resize(start + (marks + count * static_cast<uint64_t>(low) + 7) / 8);  // zeros
+    uint8_t* code = out.data() + start;
+    uint64_t at = 0;
+    for (size_t j = 0; j < count; ++j) set_bit(code, (at += gap_at(indices, j) >> low) + j);
+    if (low == 0) return;
+    BitWriter writer(code, marks);
+    const uint32_t mask = (uint32_t{1} << low) - 1;
+    for (size_t j = 0; j < count; ++j) writer.put(gap_at(indices, j) & mask, low);
+    writer.finish();
+}
+
+// Positions of the first `count` set bits; false if there are fewer among `num_bits`.
+bool first_marks(const uint8_t* in, uint64_t num_bits, int32_t* positions, size_t count) {
+    size_t found = 0;
+    for (uint64_t byte = 0; byte * 8 < num_bits && found < count; ++byte) {
+        for (uint32_t bits = in[byte]; bits && found < count; bits &= bits - 1) {
+            positions[found++] = static_cast<int32_t>(byte * 8 + static_cast<uint64_t>(lowest_bit(bits)));
+        }
+    }
+    return found == count;
+}
+
+// Bytes that were read, or none if they are no such code.
+size_t unpack_rice_segment(const uint8_t* in, size_t nbytes, const Rice& code, size_t numel, int32_t* indices,
+                           size_t count) {
+    const uint64_t most = std::min<uint64_t>(uint64_t{nbytes} * 8, (code.max_bits + 7) / 8 * 8);
+    if (!first_marks(in, most, indices, count)) return 0;
+    const uint64_t marks = static_cast<uint64_t>(indices[count - 1]) + 1;
+    const uint64_t num_bits = marks + count * static_cast<uint64_t>(code.low_bits);
+    const size_t end = (num_bits + 7) / 8;
+    if (end > nbytes || (num_bits % 8 && in[end - 1] >> (num_bits % 8))) return 0;
+    BitReader reader(in, marks, in + end);
+    int64_t mark_before = -1, before = -1;
+    for (size_t j = 0; j < count; ++j) {
+        const int64_t mark = indices[j], quotient = mark - mark_before - 1;
+        const int64_t low = code.low_bits ? reader.get(code.low_bits) : 0;
+        before += 1 + ((quotient << code.low_bits) | low);
+        if (before >= static_cast<int64_t>(numel)) return 0;
+        indices[j] = static_cast<int32_t>(before);
+        mark_before = mark;
+    }
+    return end;
+}
+
 constexpr uint8_t kBySize = 0, kByGaps = 1;
 
 std::vector<Code> checked_codes(const std::vector<int64_t>& counts, const std::vector<int64_t>& numels, size_t numel) {
@@ -309,6 +375,40 @@ void unpack_smallest(const uint8_t* payload, size_t nbytes, const std::vector<in
         indices += count;
         payload += 1 + read;
         nbytes -= 1 + read;
+    }
+    require(nbytes == 0, "payload: bytes are left after the indices");
+}
+
+std::vector<uint8_t> pack_rice(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
+                               const std::vector<int64_t>& numels) {
+    checked_codes(counts, numels, numel);
+    std::vector<uint8_t> out;
+    for (size_t s = 0; s < counts.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]);
+        require(ascending_below(indices, count, numels[s]),
+                "indices: expected strictly ascending indices inside their segment; sort them first");
+        const Rice code = choose_rice(count, static_cast<uint64_t>(numels[s]));
+        if (code.max_bits > 0) pack_rice_segment(indices, count, code.low_bits, out);
+        indices += count;
+    }
+    return out;
+}
+
+void unpack_rice(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
+                 const std::vector<int64_t>& numels, int32_t* indices, size_t numel) {
+    checked_codes(counts, numels, numel);
+    for (size_t s = 0; s < counts.size(); ++s) {
+        const size_t count = static_cast<size_t>(counts[s]), size = static_cast<size_t>(numels[s]);
+        const Rice code = choose_rice(count, size);
+        if (code.max_bits == 0) {
+            for (size_t j = 0; j < count; ++j) indices[j] = static_cast<int32_t>(j);
+        } else {
+            const size_t read = unpack_rice_segment(payload, nbytes, code, size, indices, count);
+            require(read > 0, "payload: its indices are corrupt");
+            payload += read;
+            nbytes -= read;
+        }
+        indices += count;
     }
     require(nbytes == 0, "payload: bytes are left after the indices");
 }

@@ -119,6 +119,11 @@ std::vector<uint8_t> pack_smallest(const int32_t* indices, size_t numel, const s
                                    const std::vector<int64_t>& numels);
 void unpack_smallest(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
                      const std::vector<int64_t>& numels, int32_t* indices, size_t numel);
+// Gaps between indices, less one, in the Rice code whose parameter follows from counts and numels.
+std::vector<uint8_t> pack_rice(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
+                               const std::vector<int64_t>& numels);
+void unpack_rice(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
+                 const std::vector<int64_t>& numels, int32_t* indices, size_t numel);
 void pack_words(const int32_t* words, size_t count, int bits, uint8_t* out, size_t out_nbytes);
 void unpack_words(const uint8_t* payload, size_t nbytes, int bits, int32_t* words, size_t count);
 

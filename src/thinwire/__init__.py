@@ -23,6 +23,7 @@ from .codec import (
     OneBit,
     Quantize,
     RandomK,
+    Rice,
     SignNorm,
     SignSGD,
     TernGrad,
@@ -33,7 +34,7 @@ from .codec import (
     TruncatedNormalMixture,
     chain,
 )
-from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator
+from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse
 from .parallel import DGCSGD, ConsensusRecord, GradientCompression, compress_gradients, consensus, gradient_hook
@@ -113,6 +114,7 @@ __all__ = [
     "SignSGD",
     "OneBit",
     "Huffman",
+    "Rice",
     "SignNorm",
     "SVD",
     "chain",
@@ -146,6 +148,7 @@ __all__ = [
     "CommunicationError",
     "ProcessGroupCommunicator",
     "LocalWorld",
+    "ProcessWorld",
     "Ledger",
     # notation
     "parse",

@@ -1,4 +1,4 @@
-"""The command line: `thinwire train`, `demo` and `bench`.
+"""The command line: `thinwire train`, `demo`, `consensus`, `topology` and `bench`.
 
 A mistake of the user's gets one line on stderr that says what was meant, and no traceback. Rooms are imported by the
 commands that need them.
@@ -25,6 +25,8 @@ Train over a thin wire: workers agree while sending as few bytes as possible.
   train RECIPE    train a network, one process a worker
   train --list    show the recipes
   demo            dense against compressed: four runs, one table, one figure
+  consensus       average alone: the error against the bits sent
+  topology GRAPH  the facts of a graph, and a picture of it
   bench codecs    measure how fast codecs encode and decode
   bench step      measure a training step over the network at hand
   --version       show the version
@@ -139,9 +141,50 @@ def bench_command(options: list[str]) -> None:
     _parsed(_named(benches, name, "benchmark", "thinwire --help"), options, f"thinwire bench {name}").run()
 
 
+def consensus_command(options: list[str]) -> None:
+    """Average alone, and measure the error against bits."""
+    from .bench import ConsensusBench
+
+    _parsed(ConsensusBench, options, "thinwire consensus").run()
+
+
+@dataclass(frozen=True)
+class TopologyFacts:
+    """Print the facts of a topology, such as "Exponential()", and draw it."""
+
+    workers: int = 16
+    """Number of workers."""
+    output: Path | None = None
+    """Draw it to this file (.png, .svg or .pdf)."""
+
+
+def topology_command(options: list[str]) -> None:
+    """Print the facts of a topology and draw it."""
+    from .bench.rows import as_parsed
+    from .topology import Topology, describe, draw
+
+    graph, *options = options or ["--help"]
+    if graph in ("-h", "--help"):
+        options = ["--help"]
+    elif graph.startswith("-"):
+        raise ValueError('the graph comes first, as in: thinwire topology "Exponential()" --workers 16')
+    asked = _parsed(TopologyFacts, options, "thinwire topology GRAPH")
+    topology = as_parsed(graph, Topology)
+    facts = describe(topology, asked.workers)
+    if asked.output is not None:
+        try:
+            facts.append(("drawing", str(draw(topology, asked.workers, asked.output))))
+        except OSError as error:
+            raise ValueError(f"cannot write {asked.output}: {error.strerror}; choose another file") from None
+    for name, value in facts:
+        print(f"  {name:18} {value}")
+
+
 COMMANDS = {
     "train": train_command,
     "demo": demo_command,
+    "consensus": consensus_command,
+    "topology": topology_command,
     "bench": bench_command,
     "--help": help_command,
     "-h": help_command,
@@ -232,9 +275,9 @@ def _wide_terminal() -> Iterator[None]:
 
 
 def _first_sentence(box: str) -> str:
-    """The message in tyro's box, without the frame and the advice below it."""
-    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
-    message = next((line for line in lines if line and line[0] not in "╭─╰"), box)
+    """The message in tyro's box, without its title, the frame and the advice below it; ASCII terminals have no frame."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
+    _, message, *_ = [*filter(lambda line: line.strip("-"), lines), box, box]
     return re.sub(r"^Error parsing [A-Z]\w*: ", "", message).rstrip(".")
 
 

@@ -54,6 +54,7 @@ DEFAULT_CODECS = (
     "SignSGD()",
     "OneBit()",
     "chain(TopK(ratio=0.01), QSGD(bits=4))",
+    "chain(TopK(ratio=0.01), QSGD(bits=4), Rice())",
     "chain(QSGD(bits=4), Huffman())",
 )
 

@@ -7,6 +7,7 @@ from .chain import chain
 from .chunk_top_k import ChunkTopK
 from .distributions import TruncatedNormal, TruncatedNormalMixture
 from .entropy import Huffman
+from .gaps import Rice
 from .levels import NUQSGD, Quantize
 from .lowrank import SVD
 from .quantize import QSGD
@@ -35,6 +36,7 @@ __all__ = [
     "OneBit",
     "Quantize",
     "RandomK",
+    "Rice",
     "SignNorm",
     "SignSGD",
     "TernGrad",

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..algorithm import require
 from .base import Codec, Key, Size
 from .entropy import EntropyCoded, EntropyCoder
+from .gaps import GapCoded, Rice
 from .sparse import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
 
 
@@ -50,8 +51,10 @@ class Chain(Codec):
         return self.sparsifier.support(payload, size, key)
 
     def __repr__(self) -> str:
-        coded = isinstance(self.values, EntropyCoded)
-        links = [self.sparsifier, *([self.values.codec, self.values.coder] if coded else [self.values])]
+        coded, gaps = isinstance(self.values, EntropyCoded), isinstance(self.sparsifier, GapCoded)
+        links = [self.sparsifier.sparsifier if gaps else self.sparsifier]
+        links += [self.values.codec, self.values.coder] if coded else [self.values]
+        links += [self.sparsifier.coder] if gaps else []
         return f"chain({', '.join(map(repr, links))})"
 
     def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
@@ -70,14 +73,14 @@ class Chain(Codec):
         return sparse_nbytes(self.sparsifier, self.values, numels)
 
 
-def chain(first: Codec, *links: Codec | EntropyCoder) -> Codec:
-    """Compose codecs: keep few coordinates, send their values through another codec, and code its symbols.
+def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
+    """Compose codecs: keep few coordinates, send their values through another codec, and code symbols and indices.
 
     Args:
         first: a sparsifier such as `TopK(0.01)`, whose kept values go through the next link, or a codec such as
             `QSGD(bits=4)` whose symbols do.
-        links: a codec for the kept values, whose buckets are runs of them; last, where wanted, an entropy coder such as
-            `Huffman()`, with which payloads vary in size.
+        links: a codec for the kept values, whose buckets are runs of them; last, where wanted, entropy coders, with
+            which payloads vary in size: `Huffman()` for the symbols of the codec before it, `Rice()` for the indices.
 
     Raises:
         ValueError: links that do not fit together.
@@ -89,8 +92,14 @@ def chain(first: Codec, *links: Codec | EntropyCoder) -> Codec:
         253
         >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Huffman()).fixed_size
         False
+        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Rice())
+        chain(TopK(ratio=0.01), QSGD(bits=4), Rice())
     """
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
+    if isinstance(links[-1], Rice):
+        require(isinstance(first, Sparsifier), f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
+        coded = GapCoded(first, links[-1])
+        return coded if len(links) == 1 else chain(coded, *links[:-1])
     if isinstance(links[-1], EntropyCoder):
         inner = EntropyCoded(links[-2] if len(links) > 1 else first, links[-1])
         return inner if len(links) == 1 else chain(first, *links[:-2], inner)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .base import Codec
 from .chain import Chain
+from .gaps import GapCoded
 from .sparse import Selection, Sparsifier
 from .top_k import TopK
 
@@ -39,5 +40,6 @@ def preselected(codec: Codec, selection: Selection) -> Codec:
 def topk_counts(codec: Codec, numels: list[int]) -> list[int] | None:
     """How many coordinates `codec` keeps of segments of these sizes if it selects exactly the largest, else None."""
     sparsifier = codec.sparsifier if isinstance(codec, Chain) else codec
+    sparsifier = sparsifier.sparsifier if isinstance(sparsifier, GapCoded) else sparsifier
     is_exact = isinstance(sparsifier, TopK) and sparsifier.sample is None
     return [sparsifier.count(n) for n in numels] if is_exact else None

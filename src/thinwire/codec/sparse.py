@@ -131,6 +131,20 @@ class Sparsifier(Codec):
         return sparse_nbytes(self, Identity(), numels)
 
 
+def with_length(codes: Tensor) -> Tensor:
+    """Codes of indices whose size depends on the data, and their length, by which they are found from the end."""
+    length = torch.tensor([codes.numel()], dtype=torch.int32, device=codes.device)
+    return torch.cat([codes, length.view(torch.uint8)])
+
+
+def without_length(codec: Codec, payload: Tensor) -> tuple[Tensor, int]:
+    """Undo `with_length` at the end of a payload: the codes, and how many bytes they and their length take."""
+    nbytes = int(payload[-4:].clone().view(torch.int32)) if payload.numel() >= 4 else -1
+    at = payload.numel() - 4 - nbytes
+    require(nbytes >= 0 and at >= 0, f"{codec}: the payload is corrupt, its indices take {nbytes} bytes of it")
+    return payload[at:-4], nbytes + 4
+
+
 def encode_sparse(
     sparsifier: Sparsifier, values_codec: Codec, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
 ) -> Tensor:

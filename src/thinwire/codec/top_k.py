@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..schedule import Schedule
-from .sparse import Selection, Sparsifier, check_ratio
+from .sparse import Selection, Sparsifier, check_ratio, with_length, without_length
 
 # Of Deep Gradient Compression: which numbers of coordinates are near enough to k, and how the threshold comes down.
 _TOO_MANY, _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 1.3, 0.8, 0.8, 10
@@ -92,17 +92,13 @@ class TopK(Sparsifier):
     def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         if self.indices == "fixed":
             return super()._pack_indices(indices, counts, numels)
-        codes = kernels.pack_smallest(indices, counts, numels)
-        length = torch.tensor([codes.numel()], dtype=torch.int32, device=codes.device)
-        return torch.cat([codes, length.view(torch.uint8)])
+        return with_length(kernels.pack_smallest(indices, counts, numels))
 
     def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         if self.indices == "fixed":
             return super()._unpack_indices(payload, counts, numels)
-        nbytes = int(payload[-4:].clone().view(torch.int32)) if payload.numel() >= 4 else -1
-        at = payload.numel() - 4 - nbytes
-        require(nbytes >= 0 and at >= 0, f"{self}: the payload is corrupt, its indices take {nbytes} bytes of it")
-        return kernels.unpack_smallest(payload[at:-4], counts, numels), nbytes + 4
+        codes, nbytes = without_length(self, payload)
+        return kernels.unpack_smallest(codes, counts, numels), nbytes
 
     def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return super()._indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")

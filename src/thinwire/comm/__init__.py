@@ -4,5 +4,14 @@ from .base import CommunicationError, Communicator, Handle
 from .ledger import Ledger
 from .local_world import LocalWorld
 from .process_group import ProcessGroupCommunicator
+from .process_world import ProcessWorld
 
-__all__ = ["CommunicationError", "Communicator", "Handle", "Ledger", "LocalWorld", "ProcessGroupCommunicator"]
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "Handle",
+    "Ledger",
+    "LocalWorld",
+    "ProcessGroupCommunicator",
+    "ProcessWorld",
+]

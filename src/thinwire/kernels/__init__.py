@@ -32,6 +32,7 @@ from .layout import (
     num_buckets,
     onebit_nbytes,
     quantize_nbytes,
+    rice_max_nbytes,
     sign_nbytes,
     ternary_digits,
     ternary_nbytes,
@@ -65,12 +66,14 @@ __all__ = [
     "onebit_nbytes",
     "onebit_pack",
     "pack_indices",
+    "pack_rice",
     "pack_smallest",
     "pack_words",
     "quantize",
     "quantize_levels",
     "quantize_nbytes",
     "random_indices",
+    "rice_max_nbytes",
     "scatter",
     "scatter_add",
     "select",
@@ -86,6 +89,7 @@ __all__ = [
     "topk_in_chunks",
     "uniform",
     "unpack_indices",
+    "unpack_rice",
     "unpack_smallest",
     "unpack_words",
     "use_backend",
@@ -883,10 +887,7 @@ def pack_smallest(indices: Tensor, counts: Sequence[int], numels: Sequence[int])
     >>> pack_smallest(run, [1000], [1_000_000]).numel(), indices_nbytes(1000, 1_000_000)
     (153, 1495)
     """
-    check_counts(counts, numels)
-    if indices.numel() != sum(counts):
-        raise ValueError(f"indices: expected {sum(counts)} elements (the sum of counts), got {indices.numel()}")
-    indices = _tensor("indices", indices, torch.int32, indices.device)
+    indices = _counted(indices, counts, numels)
     return _backend(indices.device).pack_smallest(indices, list(counts), list(numels))
 
 
@@ -899,6 +900,49 @@ def unpack_smallest(payload: Tensor, counts: Sequence[int], numels: Sequence[int
     check_counts(counts, numels)
     payload = _tensor("payload", payload, torch.uint8, payload.device)
     return _backend(payload.device).unpack_smallest(payload, list(counts), list(numels))
+
+
+def pack_rice(indices: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
+    """Code ascending indices by the gaps between them, in a Rice code whose parameter l follows from counts and numels.
+
+    With ``g_j = index_j - index_(j-1) - 1``, a segment is ``g_j >> l`` in unary for all j, then the low l bits of each.
+
+    Args:
+        indices: int32, flat, strictly ascending within each segment.
+        counts: indices per segment.
+        numels: elements per segment.
+
+    Returns:
+        A uint8 tensor, at most ``sum(rice_max_nbytes(k, n))`` long.
+
+    Raises:
+        ValueError: if indices do not ascend or lie outside their segment.
+
+    Source: Rice and Plaunt 1971; Golomb 1966, Run-length encodings.
+
+    >>> pack_rice(torch.tensor([3, 70], dtype=torch.int32), [2], [100])
+    tensor([57,  4], dtype=torch.uint8)
+    """
+    indices = _counted(indices, counts, numels)
+    return _backend(indices.device).pack_rice(indices, list(counts), list(numels))
+
+
+def unpack_rice(payload: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
+    """The indices that `pack_rice` coded, int32 and flat.
+
+    Raises:
+        ValueError: if the bytes hold anything but ``counts[i]`` ascending indices.
+    """
+    check_counts(counts, numels)
+    payload = _tensor("payload", payload, torch.uint8, payload.device)
+    return _backend(payload.device).unpack_rice(payload, list(counts), list(numels))
+
+
+def _counted(indices: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
+    check_counts(counts, numels)
+    if indices.numel() != sum(counts):
+        raise ValueError(f"indices: expected {sum(counts)} elements (the sum of counts), got {indices.numel()}")
+    return _tensor("indices", indices, torch.int32, indices.device)
 
 
 def pack_words(words: Tensor, bits: int, out: Tensor) -> None:

@@ -170,6 +170,16 @@ def unpack_smallest(payload, counts, numels) -> Tensor:
     return indices
 
 
+def pack_rice(indices, counts, numels) -> Tensor:
+    return torch.from_numpy(_native.pack_rice(indices.numpy(), counts, numels))
+
+
+def unpack_rice(payload, counts, numels) -> Tensor:
+    indices = torch.empty(sum(counts), dtype=torch.int32)
+    _native.unpack_rice(payload.numpy(), counts, numels, indices.numpy())
+    return indices
+
+
 def pack_words(words, bits, out) -> None:
     _native.pack_words(words.numpy(), bits, out.numpy())
 

@@ -169,6 +169,29 @@ def indices_nbytes(count: int, numel: int) -> int:
     return ((numel if low is None else elias_fano_bits(count, numel, low)) + 7) // 8
 
 
+@lru_cache(maxsize=4096)
+def rice_low_bits(count: int, numel: int) -> int:
+    """Width l of the low parts in the Rice code of the gaps between `count` of `numel` indices: the least that minimises
+    the bound ``count * (l + 1) + floor((numel - count) / 2^l)``, about ``log2(numel / count)``."""
+    return min(range(31), key=lambda low: rice_max_bits(count, numel, low))
+
+
+def rice_max_bits(count: int, numel: int, low_bits: int) -> int:
+    """Bits that no `count` indices exceed, because their gaps less one add up to ``numel - count`` at most."""
+    return count * (low_bits + 1) + ((numel - count) >> low_bits)
+
+
+def rice_max_nbytes(count: int, numel: int) -> int:
+    """Bytes that the Rice code of `count` indices into `numel` elements takes at most: never more than `indices_nbytes`.
+
+    >>> rice_max_nbytes(1000, 1_000_000), indices_nbytes(1000, 1_000_000)
+    (1494, 1495)
+    """
+    if count in (0, numel):
+        return 0
+    return (rice_max_bits(count, numel, rice_low_bits(count, numel)) + 7) // 8
+
+
 def words_nbytes(count: int, bits: int) -> int:
     """Bytes of `count` words of `bits` bits each."""
     return (count * bits + 7) // 8

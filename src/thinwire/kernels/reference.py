@@ -17,6 +17,8 @@ from .layout import (
     elias_fano_bits,
     elias_fano_low_bits,
     indices_nbytes,
+    rice_low_bits,
+    rice_max_nbytes,
     ternary_digits,
     ternary_nbytes,
 )
@@ -542,14 +544,18 @@ def _index_bits(index: Tensor, numel: int) -> Tensor:
     return torch.cat([high, _to_bits(index & ((1 << low) - 1), low)])
 
 
+def _check_ascending(i: int, index: Tensor, numel: int) -> None:
+    if index.numel() == 0:
+        return
+    if int(index[0]) < 0 or int(index[-1]) >= numel or bool((index[1:] <= index[:-1]).any()):
+        raise ValueError(f"segment {i}: expected strictly ascending indices from 0 to {numel - 1}; sort them first")
+
+
 def pack_indices(indices, counts, numels, out) -> None:
     codes = []
     for i, (index, numel) in enumerate(zip(_split(indices.long(), counts), numels, strict=True)):
-        if index.numel() == 0:
-            continue
-        if int(index[0]) < 0 or int(index[-1]) >= numel or bool((index[1:] <= index[:-1]).any()):
-            raise ValueError(f"segment {i}: expected strictly ascending indices from 0 to {numel - 1}; sort them first")
-        if index.numel() < numel:
+        _check_ascending(i, index, numel)
+        if 0 < index.numel() < numel:
             codes.append(_pack(_index_bits(index, numel)))
     out.copy_(torch.cat([torch.empty(0, dtype=torch.uint8, device=out.device), *codes]))
 
@@ -592,9 +598,8 @@ _BY_SIZE, _BY_GAPS = 0, 1
 
 def _gap_bytes(index: Tensor) -> Tensor:
     """Gaps less one in blocks: a byte with the bits of the largest, then that many bits for each."""
-    gaps = torch.diff(index, prepend=torch.full((1,), -1, device=index.device)) - 1
     blocks = []
-    for block in gaps.split(GAPS):
+    for block in _gaps(index).split(GAPS):
         width = int(block.max()).bit_length()
         blocks += [torch.tensor([width], dtype=torch.uint8, device=index.device), _pack(_to_bits(block, width))]
     return torch.cat(blocks)
@@ -644,6 +649,55 @@ def unpack_smallest(payload, counts, numels) -> Tensor:
             raise ValueError("payload: its indices are cut short")
         else:
             index, payload = _unpack_segment(i, payload[:nbytes], count, numel), payload[nbytes:]
+        pieces.append(index)
+    if payload.numel():
+        raise ValueError("payload: bytes are left after the indices")
+    return torch.cat(pieces).int()
+
+
+def _gaps(index: Tensor) -> Tensor:
+    """Gaps between indices, less one."""
+    return torch.diff(index, prepend=torch.full((1,), -1, device=index.device)) - 1
+
+
+def pack_rice(indices, counts, numels) -> Tensor:
+    codes = [torch.empty(0, dtype=torch.uint8, device=indices.device)]
+    for i, (index, count, numel) in enumerate(zip(_split(indices.long(), counts), counts, numels, strict=True)):
+        _check_ascending(i, index, numel)
+        if count in (0, numel):
+            continue
+        gaps, low = _gaps(index), rice_low_bits(count, numel)
+        at = (gaps >> low).cumsum(0) + torch.arange(count, device=index.device)
+        marks = torch.zeros(int(at[-1]) + 1, dtype=torch.uint8, device=index.device)
+        marks[at] = 1
+        codes.append(_pack(torch.cat([marks, _to_bits(gaps & ((1 << low) - 1), low)])))
+    return torch.cat(codes)
+
+
+def _read_rice(payload: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Indices, and what is left of the payload."""
+    low = rice_low_bits(count, numel)
+    bits = _unpack(payload[: rice_max_nbytes(count, numel)])
+    at = bits.nonzero().flatten()[:count]
+    num_marks = int(at[-1]) + 1 if at.numel() == count else bits.numel()
+    num_bits = num_marks + count * low
+    nbytes = (num_bits + 7) // 8
+    if at.numel() < count or num_bits > bits.numel() or bool(bits[num_bits : 8 * nbytes].any()):
+        raise ValueError("payload: its indices are corrupt")
+    lows = _from_bits(bits[num_marks:num_bits], low) if low else torch.zeros_like(at)
+    index = (((_gaps(at) << low) | lows) + 1).cumsum(0) - 1
+    if int(index[-1]) >= numel:
+        raise ValueError("payload: its indices are corrupt")
+    return index, payload[nbytes:]
+
+
+def unpack_rice(payload, counts, numels) -> Tensor:
+    pieces = [torch.empty(0, dtype=torch.int64, device=payload.device)]
+    for count, numel in zip(counts, numels, strict=True):
+        if count in (0, numel):
+            index = torch.arange(count, device=payload.device)
+        else:
+            index, payload = _read_rice(payload, count, numel)
         pieces.append(index)
     if payload.numel():
         raise ValueError("payload: bytes are left after the indices")

@@ -30,12 +30,15 @@ class Progress:
 
     def row(self, values: dict[str, float]) -> None:
         """Show a row of metrics."""
-        metrics = _in_words(values)
-        self._bar.update(self._task, completed=values["step"], metrics=metrics)
-        tenths = 10 * values["step"] // self._num_steps
+        self.show(int(values["step"]), _in_words(values))
+
+    def show(self, step: int, metrics: str) -> None:
+        """Show how far the run is, and what there is to say of it."""
+        self._bar.update(self._task, completed=step, metrics=metrics)
+        tenths = 10 * step // self._num_steps
         if not self._console.is_terminal and tenths > self._tenths_shown:
             self._tenths_shown = tenths
-            self._console.print(f"{self._title}: step {values['step']}/{self._num_steps}, {metrics}", soft_wrap=True)
+            self._console.print(f"{self._title}: step {step}/{self._num_steps}, {metrics}", soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -1,0 +1,233 @@
+"""Studies on the digits task: every method side by side, and what is best encoded as one.
+
+    python benchmarks/study.py methods         every method: accuracy, bytes, seconds
+    python benchmarks/study.py granularity     each method on layers, buckets and the entire model, with a figure
+
+`methods` is one `thinwire train digits` a method, on four workers of this machine; finished runs that lie in `--folder`
+are not repeated, so that a study that was stopped goes on where it was. `granularity` trains the same network on the
+same data in four processes of its own, in buckets so small that they differ from the entire model. Each writes its
+part of docs/methods.md, between two markers; the figure is docs/granularity.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from thinwire.recipes.digits import digits
+from thinwire.report import Run, read_run
+from thinwire.report.tables import times
+from thinwire.train import train
+from thinwire.train.data import Digits, num_batches, shard
+from thinwire.train.models import DigitsNet
+from thinwire.train.optimize import set_learning_rate
+
+EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
+WORKERS, BATCH_SIZE = 4, 32
+
+METHODS = {
+    "dense": "Mean()",
+    "bfloat16": "Mean(Cast())",
+    "float8": f"Mean(Cast('float8_e4m3fn'), {EF})",
+    "QSGD, 8 bits": "Mean(QSGD(bits=8))",
+    "QSGD, 4 bits": "Mean(QSGD(bits=4))",
+    "QSGD, 4 bits, Huffman": "Mean(chain(QSGD(bits=4), Huffman()))",
+    "QSGD, 2 bits": "Mean(QSGD(bits=2))",
+    "QSGD, s = 255, L2": "Mean(QSGD(levels=255, norm='l2'))",
+    "NUQSGD, 3 bits": "Mean(NUQSGD(bits=3))",
+    "ALQ, 3 bits": f"Mean(ALQ({ADAPT}))",
+    "ALQ-N, 3 bits": f"Mean(ALQ({ADAPT}, distribution='pooled'))",
+    "ALQ-GD, 3 bits": f"Mean(ALQ({ADAPT}, search='gradient'))",
+    "AMQ, 3 bits": f"Mean(AMQ({ADAPT}))",
+    "AMQ-N, 3 bits": f"Mean(AMQ({ADAPT}, distribution='pooled'))",
+    "TernGrad": "Mean(TernGrad())",
+    "TernGrad, shared scale": "Mean(TernGrad(shared=True))",
+    "SignNorm": f"Mean(SignNorm(), {EF})",
+    "SignSGD, majority vote": "Mean(SignSGD(scale=0.002))",
+    "OneBit": f"Mean(OneBit(), {EF})",
+    "TopK 1 %": f"Mean(TopK(0.01), {EF})",
+    "TopK 1 %, sampled": f"Mean(TopK(0.01, sample=0.01), {EF})",
+    "TopK 1 %, 4 bits": f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})",
+    "TopK in chunks, 1/64": f"Mean(TopKInChunks(0.015625), {EF})",
+    "RandomK 1 %": f"Mean(RandomK(0.01), {EF})",
+    "RandomK 1 %, shared": f"Mean(RandomK(0.01, shared=True), {EF})",
+    "Threshold 0.01": f"Mean(Threshold(0.01), {EF})",
+    "AdaptiveThreshold": f"Mean(AdaptiveThreshold(), {EF})",
+    "ChunkTopK 1 %": f"Mean(ChunkTopK(0.01, chunk=64), {EF})",
+    "SVD, rank 1": f"Mean(SVD(rank=1), {EF})",
+    "PowerSGD, rank 1": "PowerSGD(rank=1)",
+    "PowerSGD, rank 4": "PowerSGD(rank=4)",
+    "DGC 1 %": "dgc(ratio=0.01, warmup_epochs=2)",
+    "DGC 1 %, 4 bits": "dgc(ratio=0.01, warmup_epochs=2, bits=4)",
+}
+"""What averages gradients, with the memory that it is usually given."""
+
+STUDIED = {
+    "TopK 1 %": f"TopK(0.01), {EF}",
+    "TopK 1 %, 4 bits": f"chain(TopK(0.01), QSGD(bits=4)), {EF}",
+    "RandomK 5 %": f"RandomK(0.05), {EF}",
+    "AdaptiveThreshold": f"AdaptiveThreshold(), {EF}",
+    "DGC 1 %": "TopK(0.01), MomentumCorrection()",
+    "SignNorm": f"SignNorm(), {EF}",
+    "OneBit": f"OneBit(), {EF}",
+    "TernGrad": "TernGrad()",
+    "QSGD, 4 bits": "QSGD(bits=4)",
+    "QSGD, s = 15, L2": "QSGD(levels=15, norm='l2', bucket_size=1048576)",
+    "NUQSGD, 3 bits": "NUQSGD(bits=3)",
+    "ALQ, 3 bits": "ALQ(update_steps=(20,))",
+    "SVD, rank 1": f"SVD(rank=1), {EF}",
+}
+GRANULARITIES = ("layer", "bucket", "model")
+BUCKET_BYTES = 700 * 2**10  # makes two buckets of the network's 0.86 MB; DDP's usual 25 MiB would hold all of it
+SEEDS = (0, 1, 2)
+
+
+def optimizer_for(averager: str):
+    """The recipe's; without momentum where the averager has its own."""
+    own = tw.parse(averager).has_momentum
+    return replace(digits().optimizer, momentum=0.0) if own else digits().optimizer
+
+
+# ---- every method ----
+
+
+def study_methods(options: argparse.Namespace) -> None:
+    """A row for each method, the most bytes first."""
+    runs = {label: run(averager, options) for label, averager in METHODS.items()}
+    rows = [
+        "| method | averager | test accuracy | MB per worker | fewer than fp32 | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
+        s = done.summary
+        fewer = times(s["dense_fp32_bytes"], s["bytes_sent_per_worker"])
+        sent = f"{s['bytes_sent_per_worker'] / 1e6:.2f}"
+        cells = [f"{s['final']['test_accuracy']:.2%}", sent, fewer, f"{s['seconds']:.1f}"]
+        rows.append(f"| {label} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
+    replace_part(options.docs / "methods.md", "methods", rows)
+
+
+def run(averager: str, options: argparse.Namespace) -> Run:
+    """Train, unless a finished run of this very configuration is there."""
+    epochs = options.epochs or 30
+    name = re.sub(r"[^\w.]+", "-", f"{averager}-epochs{epochs}").strip("-").lower()
+    folder = options.folder / name
+    if not (folder / "summary.json").exists():
+        config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer_for(averager))
+        train(replace(config, epochs=epochs, output=options.folder, name=name, overwrite=True))
+    return read_run(folder)
+
+
+# ---- what is encoded as one ----
+
+
+def study_granularity(options: argparse.Namespace) -> None:
+    """Mean and standard deviation of the test accuracy over seeds, and a figure."""
+    epochs = options.epochs or 10
+    keys = [(label, g, seed) for label in STUDIED for g in GRANULARITIES for seed in SEEDS]
+    runs = [(f"Mean({STUDIED[label]}, granularity={g!r})", seed) for label, g, seed in keys]
+    percents = dict(zip(keys, tw.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
+    accuracy = {(label, g): [percents[label, g, seed] for seed in SEEDS] for label, g, _ in keys}
+    rows = ["| method | averager | " + " | ".join(GRANULARITIES) + " |", "|---|---|" + "---|" * len(GRANULARITIES)]
+    for label, parts in STUDIED.items():
+        cells = [f"{mean(accuracy[label, g]):.1f} ± {stdev(accuracy[label, g]):.1f}" for g in GRANULARITIES]
+        rows.append(f"| {label} | `Mean({parts}, granularity=...)` | " + " | ".join(cells) + " |")
+    replace_part(options.docs / "methods.md", "granularity", rows)
+    draw_granularity(accuracy, epochs, options.docs / "granularity.png")
+
+
+def test_percents(comm: tw.Communicator, runs: Sequence[tuple[str, int]], epochs: int) -> list[float]:
+    """Test accuracy of each run, in per cent; all workers call it together."""
+    percents = []
+    for number, (averager, seed) in enumerate(runs):
+        percents.append(train_and_test(comm, averager, seed, epochs))
+        if comm.rank == 0:
+            print(f"{number + 1}/{len(runs)}  {averager}, seed {seed}: {percents[-1]:.2f} %", flush=True)
+    return percents
+
+
+def train_and_test(comm: tw.Communicator, averager: str, seed: int, epochs: int) -> float:
+    """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
+    (inputs, labels), test = Digits().load()
+    torch.manual_seed(seed)
+    model, settings = DigitsNet().build(), optimizer_for(averager)
+    optimizer = settings.build(model)
+    handle = tw.compress_gradients(model, tw.parse(averager), comm=comm, seed=seed, bucket_bytes=BUCKET_BYTES)
+    per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
+    for epoch in range(epochs):
+        handle.set_epoch(epoch)
+        share = shard(len(labels), comm.rank, comm.size, seed, epoch)
+        for step, batch in enumerate(share[: per_epoch * BATCH_SIZE].split(BATCH_SIZE), epoch * per_epoch):
+            set_learning_rate(optimizer, settings.learning_rate_at(step, epochs * per_epoch))
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            optimizer.step()
+    handle.detach()
+    with torch.no_grad():
+        return 100 * (model(test.inputs).argmax(1) == test.labels).double().mean().item()
+
+
+def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, path: Path) -> None:
+    """A row of dots for each method; each dot is the mean over seeds, each bar reaches from the worst to the best."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = list(STUDIED)[::-1]
+    figure = Figure(figsize=(8, 1.2 + 0.38 * len(labels)), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for g, colour, shift in zip(GRANULARITIES, ("#0072B2", "#E69F00", "#009E73"), (0.22, 0, -0.22), strict=True):
+        for y, label in enumerate(labels):
+            values = accuracy[label, g]
+            axes.plot([min(values), max(values)], [y + shift] * 2, color=colour, linewidth=2, alpha=0.5)
+            axes.plot(mean(values), y + shift, "o", color=colour, markersize=6, label=g if y == 0 else None)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel(
+        f"test accuracy after {epochs} epochs, in per cent (dot: mean of {len(SEEDS)} seeds, bar: worst to best)"
+    )
+    axes.grid(axis="x", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(title="encoded as one", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
+
+
+# ---- the page ----
+
+
+def replace_part(page: Path, name: str, rows: Sequence[str]) -> None:
+    """Put rows between the page's markers of that name, and on the terminal."""
+    begin, end = f"<!-- {name}: begin, written by benchmarks/study.py -->", f"<!-- {name}: end -->"
+    text, part = page.read_text(), "\n".join(rows)
+    before, rest = text.split(begin)
+    page.write_text(f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}")
+    print(part)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["methods", "granularity"])
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
+    )
+    parser.add_argument("--epochs", type=int, help="of each run (default: 30 for methods, 10 for granularity)")
+    parser.add_argument(
+        "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of methods.md (default: docs)"
+    )
+    options = parser.parse_args()
+    {"methods": study_methods, "granularity": study_granularity}[options.study](options)
+
+
+if __name__ == "__main__":
+    main()

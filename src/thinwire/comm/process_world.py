@@ -1,0 +1,118 @@
+"""Workers as processes of this machine, over Gloo: what `LocalWorld` runs in threads, run for real."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .local_world import name_rank
+from .process_group import ProcessGroupCommunicator
+
+
+@dataclass(frozen=True)
+class ProcessWorld:
+    """W workers in processes, connected over the loopback.
+
+    Args:
+        size: number of workers, W.
+        timeout_seconds: how long a worker waits for a message before it gives up.
+
+    Raises:
+        ValueError: no workers.
+
+    Example:
+        >>> from operator import attrgetter
+        >>> ProcessWorld(2).run(attrgetter("rank"))
+        [0, 1]
+    """
+
+    size: int
+    timeout_seconds: float = 60.0
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"ProcessWorld needs at least one worker, got size={self.size}.")
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list:
+        """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
+
+        `fn`, `args` and the results must be picklable: a function at the top level of a module.
+
+        Raises:
+            The first error that a worker raised, its rank put before its message; however it ends, no worker is left.
+        """
+        context, task = _context(), pickle.dumps((fn, args))
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            store = f"file://{folder}/store"
+            start = [(rank, self.size, store, self.timeout_seconds, task) for rank in range(self.size)]
+            return _collect([_started(context, stack, arguments) for arguments in start])
+
+
+def _context() -> BaseContext:
+    """A fork server imports PyTorch once and not once a worker; where there is none, processes are spawned."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["thinwire"])
+    return context
+
+
+def _started(context: BaseContext, stack: contextlib.ExitStack, arguments: tuple) -> Connection:
+    """The parent's end of a new worker's pipe; leaving the stack ends the worker."""
+    parent, child = context.Pipe()
+    process = context.Process(target=_work, args=(child, *arguments), daemon=True)
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.kill)
+    child.close()  # so that the parent's end tells of the child's death
+    return parent
+
+
+def _collect(connections: list[Connection]) -> list:
+    results: dict[int, Any] = {}
+    while len(results) < len(connections):
+        for connection in wait([c for rank, c in enumerate(connections) if rank not in results]):
+            rank = connections.index(connection)
+            try:
+                succeeded, results[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank}: the process died without a word") from None
+            if not succeeded:
+                raise name_rank(results[rank], rank)
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _work(connection: Connection, rank: int, size: int, store: str, timeout_seconds: float, task: bytes) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent answers it
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store, timedelta(seconds=120), world_size=size, rank=rank)
+        fn, args = pickle.loads(task)
+        answer = (True, fn(ProcessGroupCommunicator(timeout_seconds=timeout_seconds), *args))
+    except Exception as error:
+        answer = (False, error)
+    connection.send_bytes(_dumps(answer))
+    connection.poll(None)  # until the parent has all answers and ends us: no early goodbyes
+
+
+def _dumps(answer: tuple[bool, Any]) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:
+        return pickle.dumps((False, RuntimeError(f"{answer[1]!r} cannot be pickled: {error}")))

@@ -1,0 +1,94 @@
+"""Fields that follow a schedule: every worker uses the same value in the same round, and the value that is due."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spawn import WORLDS
+
+import thinwire as tw
+
+ROUNDS, EVERY = 6, 2
+
+CASES = {
+    "QSGD levels": lambda value: tw.QSGD(levels=value, bucket_size=64),
+    "QSGD bits": lambda value: tw.QSGD(bits=value, bucket_size=64),
+    "NUQSGD bits": lambda value: tw.NUQSGD(bits=value, bucket_size=64),
+    "TopK ratio": lambda value: tw.TopK(value),
+    "values of a chain": lambda value: tw.chain(tw.TopK(0.3), tw.QSGD(levels=value)),
+}
+VALUES = {"QSGD levels": (255, 15, 4), "TopK ratio": (0.5, 0.1, 0.02), "values of a chain": (100, 7, 1)}
+
+
+def values_of(name):
+    return VALUES.get(name, (8, 4, 2))
+
+
+def rounds(comm, codec, unit="step"):
+    """(what was agreed, the codec of the round, bytes sent) for each round, from fresh numbers each time."""
+    averager, seen = tw.Mean(codec), []
+    state = averager.init([("x", torch.zeros(40, 25))], comm)
+    for step in range(ROUNDS):
+        if unit == "epoch":
+            averager.set_epoch(state, step)
+        x = torch.randn(40, 25, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+        before, current = comm.ledger.bytes_sent, averager.current_codec(state)
+        averager.step(state, [("x", x)], comm).wait()
+        averager.commit(state)
+        seen.append((x, current, comm.ledger.bytes_sent - before))
+    return seen
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_is_what_its_values_are_in_their_rounds(name, unit):
+    """Round by round the same bits and bytes as with the value itself, on all workers."""
+    build, values = CASES[name], values_of(name)
+    scheduled = tw.LocalWorld(3).run(rounds, build(tw.Values(values, every=EVERY, unit=unit)), unit)
+    constant = {value: tw.LocalWorld(3).run(rounds, build(value), unit) for value in values}
+    for step in range(ROUNDS):
+        value = values[step // EVERY]
+        for rank in range(3):
+            x, codec, sent = scheduled[rank][step]
+            assert codec == build(value)
+            assert torch.equal(x, scheduled[0][step][0])
+            assert torch.equal(x, constant[value][rank][step][0]) and sent == constant[value][rank][step][2]
+    # and the values differ in what they send
+    assert scheduled[0][0][2] > scheduled[0][EVERY][2] > scheduled[0][2 * EVERY][2]
+
+
+@pytest.mark.parametrize("name", ["QSGD levels", "NUQSGD bits"])
+def test_processes_agree_too(name):
+    codec = CASES[name](tw.Values(values_of(name), every=EVERY, unit="step"))
+    threads, processes = (WORLDS[world](2, rounds, codec) for world in ("threads", "processes"))
+    for ours, theirs in zip(threads[0] + threads[1], processes[0] + processes[1], strict=True):
+        assert torch.equal(ours[0], theirs[0]) and ours[1:] == theirs[1:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_notation(name):
+    codec = CASES[name](tw.Values(values_of(name), every=3))
+    assert tw.parse(repr(codec)) == codec
+
+
+def test_workers_with_different_schedules_fail_together():
+    def worker(comm):
+        averager = tw.Mean(tw.QSGD(levels=tw.Values((255, 15 + comm.rank))))
+        with pytest.raises(ValueError, match=r"averager.*levels=Values"):
+            averager.init([("x", torch.zeros(3, 3))], comm)
+
+    tw.LocalWorld(2, timeout_seconds=10).run(worker)
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        (tw.QSGD(levels=tw.Values((255, 0), unit="step")), "levels must be an integer from 1 to 32767, got 0"),
+        (tw.QSGD(bits=tw.Values((8, 9), unit="step")), "bits must be an integer from 1 to 8, got 9"),
+        (tw.NUQSGD(bits=tw.Values((8, 1), unit="step")), "bits must be an integer from 2 to 8, got 1"),
+    ],
+    ids=repr,
+)
+def test_a_value_out_of_range_is_refused_when_its_round_comes(codec, message):
+    with pytest.raises(ValueError, match=message):
+        tw.LocalWorld(2).run(rounds, codec)
