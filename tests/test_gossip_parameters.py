@@ -465,7 +465,8 @@ def test_an_optimizer_that_evaluates_several_times_a_step_has_one_round_in_it():
             optimizer.step(closure)
         handle.detach()
         first_of_each = seen[:: 2 + comm.rank]
-        return handle._rounds.state.progress.step, len(seen), [torch.equal(*pair) for pair in zip(held, first_of_each)]
+        same = [torch.equal(*pair) for pair in zip(held, first_of_each, strict=True)]
+        return handle._rounds.state.progress.step, len(seen), same
 
     for rank, (rounds, evaluations, same) in enumerate(tw.LocalWorld(SIZE).run(worker)):
         assert (rounds, evaluations) == (5, 5 * (2 + rank))
