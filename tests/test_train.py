@@ -15,7 +15,7 @@ from thinwire.recipes import recipes
 from thinwire.report import read_run
 from thinwire.report.tables import times
 from thinwire.train import RunConfig, WorkerError, checkpoint, train
-from thinwire.train.data import Digits, num_batches, shard
+from thinwire.train.data import Digits, num_batches, shard, uneven_shard
 from thinwire.train.loop import steps
 from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import SGD
@@ -39,6 +39,45 @@ def test_the_order_changes_with_seed_and_epoch_alone():
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
+@pytest.mark.parametrize(("num_examples", "size", "shuffled"), [(100, 4, 0.0), (103, 4, 0.1), (100, 8, 1.0), (7, 3, 0.5)])
+def test_uneven_shares_are_equal_disjoint_and_the_same_in_every_epoch(num_examples, size, shuffled):
+    labels = torch.arange(num_examples) % 5
+    epochs = [
+        [uneven_shard(labels, rank, size, seed=3, epoch=epoch, shuffled=shuffled) for rank in range(size)]
+        for epoch in range(2)
+    ]
+    assert {len(share) for share in epochs[0]} == {num_examples // size}
+    assert len(set(torch.cat(epochs[0]).tolist())) == num_examples // size * size
+    for first, second in zip(*epochs, strict=True):
+        assert sorted(first.tolist()) == sorted(second.tolist())
+        assert len(first) < 10 or first.tolist() != second.tolist()
+
+
+def test_a_split_by_class_leaves_workers_few_classes_and_the_shuffled_part_all():
+    labels = torch.arange(1000) % 10
+    for rank in range(5):
+        assert len(set(labels[uneven_shard(labels, rank, 5, seed=0, epoch=0)].tolist())) == 2
+        mixed = labels[uneven_shard(labels, rank, 5, seed=0, epoch=0, shuffled=0.2)]
+        counts = mixed.bincount(minlength=10)
+        assert counts.max() >= 60
+        assert 20 <= counts.sort().values[:8].sum() <= 45  # 8/10 of the 40 that are shuffled
+
+
+def test_the_configuration_chooses_the_split():
+    labels = torch.arange(40).flip(0) // 4
+    config = RunConfig("digits", batch_size=10, epochs=1)
+
+    def walk(comm, config):
+        return torch.cat([step.indices for step in steps(config, comm, labels, 1)]).sort().values.tolist()
+
+    by_class = LocalWorld(4).run(walk, replace(config, split="by-class"))
+    by_position = LocalWorld(4).run(walk, replace(config, split="by-position"))
+    assert [share[0] // 10 for share in by_position] == [0, 1, 2, 3]
+    assert all(share == list(range(share[0], share[0] + 10)) for share in by_position)
+    assert [sorted(set(labels[share].tolist())) for share in by_class] == [[0, 1, 2], [2, 3, 4], [5, 6, 7], [7, 8, 9]]
+    assert LocalWorld(4).run(walk, config) == [shard(40, r, 4, 0, 0).sort().values.tolist() for r in range(4)]
+
+
 def test_a_batch_that_is_larger_than_a_share_is_refused():
     with pytest.raises(ValueError, match="choose a batch_size of at most 25"):
         num_batches(100, size=4, batch_size=26)
@@ -48,7 +87,7 @@ def test_every_worker_takes_full_batches_and_the_last_step_ends_an_epoch():
     config = RunConfig("digits", epochs=3, batch_size=4)
 
     def walk(comm):
-        return list(steps(config, comm, num_examples=20, num_steps=5))
+        return list(steps(config, comm, torch.zeros(20), num_steps=5))
 
     for taken in LocalWorld(2).run(walk):
         assert [step.number for step in taken] == [1, 2, 3, 4, 5]
@@ -90,7 +129,8 @@ def test_schedules_at_their_limits(warmup_fraction, num_steps):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"workers": 0}, {"epochs": 0}, {"seed": -1}, {"port": 70000}, {"name": "a/b"}, {"name": ".."}, {"max_steps": 0}],
+    [{"workers": 0}, {"epochs": 0}, {"seed": -1}, {"port": 70000}, {"name": "a/b"}, {"name": ".."}, {"max_steps": 0}]
+    + [{"staleness": -1}, {"shuffled": 1.5}, {"shuffled": 0.1}],
 )
 def test_a_wrong_field_is_named(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
@@ -163,3 +203,44 @@ def test_one_worker_sends_nothing(tmp_path):
     assert summary["bytes_sent_per_worker"] == 0
     assert summary["compression_vs_fp32"] is None
     assert times(summary["dense_fp32_bytes"], 0) == "-"
+
+
+def test_late_gradients_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"are for averagers of parameters .*; Mean\(\) averages gradients"):
+        train(RunConfig("digits", workers=2, overlap=True, output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_models_differ_the_run_says_how_far_and_keeps_each(tmp_path):
+    config = RunConfig("digits", averager="PushSum(DirectedRing())", workers=3, batch_size=64, output=tmp_path)
+    config = replace(config, overlap=True, staleness=1, split="by-class", shuffled=0.1, max_steps=8, log_every=3)
+    folder = train(config)
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [3, 6, 8]
+    assert all(row["consensus_distance"] > 0 for row in run.rows)
+    final = run.summary["final"]
+    last = run.rows[-1]
+    for key in ("test_accuracy", "mean_model_test_accuracy", "mean_model_test_loss", "consensus_distance"):
+        assert final[key] == last[key]
+
+    checkpoint = folder / "checkpoints" / "step-000008"
+    workers = [torch.load(checkpoint / f"worker-{rank}.pt", weights_only=True) for rank in range(3)]
+    shared = torch.load(checkpoint / "shared.pt", weights_only=True)
+    for name, mean in shared["model"].items():
+        models = torch.stack([worker["model"][name] for worker in workers])
+        assert not torch.equal(models[0], models[1])
+        torch.testing.assert_close(models.mean(0), mean, rtol=0, atol=1e-6)
+    assert [worker["averager"]["averager"]["step"] for worker in workers] == [4, 4, 4]  # one in every second step
+    assert all(worker["optimizer"]["state"] for worker in workers)
+    # What crossed the wire: the weights of each broadcast to begin with, and 4 rounds of x and w.
+    parameters = sum(t.numel() for t in shared["model"].values())
+    assert 4 * (4 * parameters + 8) <= last["bytes_sent"] <= 5 * 4 * parameters + 4096
+
+    model, (_, test) = DigitsNet().build(), Digits().load()
+    accuracies = []
+    for state in [*(worker["model"] for worker in workers), shared["model"]]:
+        model.load_state_dict(state)
+        with torch.no_grad():
+            accuracies.append((model(test.inputs).argmax(1) == test.labels).double().mean().item())
+    assert sum(accuracies[:3]) / 3 == pytest.approx(final["test_accuracy"], abs=1e-9)
+    assert accuracies[3] == pytest.approx(final["mean_model_test_accuracy"], abs=1e-9)

@@ -37,7 +37,16 @@ from .codec import (
 from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse
-from .parallel import DGCSGD, ConsensusRecord, GradientCompression, compress_gradients, consensus, gradient_hook
+from .parallel import (
+    DGCSGD,
+    ConsensusRecord,
+    GradientCompression,
+    ParameterGossip,
+    compress_gradients,
+    consensus,
+    gossip_parameters,
+    gradient_hook,
+)
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .topology import (
     BipartiteExponential,
@@ -69,6 +78,8 @@ __all__ = [
     "gradient_hook",
     "GradientCompression",
     "DGCSGD",
+    "gossip_parameters",
+    "ParameterGossip",
     "consensus",
     "ConsensusRecord",
     # averagers

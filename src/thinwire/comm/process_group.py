@@ -25,6 +25,8 @@ from torch import Tensor
 
 from .base import CommunicationError, Communicator
 
+HANG_UP_TAG = 1  # all messages have tag 0
+
 
 class ProcessGroupCommunicator(Communicator):
     """A communicator over the ranks of a process group.
@@ -103,12 +105,13 @@ class ProcessGroupCommunicator(Communicator):
     def _hang_up(self) -> None:
         """Closes Gloo's connections, so that workers that wait for this one fail at once, and so on along a ring.
 
-        A receive that runs into its timeout closes them all; on Gloo, `ProcessGroup.abort()` closes none.
+        A receive that runs into its timeout closes them all; on Gloo, `ProcessGroup.abort()` closes none. Its tag is its own:
+        a message that the peer has sent already would not fit, and Gloo ends the process over that.
         """
         for peer in self._global_ranks:
             if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
                 with contextlib.suppress(RuntimeError, ValueError):
-                    receive = dist.irecv(torch.empty(1), peer, group=self._group)
+                    receive = dist.irecv(torch.empty(1), peer, group=self._group, tag=HANG_UP_TAG)
                     receive.wait(timedelta(milliseconds=1))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:

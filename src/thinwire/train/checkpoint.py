@@ -1,8 +1,8 @@
 """Checkpoints: a folder for each, which appears whole or not at all.
 
     checkpoints/step-000330/
-        shared.pt          what is the same on all workers: step, model, optimizer
-        worker-0.pt ...    what differs: the state of each worker's averager
+        shared.pt          what is the same on all workers: step, model, optimizer; where models differ, their mean
+        worker-0.pt ...    what differs: the state of each worker's averager, and where they differ model and optimizer
 
 Every file loads with `torch.load(weights_only=True)`, and `shared.pt`'s model has the keys of the plain model. The
 folder gets its name when all workers have written their part; then the one before it is removed.

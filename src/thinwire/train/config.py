@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from ..algorithm import require
 from ..average import Averager
+from ..average.gossip_base import Gossip
 from ..notation import parse
 from .data import Digits
 from .models import DigitsNet
@@ -24,7 +25,14 @@ class RunConfig:
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
     """Name of the recipe that this configuration began as."""
     averager: str = "Mean()"
-    """How workers agree on a gradient, in Python's notation, such as "Mean(TopK(0.01), ErrorFeedback())"."""
+    """How workers agree, in Python's notation: on gradients, such as "Mean(TopK(0.01), ErrorFeedback())", or, each with a
+    model of its own, on parameters, such as "Choco(Ring(), TopK(0.01))"."""
+    overlap: bool = False
+    """Averagers of parameters: let messages fly during the next forward and backward pass."""
+    staleness: int = 0
+    """With overlap, how many updates a message may come late; higher => slower networks are hidden, fewer rounds."""
+    order: Literal["combine_then_adapt", "adapt_then_combine"] = "combine_then_adapt"
+    """Averagers of parameters: whether a step first mixes and then updates, or the other way round."""
     workers: int = 4
     """Number of worker processes on this machine; under torchrun, its number of processes."""
     seed: int = 0
@@ -36,6 +44,11 @@ class RunConfig:
     """Stop after this many steps, whatever `epochs` says."""
     batch_size: int = 32
     """Examples per worker and step; higher => fewer steps and fewer bytes in an epoch."""
+    split: Literal["even", "by-class", "by-position"] = "even"
+    """How examples are dealt out: evenly and anew in every epoch; or once, so that a worker has few classes, or examples
+    that lie next to each other in the data set."""
+    shuffled: float = 0.0
+    """Share of the examples that is dealt out evenly even so, 0..1; higher => workers differ less."""
     data: Digits = field(default_factory=Digits)
     model: DigitsNet = field(default_factory=DigitsNet)
     optimizer: SGD = field(default_factory=SGD)
@@ -58,6 +71,10 @@ class RunConfig:
         for name in ("workers", "epochs", "batch_size", "log_every", "threads"):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
         require(self.max_steps is None or self.max_steps >= 1, f"max_steps must be 1 or more, got {self.max_steps}")
+        require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
+        require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
+        even = self.split == "even" and self.shuffled > 0
+        require(not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position")
         require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
         require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
@@ -73,6 +90,12 @@ class RunConfig:
         require(
             isinstance(averager, Averager),
             f"averager must be an averager, got {averager!r}; did you mean 'Mean({self.averager.strip()})'?",
+        )
+        late = self.overlap or self.staleness or self.order != "combine_then_adapt"
+        require(
+            isinstance(averager, Gossip) or not late,
+            f"overlap, staleness and order are for averagers of parameters such as Mix(Ring()); {averager!r} averages "
+            "gradients, always during the backward pass",
         )
         return averager
 

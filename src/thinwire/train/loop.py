@@ -1,17 +1,18 @@
 """One worker's run, from the first weight to the summary.
 
     1. data and model    the same on every worker, from the seed
-    2. strategy          one line: `compress_gradients`
-    3. steps             forward, backward (gradients are averaged meanwhile), optimizer
-    4. metrics           a row every few steps; after an epoch also the test, and a checkpoint
+    2. strategy          one line: `compress_gradients`, or `gossip_parameters`, as the averager asks for (`strategy.py`)
+    3. steps             forward, backward (gradients are averaged meanwhile), optimizer (parameters are, here)
+    4. metrics           a row every few steps; after an epoch also a checkpoint, and its test
     5. summary           what was learned, and what it cost on the wire
 
 All workers run this alike; rank 0 also shows the progress and writes the files. Metrics travel over a communicator of
-their own, so that the ledger counts gradients alone.
+their own, so that the ledger counts training alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Communicator
-from ..parallel import GradientCompression, compress_gradients
 from . import checkpoint
 from .config import RunConfig
-from .data import Split, num_batches, shard
+from .data import Split, num_batches, shard, uneven_shard
 from .meter import Meter, averages, sums
 from .optimize import set_learning_rate
 from .progress import Progress
 from .records import Records, write_json
+from .strategy import Strategy, attach
 
 
 class Step(NamedTuple):
@@ -50,14 +51,14 @@ def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
     model = config.model.build()
     optimizer = config.optimizer.build(model)
 
-    compression = compress_gradients(model, config.parsed_averager(), seed=config.seed)
+    strategy = attach(config, model, optimizer)
 
     watchers = [Progress(folder.name, num_steps), Records(folder)] if comm.rank == 0 else []
     try:
-        meter = Meter(compression, comm)
-        for step in steps(config, comm, len(train.labels), num_steps):
+        meter = Meter(strategy, comm)
+        for step in steps(config, comm, train.labels, num_steps):
             if step.begins_epoch is not None:
-                compression.set_epoch(step.begins_epoch)
+                strategy.handle.set_epoch(step.begins_epoch)
             learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps)
             set_learning_rate(optimizer, learning_rate)
             batch = Split(*(part[step.indices] for part in train))
@@ -68,8 +69,8 @@ def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
                 continue
             row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
             if step.ends_epoch:
-                row |= evaluate(model, test, comm)
-                save_checkpoint(folder, step.number, model, optimizer, compression, comm)
+                save_checkpoint(folder, step.number, model, optimizer, strategy, comm)
+                row |= evaluate(model, test, strategy, comm)
             for watcher in watchers:
                 watcher.row(row)
     finally:
@@ -77,8 +78,8 @@ def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
             watcher.close()
 
     if comm.rank == 0:
-        write_json(folder / "summary.json", summary(config, row, compression))
-    compression.detach()
+        write_json(folder / "summary.json", summary(config, row, strategy))
+    strategy.handle.detach()
 
 
 def count_steps(config: RunConfig, size: int, num_examples: int) -> int:
@@ -87,16 +88,24 @@ def count_steps(config: RunConfig, size: int, num_examples: int) -> int:
     return min(num_steps, config.max_steps or num_steps)
 
 
-def steps(config: RunConfig, comm: Communicator, num_examples: int, num_steps: int) -> Iterator[Step]:
+def steps(config: RunConfig, comm: Communicator, labels: Tensor, num_steps: int) -> Iterator[Step]:
     """All steps of the run; the last of them ends an epoch, whole or not."""
-    per_epoch = num_batches(num_examples, comm.size, config.batch_size)
+    per_epoch = num_batches(len(labels), comm.size, config.batch_size)
     for i in range(num_steps):
         epoch, position = divmod(i, per_epoch)
         if position == 0:
-            share = shard(num_examples, comm.rank, comm.size, config.seed, epoch)
+            share = share_of(labels, config, comm, epoch)
         indices = share[position * config.batch_size : (position + 1) * config.batch_size]
         ends_epoch = i + 1 in ((epoch + 1) * per_epoch, num_steps)
         yield Step(i + 1, (i + 1) / per_epoch, epoch if position == 0 else None, ends_epoch, indices)
+
+
+def share_of(labels: Tensor, config: RunConfig, comm: Communicator, epoch: int) -> Tensor:
+    """Indices of this worker's examples in an epoch, in the order of use."""
+    if config.split == "even":
+        return shard(len(labels), comm.rank, comm.size, config.seed, epoch)
+    keys = labels if config.split == "by-class" else torch.arange(len(labels))
+    return uneven_shard(keys, comm.rank, comm.size, config.seed, epoch, config.shuffled)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split) -> Tensor:
@@ -104,15 +113,25 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split)
     model.train()
     optimizer.zero_grad()
     scores = model(batch.inputs)
-    F.cross_entropy(scores, batch.labels).backward()  # when this returns, gradients are averaged
-    optimizer.step()
+    F.cross_entropy(scores, batch.labels).backward()  # averagers of gradients work in it
+    optimizer.step()  # averagers of parameters in this
     return scores.detach()
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, test: Split, comm: Communicator) -> dict[str, float]:
-    """Loss and accuracy on the test set, which is shared out over the workers."""
+def evaluate(model: nn.Module, test: Split, strategy: Strategy, comm: Communicator) -> dict[str, float]:
+    """Loss and accuracy on the test set; where models differ, means over the workers' models, and those of the mean model."""
     model.eval()
+    if not strategy.models_differ:
+        return evaluate_together(model, test, comm)
+    loss, accuracy, _ = averages(sums(model(test.inputs), test.labels), comm)
+    with strategy.handle.average_model(comm):
+        of_mean = evaluate_together(model, test, comm)
+    return {"test_loss": loss, "test_accuracy": accuracy} | {f"mean_model_{key}": value for key, value in of_mean.items()}
+
+
+def evaluate_together(model: nn.Module, test: Split, comm: Communicator) -> dict[str, float]:
+    """Loss and accuracy of a model that all workers have, who share out the test set."""
     inputs, labels = (part[comm.rank :: comm.size] for part in test)
     loss, accuracy, _ = averages(sums(model(inputs), labels), comm)
     return {"test_loss": loss, "test_accuracy": accuracy}
@@ -123,17 +142,24 @@ def save_checkpoint(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    compression: GradientCompression,
+    strategy: Strategy,
     comm: Communicator,
 ) -> None:
-    """Model and optimizer are the same on all workers; the averager's state is each worker's own."""
-    shared = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint.save(folder / "checkpoints", step, shared, {"averager": compression.state_dict()}, comm)
+    """The averager's state is each worker's own; so are model and optimizer where models differ, and their mean is shared."""
+    averager = {"averager": strategy.handle.state_dict()}  # first: it absorbs messages in flight into the model
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if not strategy.models_differ:
+        checkpoint.save(folder / "checkpoints", step, whole, averager, comm)
+        return
+    own = {key: copy.deepcopy(value) for key, value in whole.items()} | averager
+    with strategy.handle.average_model(comm):
+        checkpoint.save(folder / "checkpoints", step, {"model": model.state_dict()}, own, comm)
 
 
-def summary(config: RunConfig, last: dict[str, float], compression: GradientCompression) -> dict[str, Any]:
+def summary(config: RunConfig, last: dict[str, float], strategy: Strategy) -> dict[str, Any]:
     """What `summary.json` says; bytes are means over the workers, who may differ."""
-    ledger, bytes_sent = compression.ledger, last["bytes_sent"]
+    ledger, bytes_sent = strategy.handle.ledger, last["bytes_sent"]
+    of_differing = ("mean_model_test_accuracy", "mean_model_test_loss", "consensus_distance")
     return {
         "recipe": config.recipe,
         "averager": repr(config.parsed_averager()),
@@ -145,7 +171,8 @@ def summary(config: RunConfig, last: dict[str, float], compression: GradientComp
             "train_accuracy": last["accuracy"],
             "train_loss": last["loss"],
             "steps": last["step"],
-        },
+        }
+        | {key: last[key] for key in of_differing if key in last},
         "bytes_sent_per_worker": bytes_sent,
         "dense_fp32_bytes": ledger.dense_fp32_bytes,
         "dense_bf16_bytes": ledger.dense_bf16_bytes,

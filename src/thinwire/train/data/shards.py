@@ -1,8 +1,12 @@
 """Who sees which examples: a worker's share of a data set, reshuffled every epoch.
 
-All workers draw the same permutation of the data set, a pure function of the seed and the epoch, and worker r of W takes
+Even. All workers draw the same permutation of the data set, a pure function of the seed and the epoch, and worker r of W takes
 every W-th entry from the r-th on. So shares never overlap, are of equal size, and together cover the data set but for
 the last `num_examples mod W` entries of the permutation.
+
+Uneven. Examples are dealt out once for all epochs. A fraction of them, drawn by the seed, goes to all workers alike; the
+others are put in order, of their classes or of their positions in the data set, and cut into W consecutive pieces. So a
+worker sees few classes, where decentralised methods differ. Shares are disjoint and of equal size here too.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor
 from ...kernels import mix_key
 
 ORDER_STREAM = zlib.crc32(b"order of examples")
+SPLIT_STREAM = zlib.crc32(b"split of examples")
 
 
 class Split(NamedTuple):
@@ -46,10 +51,39 @@ def shard(num_examples: int, rank: int, size: int, seed: int, epoch: int) -> Ten
         >>> len(shares[0]), len(shares[1]), len(set(torch.cat(shares).tolist()))
         (3, 3, 6)
     """
+    return permutation(num_examples, seed, ORDER_STREAM, epoch)[rank::size][: num_examples // size]
+
+
+def uneven_shard(keys: Tensor, rank: int, size: int, seed: int, epoch: int, shuffled: float = 0.0) -> Tensor:
+    """Indices of one worker's share, in the order of use, where examples of like keys go to the same workers.
+
+    Args:
+        keys: (N,) what to deal out by, such as the label of each example.
+        rank, size: this worker, 0..W-1, of W.
+        seed, epoch: who gets which examples of a class depends on the seed, their order on both.
+        shuffled: fraction of the examples that all workers share alike.
+
+    Returns:
+        (N // W,) int64.
+
+    Example:
+        >>> labels = torch.tensor([1, 0, 1, 0])
+        >>> [sorted(uneven_shard(labels, rank, 2, seed=0, epoch=0).tolist()) for rank in range(2)]
+        [[1, 3], [0, 2]]
+    """
+    order = permutation(len(keys), seed, SPLIT_STREAM, 0)
+    num_mixed = round(shuffled * len(keys) / size) * size
+    mixed, others = order[:num_mixed], order[num_mixed:]
+    pieces = others[keys[others].argsort(stable=True)].tensor_split(size)
+    share = torch.cat([mixed[rank::size], pieces[rank]])[: len(keys) // size]
+    return share[permutation(len(share), seed, ORDER_STREAM | rank << 32, epoch)]
+
+
+def permutation(num_examples: int, seed: int, stream: int, epoch: int) -> Tensor:
+    """A permutation of `range(num_examples)`, the same on all workers that ask for the same."""
     # Mixed, for PyTorch's generator on the CPU reads the low 32 bits of its seed alone.
-    generator = torch.Generator().manual_seed(mix_key(seed, ORDER_STREAM, epoch))
-    order = torch.randperm(num_examples, generator=generator)
-    return order[rank::size][: num_examples // size]
+    generator = torch.Generator().manual_seed(mix_key(seed, stream, epoch))
+    return torch.randperm(num_examples, generator=generator)
 
 
 def num_batches(num_examples: int, size: int, batch_size: int) -> int:

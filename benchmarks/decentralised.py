@@ -1,0 +1,75 @@
+"""Every decentralised method on the same task: digits, 8 workers on a ring, classes split between them.
+
+    python benchmarks/decentralised.py [--output FOLDER] [--workers N] [--epochs N] [--shuffled F] [--seed N] [--only TEXT]
+
+Trains one run after another and prints a table for docs/decentralised.md. Runs that are finished in the output folder are
+not repeated, so that an interrupted command goes on where it was; `--only` trains but those whose averager contains a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.recipes.digits import digits
+from thinwire.report import Run, read_run
+from thinwire.train import RunConfig, train
+
+# What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
+DEFAULTS = ("Mix(Ring())", "PushSum(Ring())", "Choco(Ring())", "DeepSqueeze(Ring())", "PowerGossip(Ring())", "Moniqua(Ring())")
+TUNED = (
+    "Choco(Ring(), gamma=0.5)",
+    "Choco(Ring(), TopK(0.01))",
+    "DeepSqueeze(Ring(), eta=0.05)",
+    "PowerGossip(Ring(), iterations=4)",
+    "Moniqua(Ring(), theta=0.25, bits=4, gamma=0.5)",
+)
+REFERENCE = ("Mean()",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/decentralised"))
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--shuffled", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="TEXT")
+    options = parser.parse_args()
+    shared = replace(
+        digits(), workers=options.workers, epochs=options.epochs, seed=options.seed, split="by-class",
+        shuffled=options.shuffled, output=options.output,
+    )  # fmt: skip
+    runs = []
+    for averager in (*DEFAULTS, *TUNED, *REFERENCE):
+        run = finished(replace(shared, averager=averager), options.only in averager)
+        runs += [] if run is None else [run]
+    print("\n".join(table(runs)))
+
+
+def finished(config: RunConfig, may_train: bool) -> Run | None:
+    """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
+    name = re.sub(r"\W+", "-", config.averager).strip("-").lower()
+    folder = config.output / name
+    if not (folder / "summary.json").exists():
+        if not may_train:
+            return None
+        train(replace(config, name=name, overwrite=True))
+    return read_run(folder, config.averager)
+
+
+def table(runs: list[Run]) -> list[str]:
+    """Markdown; accuracies in per cent, distance of the last row, megabytes sent by a worker in the whole run."""
+    lines = ["| averager | local models | mean model | consensus distance | MB sent by a worker |", "|---|---|---|---|---|"]
+    for run in runs:
+        final, megabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e6
+        local, mean = final["test_accuracy"], final.get("mean_model_test_accuracy", final["test_accuracy"])
+        distance = final.get("consensus_distance", 0.0)
+        lines.append(f"| `{run.label}` | {local:.1%} | {mean:.1%} | {distance:.2g} | {megabytes:.1f} |".replace("%", " %"))
+    return lines
+
+
+if __name__ == "__main__":
+    main()
