@@ -23,6 +23,7 @@ from thinwire.train.models import (
     apply,
     num_parameters,
 )
+from thinwire.train.models.decoding import IncrementalDecoder
 from thinwire.train.models.transformer import BOS, EOS, PAD
 
 PUBLISHED = [
@@ -159,13 +160,26 @@ def test_translation_takes_the_likeliest_token_and_stops_at_the_end():
     torch.manual_seed(1)
     module = SMALL_TRANSFORMER.build(13).eval()
     source = torch.randint(4, 13, (3, 6))
+    source[1, 4:] = PAD
     with torch.no_grad():
-        module.output.bias[EOS] = -100.0
-        taken = module.translate(source, max_length=5)
+        module.output.bias[[PAD, EOS]] = -100.0
+        taken = module.translate(source, num_extra=-1)
         scores = module(source, torch.cat([torch.full((3, 1), BOS), taken[:, :-1]], dim=1))
-        assert taken.shape == (3, 5) and torch.equal(scores.argmax(dim=-1), taken)
+        assert (taken != PAD).sum(dim=1).tolist() == [5, 3, 5], "one fewer than each source has"
+        assert torch.equal(scores.argmax(dim=-1)[taken != PAD], taken[taken != PAD])
         module.output.bias[EOS] = 100.0
-        assert module.translate(source, max_length=5).tolist() == [[EOS]] * 3
+        assert module.translate(source).tolist() == [[EOS]] * 3
+
+
+def test_decoding_token_by_token_gives_what_the_whole_decoder_gives():
+    torch.manual_seed(0)
+    module = SMALL_TRANSFORMER.build(13).double().eval()
+    source, target = torch.randint(4, 13, (3, 6)), torch.randint(4, 13, (3, 5))
+    source[0, 3:] = PAD
+    with torch.no_grad():
+        decoder = IncrementalDecoder(module.transformer.decoder, module.encode(source), source == PAD)
+        steps = [module.output(decoder.step(module._embed(target[:, i : i + 1], i))) for i in range(5)]
+        torch.testing.assert_close(torch.cat(steps, dim=1), module(source, target))
 
 
 @pytest.mark.parametrize(

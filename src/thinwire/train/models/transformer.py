@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...algorithm import require
 from .base import Model
+from .decoding import IncrementalDecoder
 
 PAD, BOS, EOS, UNK = range(4)
 """Ids of the special tokens in every vocabulary for translation: padding, begin, end, unknown."""
@@ -46,8 +47,6 @@ class Transformer(Model):
     """Width of the layer inside each feed-forward block."""
     dropout: float = 0.1
     """Share of numbers set to 0 while training; higher => less overfitting, slower learning."""
-    norm_first: bool = False
-    """Norms before each block instead of after its sum; steadier in deep models. The paper's are after."""
 
     def __post_init__(self):
         for name in ("layers", "width", "heads", "hidden"):
@@ -75,7 +74,6 @@ class TransformerModule(nn.Module):
             num_decoder_layers=config.layers,
             dim_feedforward=config.hidden,
             dropout=config.dropout,
-            norm_first=config.norm_first,
             batch_first=True,
         )
         self.transformer.encoder.use_nested_tensor = False  # a prototype, and PyTorch warns of it
@@ -85,42 +83,46 @@ class TransformerModule(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, source_NS: Tensor, target_NT: Tensor) -> Tensor:
-        return self.decode(target_NT, self.encode(source_NS), source_NS)
-
-    def encode(self, source_NS: Tensor) -> Tensor:
-        """What the decoder reads of the sources: (N, S, width)."""
-        return self.transformer.encoder(self._embed(source_NS), src_key_padding_mask=source_NS == PAD)
-
-    def decode(self, target_NT: Tensor, memory_NSD: Tensor, source_NS: Tensor) -> Tensor:
-        """Scores (N, T, num_tokens) of the token after each of the targets so far."""
         length = target_NT.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=target_NT.device).triu(1)
-        # Padding stands at the end, where the causal mask hides it from every target that counts.
+        # Padding of targets stands at their end, where the causal mask hides it from every place that counts.
         hidden = self.transformer.decoder(
             self._embed(target_NT),
-            memory_NSD,
-            tgt_mask=mask,
+            self.encode(source_NS),
+            tgt_mask=torch.ones(length, length, dtype=torch.bool, device=target_NT.device).triu(1),
             tgt_is_causal=True,
             memory_key_padding_mask=source_NS == PAD,
         )
         return self.output(hidden)
 
-    @torch.no_grad()
-    def translate(self, source_NS: Tensor, max_length: int) -> Tensor:
-        """Greedy translations (N, up to max_length): the likeliest token after token, without BOS, PAD after EOS."""
-        memory = self.encode(source_NS)
-        target = source_NS.new_full((len(source_NS), 1), BOS)
-        ended = torch.zeros(len(source_NS), dtype=torch.bool, device=source_NS.device)
-        while target.shape[1] <= max_length and not ended.all():
-            token = self.decode(target, memory, source_NS)[:, -1].argmax(dim=-1).masked_fill(ended, PAD)
-            target = torch.cat([target, token[:, None]], dim=1)
-            ended |= token == EOS
-        return target[:, 1:]
+    def encode(self, source_NS: Tensor) -> Tensor:
+        """What the decoder reads of the sources: (N, S, width)."""
+        return self.transformer.encoder(self._embed(source_NS), src_key_padding_mask=source_NS == PAD)
 
-    def _embed(self, tokens_NT: Tensor) -> Tensor:
+    @torch.no_grad()
+    def translate(self, source_NS: Tensor, num_extra: int = 20) -> Tensor:
+        """Greedy translations (N, T): the likeliest token after token, up to EOS and then PAD; the module is in eval mode.
+
+        Args:
+            source_NS: sources, padded at the end.
+            num_extra: how many tokens a translation may be longer than its source.
+        """
+        padding = source_NS == PAD
+        decoder = IncrementalDecoder(self.transformer.decoder, self.encode(source_NS), padding)
+        limits = (~padding).sum(dim=1) + num_extra
+        token = source_NS.new_full((len(source_NS),), BOS)
+        ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
+        while not ended.all():
+            scores = self.output(decoder.step(self._embed(token[:, None], len(tokens)))[:, 0])
+            token = scores.argmax(dim=-1).masked_fill(ended, PAD)
+            tokens.append(token)
+            ended |= (token == EOS) | (len(tokens) >= limits)
+        return torch.stack(tokens, dim=1)
+
+    def _embed(self, tokens_NT: Tensor, first: int = 0) -> Tensor:
         width = self.embedding.embedding_dim
         x = self.embedding(tokens_NT)
-        return self.dropout(math.sqrt(width) * x + sinusoids(tokens_NT.shape[1], width, x))
+        positions = sinusoids(first + tokens_NT.shape[1], width, x)[first:]
+        return self.dropout(math.sqrt(width) * x + positions)
 
 
 def sinusoids(length: int, width: int, like: Tensor) -> Tensor:
