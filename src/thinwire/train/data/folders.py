@@ -1,0 +1,81 @@
+"""Image files in class folders: `part/<class>/<any name>.jpg`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...algorithm import require
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
+
+
+class ImageFiles(NamedTuple):
+    """The images of one part of a data set, in the order of their names.
+
+    Args:
+        classes: names of the class folders, sorted; a class is its place here.
+        paths: (N,) files.
+        labels: (N,) int64.
+    """
+
+    classes: tuple[str, ...]
+    paths: list[Path]
+    labels: Tensor
+
+
+def list_images(folder: Path) -> ImageFiles:
+    """All images of a folder of class folders.
+
+    Raises:
+        ValueError: the folder is missing, has no class folders, or one of these has no images.
+    """
+    require(
+        folder.is_dir(), f"{folder.absolute()} is not there; put images into {folder}/<class>/, or say where they are"
+    )
+    classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
+    require(len(classes) > 0, f"{folder} has no class folders; images belong into {folder}/<class>/")
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        found = sorted(entry.name for entry in os.scandir(folder / name) if entry.name.endswith(SUFFIXES))
+        require(len(found) > 0, f"{folder / name} has no images ({', '.join(SUFFIXES[:3])}); fill or remove the folder")
+        paths += [folder / name / file for file in found]
+        labels += [label] * len(found)
+    return ImageFiles(classes, paths, torch.tensor(labels))
+
+
+def list_parts(train: Path, test: Path) -> tuple[ImageFiles, ImageFiles]:
+    """Training and test images, which must have the same classes.
+
+    Raises:
+        ValueError: as `list_images`, or the classes differ.
+    """
+    parts = list_images(train), list_images(test)
+    alone = sorted(set(parts[0].classes) ^ set(parts[1].classes))
+    require(
+        not alone, f"{train} and {test} must have the same class folders; in one of them alone: {', '.join(alone[:3])}"
+    )
+    return parts
+
+
+def open_image(path: Path):
+    """A Pillow image, not yet decoded.
+
+    Raises:
+        ValueError: the file isn't an image.
+    """
+    from PIL import Image
+
+    try:
+        return Image.open(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> ValueError:
+    """What to say of an image that can't be decoded."""
+    return ValueError(f"{path} cannot be read as an image ({str(error).splitlines()[0]}); replace or remove it")
