@@ -72,7 +72,7 @@ def random_crop(images: Tensor, padding: int, border: str, generator: torch.Gene
         padded = F.pad(images, (padding,) * 4)
     else:
         rows, columns = (_mirrored(side, padding, images.device) for side in (height, width))
-        padded = images[:, :, rows[:, None], columns]
+        padded = images.index_select(2, rows).index_select(3, columns)
     # A view of all crops of every image, (N, C, 2p+1, 2p+1, H, W), from which one each is copied.
     crops = padded.unfold(2, height, 1).unfold(3, width, 1)
     return crops[torch.arange(len(images), device=images.device), :, top, left]

@@ -54,7 +54,7 @@ def fingerprint(paths: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         found = path.stat()
-        digest.update(f"{path.resolve()} {found.st_size} {found.st_mtime_ns}\n".encode())
+        digest.update(f"{path.absolute()} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

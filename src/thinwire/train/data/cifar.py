@@ -57,7 +57,7 @@ class CIFAR10:
     def _decoded(self) -> Any:
         if (self.folder / "train").is_dir():
             parts = list_parts(self.folder / "train", self.folder / "test")
-            made_from = fingerprint([path for part in parts for path in part.paths])
+            made_from = fingerprint([path for part in parts for path in map(part.path, range(len(part)))])
             return cached_tensors("cifar10-files.pt", made_from, lambda: [decode(part) for part in parts])
         archive = self.folder / ARCHIVE
         if not archive.exists():
@@ -71,8 +71,8 @@ def decode(files: ImageFiles) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: a file isn't an image of 32x32 pixels.
     """
-    pixels = np.empty((len(files.paths), SIDE, SIDE, 3), dtype=np.uint8)
-    for i, path in enumerate(files.paths):
+    pixels = np.empty((len(files), SIDE, SIDE, 3), dtype=np.uint8)
+    for i, path in enumerate(map(files.path, range(len(files)))):
         with open_image(path) as image:
             require(
                 image.size == (SIDE, SIDE), f"{path} must be {SIDE}x{SIDE} pixels, got {'x'.join(map(str, image.size))}"

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,23 @@ class ImageFiles(NamedTuple):
     """The images of one part of a data set, in the order of their names.
 
     Args:
-        classes: names of the class folders, sorted; a class is its place here.
-        paths: (N,) files.
+        folder: what holds the class folders.
+        classes: their names, sorted; a class is its place here.
+        names: (N,) file names as bytes. One array, for a million Python objects would be copied into every loader process.
         labels: (N,) int64.
     """
 
+    folder: Path
     classes: tuple[str, ...]
-    paths: list[Path]
+    names: np.ndarray
     labels: Tensor
+
+    def path(self, i: int) -> Path:
+        """The file of image i."""
+        return self.folder / self.classes[self.labels[i]] / os.fsdecode(self.names[i])
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def list_images(folder: Path) -> ImageFiles:
@@ -39,13 +49,13 @@ def list_images(folder: Path) -> ImageFiles:
     )
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     require(len(classes) > 0, f"{folder} has no class folders; images belong into {folder}/<class>/")
-    paths, labels = [], []
+    names, labels = [], []
     for label, name in enumerate(classes):
         found = sorted(entry.name for entry in os.scandir(folder / name) if entry.name.endswith(SUFFIXES))
         require(len(found) > 0, f"{folder / name} has no images ({', '.join(SUFFIXES[:3])}); fill or remove the folder")
-        paths += [folder / name / file for file in found]
+        names += map(os.fsencode, found)
         labels += [label] * len(found)
-    return ImageFiles(classes, paths, torch.tensor(labels))
+    return ImageFiles(folder, classes, np.array(names), torch.tensor(labels))
 
 
 def list_parts(train: Path, test: Path) -> tuple[ImageFiles, ImageFiles]:

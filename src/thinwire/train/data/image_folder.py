@@ -91,7 +91,7 @@ class FolderImages(Dataset):
 
     @property
     def num_examples(self) -> int:
-        return len(self._train.paths)
+        return len(self._train)
 
     @property
     def labels(self) -> Tensor:
@@ -101,13 +101,13 @@ class FolderImages(Dataset):
         size = self._config.size_at(epoch)
         regions = random_regions(len(indices), self._config.min_area, generator)
         flip = torch.rand(len(indices), generator=generator) < 0.5
-        paths = [self._train.paths[i] for i in indices.tolist()]
+        paths = map(self._train.path, indices.tolist())
         pixels = torch.stack([read_region(*pair, size) for pair in zip(paths, regions.tolist(), strict=True)])
         pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
         return Batch((_standardised(pixels),), self._train.labels[indices])
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
-        share = torch.arange(len(self._test.paths))[rank::size]
+        share = torch.arange(len(self._test))[rank::size]
         batches = _TestBatches(self._config, self._test, [part for part in share.split(batch_size) if len(part)])
         numbers = range(len(batches.parts))
         return loaded(batches, numbers, self.num_loaders) if self.num_loaders else map(batches.__getitem__, numbers)
@@ -124,7 +124,7 @@ class _TestBatches:
 
     def __getitem__(self, number: int) -> Batch:
         part = self.parts[number]
-        pixels = torch.stack([read_centre(self.files.paths[i], self.config.test_size) for i in part.tolist()])
+        pixels = torch.stack([read_centre(self.files.path(i), self.config.test_size) for i in part.tolist()])
         return Batch((_standardised(pixels),), self.files.labels[part])
 
 
