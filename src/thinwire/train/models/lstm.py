@@ -1,7 +1,7 @@
 """An LSTM language model whose output layer is the embedding, transposed.
 
-28,949,319 parameters with a vocabulary of 28,869 words (PowerSGD's and PowerGossip's count on WikiText-2);
-31,819,578 with all 33,278 of WikiText-2's own tokens.
+28,949,319 parameters (110 MiB) with the vocabulary of 28,869 words that PowerSGD and PowerGossip cut WikiText-2 into;
+31,819,578 with the 33,278 of its own.
 
 Source: Press and Wolf 2017, Using the Output Embedding to Improve Language Models, arXiv 1608.05859; as trained by
 Vogels et al. 2020, PowerGossip, arXiv 2008.01425: 3 layers of 650, dropout 0.4.
