@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import multiprocessing
 import os
 import pickle
 import tarfile
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -335,6 +337,37 @@ def test_loader_processes_give_the_same_batches_in_the_same_order(tmp_path):
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one.inputs[0], other.inputs[0]) and torch.equal(one.labels, other.labels)
     assert torch.equal(torch.get_rng_state(), state), "the global random state is left alone"
+
+
+def _ends_while_it_loads(folder: Path, pids) -> None:
+    data = ImageFolder(folder, sizes=((0, 8),), num_loaders=2).load()
+    batches = data.batches(torch.zeros(50, 1, dtype=torch.int64), 0, 0, 0)
+    next(batches)
+    pids.send([child.pid for child in multiprocessing.active_children()])
+    os._exit(1)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc which processes there are")
+def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path):
+    for part in ("train", "val"):
+        write_images(tmp_path / part, {"cat": 1})
+    context = multiprocessing.get_context("forkserver")  # as training starts its workers
+    receiver, sender = context.Pipe(duplex=False)
+    worker = context.Process(target=_ends_while_it_loads, args=(tmp_path, sender))
+    worker.start()
+    pids = receiver.recv()
+    worker.join()
+    deadline = time.monotonic() + 15  # PyTorch's watchdog looks every 5 seconds
+    while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not left
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_training_sizes_grow_by_epoch(tmp_path):

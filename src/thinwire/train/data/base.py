@@ -181,6 +181,9 @@ def loaded(batches: Any, numbers: range, num_loaders: int) -> Iterator[Batch]:
         sampler=numbers,
         num_workers=num_loaders,
         collate_fn=_as_it_is,
+        # Forked, loaders start at once, and PyTorch's watchdog ends them within seconds of their parent, however that ends.
+        # Started by a fork server, as the worker's own start method would have it, they'd outlive it.
+        multiprocessing_context="fork",
         generator=torch.Generator(),  # the loader draws a seed, and the run's random state is not its to advance
     )
     for item in loader:
