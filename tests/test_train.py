@@ -18,7 +18,7 @@ from thinwire.train import RunConfig, WorkerError, checkpoint, train
 from thinwire.train.data import Digits, num_batches, shard, uneven_shard
 from thinwire.train.loop import steps
 from thinwire.train.models import DigitsNet
-from thinwire.train.optimize import SGD
+from thinwire.train.optimize import SGD, LearningRateSchedule
 from thinwire.train.records import COLUMNS, Records, make_folder, write_json
 
 
@@ -112,7 +112,7 @@ def test_all_parameters_of_the_digits_network_are_matrices_or_kernels():
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine():
-    sgd = SGD(learning_rate=0.4, warmup_fraction=0.25)
+    sgd = SGD(learning_rate=0.4, schedule=LearningRateSchedule(warmup_fraction=0.25))
     rates = [sgd.learning_rate_at(step, 40) for step in range(40)]
     assert rates[:10] == pytest.approx([0.04 * (step + 1) for step in range(10)])
     assert rates[25] == pytest.approx(0.4 * (1 + math.cos(math.pi / 2)) / 2)
@@ -123,7 +123,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine():
 @pytest.mark.parametrize("warmup_fraction", [0, 1])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_schedules_at_their_limits(warmup_fraction, num_steps):
-    sgd = SGD(warmup_fraction=warmup_fraction)
+    sgd = SGD(schedule=LearningRateSchedule(warmup_fraction=warmup_fraction))
     assert all(0 < sgd.learning_rate_at(step, num_steps) <= sgd.learning_rate for step in range(num_steps))
 
 

@@ -81,7 +81,8 @@ def _spawn(config: RunConfig) -> Path:
     store = dist.TCPStore(HOST, config.port, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS)
     context = _context()
     ranks = range(config.workers)
-    workers = [context.Process(target=_worker, args=(rank, config, folder, store.port), daemon=True) for rank in ranks]
+    # No daemons: these may not have processes of their own, and data is loaded by such.
+    workers = [context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in ranks]
     with _stopped_at_the_end(workers):
         with _for_children(config):
             for worker in workers:

@@ -1,6 +1,31 @@
 """Data sets: one file each, and how their examples are dealt out to workers."""
 
+from .augment import Augmentation
+from .base import IGNORE, Batch, Dataset, sums
+from .cifar import CIFAR10
 from .digits import Digits
+from .image_folder import ImageFolder
+from .images import Images
 from .shards import Split, num_batches, shard, uneven_shard
+from .text import PlainText, Text, WikiText2
+from .translation import ParallelText
 
-__all__ = ["Digits", "Split", "num_batches", "shard", "uneven_shard"]
+__all__ = [
+    "CIFAR10",
+    "IGNORE",
+    "Augmentation",
+    "Batch",
+    "Dataset",
+    "Digits",
+    "ImageFolder",
+    "Images",
+    "ParallelText",
+    "PlainText",
+    "Split",
+    "Text",
+    "WikiText2",
+    "num_batches",
+    "shard",
+    "sums",
+    "uneven_shard",
+]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...algorithm import require
+from .base import Model
 
 
 @dataclass(frozen=True)
-class DigitsNet:
+class DigitsNet(Model):
     """Shape of the network; `width` channels w give 90 w^2 + 169 w parameters, all of them in matrices and kernels."""
 
     width: int = 48
@@ -23,10 +24,10 @@ class DigitsNet:
     def __post_init__(self):
         require(self.width >= 1, f"model.width must be 1 or more, got {self.width}")
 
-    def build(self) -> nn.Module:
+    def build(self, num_classes: int = 10) -> nn.Module:
         """The network with random weights, drawn from PyTorch's global generator as modules do.
 
-        Maps images (N, 1, 8, 8) to scores (N, 10).
+        Maps images (N, 1, 8, 8) to scores (N, num_classes).
         """
         w = self.width
         return nn.Sequential(
@@ -39,7 +40,7 @@ class DigitsNet:
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(16 * w, 10, bias=False),
+            nn.Linear(16 * w, num_classes, bias=False),
         )
 
 

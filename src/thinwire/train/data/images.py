@@ -1,0 +1,67 @@
+"""Images that fit in memory, all of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .augment import Augmentation
+from .base import Batch, Dataset
+from .shards import Split
+
+
+class Images(Dataset):
+    """Training and test images as two tensors each; batches are made where these lie.
+
+    Args:
+        train, test: images (N, C, H, W), uint8 or float32, and their classes.
+        num_classes: how many classes there are.
+        mean, std: of each channel, in the units of the stored pixels; batches are standardised by them.
+        augmentation: what is random about training images.
+    """
+
+    metric_names = ("loss", "accuracy", "top5_accuracy")
+
+    def __init__(
+        self,
+        train: Split,
+        test: Split,
+        num_classes: int,
+        mean: tuple[float, ...] = (0.0,),
+        std: tuple[float, ...] = (1.0,),
+        augmentation: Augmentation = Augmentation(padding=0, flip=False),
+    ):
+        self._train, self._test, self._num_classes, self._augmentation = train, test, num_classes, augmentation
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+
+    @property
+    def num_classes(self) -> int:
+        return self._num_classes
+
+    @property
+    def num_examples(self) -> int:
+        return len(self._train.labels)
+
+    @property
+    def labels(self) -> Tensor:
+        return self._train.labels
+
+    def to(self, device: torch.device | str) -> Images:
+        """The same images on a device, where batches are then made."""
+        train, test = (Split(*(part.to(device) for part in split)) for split in (self._train, self._test))
+        mean, std = self._mean.flatten().tolist(), self._std.flatten().tolist()
+        return Images(train, test, self._num_classes, mean, std, self._augmentation)
+
+    def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
+        images, labels = (part[indices.to(part.device)] for part in self._train)
+        images = self._standardised(self._augmentation.before(images, generator))
+        return Batch((self._augmentation.after(images, generator),), labels)
+
+    def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
+        images, labels = (part[rank::size].split(batch_size) for part in self._test)
+        return (Batch((self._standardised(x),), y) for x, y in zip(images, labels, strict=True) if len(y))
+
+    def _standardised(self, images: Tensor) -> Tensor:
+        return (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
