@@ -36,7 +36,16 @@ from .codec import (
 from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse
-from .parallel import DGCSGD, ConsensusRecord, GradientCompression, compress_gradients, consensus, gradient_hook
+from .parallel import (
+    DGCSGD,
+    ConsensusRecord,
+    GradientCompression,
+    LocalUpdates,
+    compress_gradients,
+    consensus,
+    gradient_hook,
+    local_updates,
+)
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .topology import (
     BipartiteExponential,
@@ -68,6 +77,8 @@ __all__ = [
     "gradient_hook",
     "GradientCompression",
     "DGCSGD",
+    "local_updates",
+    "LocalUpdates",
     "consensus",
     "ConsensusRecord",
     # averagers

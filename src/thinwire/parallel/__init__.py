@@ -3,5 +3,15 @@
 from .consensus import ConsensusRecord, consensus
 from .dgc_sgd import DGCSGD
 from .gradients import GradientCompression, compress_gradients, gradient_hook
+from .local_updates import LocalUpdates, local_updates
 
-__all__ = ["DGCSGD", "ConsensusRecord", "GradientCompression", "compress_gradients", "consensus", "gradient_hook"]
+__all__ = [
+    "DGCSGD",
+    "ConsensusRecord",
+    "GradientCompression",
+    "LocalUpdates",
+    "compress_gradients",
+    "consensus",
+    "gradient_hook",
+    "local_updates",
+]
