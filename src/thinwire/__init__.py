@@ -4,7 +4,7 @@ The public names, in the order of a gradient's path: a strategy hands tensors to
 make them small, and whose communicator sends them.
 """
 
-from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, PowerGossip, PowerSGD, PushSum, dgc
+from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, Pairwise, PowerGossip, PowerSGD, PushSum, dgc
 from .codec import (
     ALQ,
     AMQ,
@@ -92,6 +92,7 @@ __all__ = [
     "DeepSqueeze",
     "PowerGossip",
     "Moniqua",
+    "Pairwise",
     # memory
     "Memory",
     "ErrorFeedback",

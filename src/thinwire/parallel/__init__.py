@@ -1,5 +1,6 @@
 """Strategies: what is averaged, and when."""
 
+from .asynchronous import AsynchronousGossip, gossip_asynchronously
 from .consensus import ConsensusRecord, consensus
 from .dgc_sgd import DGCSGD
 from .gradients import GradientCompression, compress_gradients, gradient_hook
@@ -7,11 +8,13 @@ from .local_updates import LocalUpdates, local_updates
 
 __all__ = [
     "DGCSGD",
+    "AsynchronousGossip",
     "ConsensusRecord",
     "GradientCompression",
     "LocalUpdates",
     "compress_gradients",
     "consensus",
+    "gossip_asynchronously",
     "gradient_hook",
     "local_updates",
 ]
