@@ -430,6 +430,28 @@ def test_there_is_one_thread_and_it_ends():
     assert spawn(2, count_threads) == [(1, 0)] * 2
 
 
+def resident_bytes(comm):
+    """After some hundred averagings, and after ten times as many; messages are of 1 MB."""
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle, sizes = gossip_asynchronously(model, optimizer, tw.Pairwise(), comm), []
+    for step in range(1000):
+        optimizer.step()
+        time.sleep(0.001)
+        if step in (99, 999):
+            pages = int(open("/proc/self/statm").read().split()[1])
+            sizes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    handle.detach()
+    return sizes, handle.num_averaged
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_steady():
+    for (early, late), averaged in spawn(2, resident_bytes):
+        assert averaged > 100
+        assert late - early < 20e6  # of more than 100 MB that have passed
+
+
 def own_group(comm):
     worker = Worker(comm)
     model, optimizer = worker.model, torch.optim.SGD(worker.model.parameters(), lr=1.0)
