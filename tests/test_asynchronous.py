@@ -92,7 +92,7 @@ def with_gradients(comm, seed, steps):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_mean_moves_by_all_steps_and_nothing_else(world, seed):
     """200 steps with random sleeps, unequally many on unequal workers."""
     steps = [200, 150, 200, 100]
@@ -409,7 +409,9 @@ def test_ctrl_c_ends_all_processes(tmp_path, phase, to):
         time.sleep(0.3)
         for rank in to:
             processes[rank].send_signal(signal.SIGINT)
+        began = time.monotonic()
         errors = [process.communicate(timeout=20)[1] for process in processes]
+        assert time.monotonic() - began < 10
     finally:
         for process in processes:
             process.kill()

@@ -121,14 +121,15 @@ class SocketChannel(Channel):
     def _poll(self, sources: set[int], deadline: float | None) -> bool:
         """Wait until something is readable, a sign is due or the deadline is there; whether `wake` was called."""
         before = time.monotonic()
-        until = self._next_sign if deadline is None else min(self._next_sign, deadline)
+        until = max(before, self._next_sign if deadline is None else min(self._next_sign, deadline))
         poll, peers = select.poll(), {self._sockets[peer].fileno(): peer for peer in sources}
         for descriptor in (*peers, self._wakened.fileno()):
             poll.register(descriptor, select.POLLIN)
-        readable = [descriptor for descriptor, _ in poll.poll(1000 * max(0.0, until - before))]
+        readable = [descriptor for descriptor, _ in poll.poll(1000 * (until - before))]
         # All of them are read before the next poll, so that nobody is forgotten.
         self._ready = deque(sorted(peers[descriptor] for descriptor in readable if descriptor in peers))
-        self._notice_silence(sources, time.monotonic() - before)
+        # Not more than was asked for: who was stopped meanwhile cannot say how long the others were silent.
+        self._notice_silence(sources, min(time.monotonic(), until) - before)
         wakened = self._wakened.fileno() in readable
         if wakened:
             self._wakened.recv(4096)
@@ -154,22 +155,13 @@ class SocketChannel(Channel):
 
     def _read(self, peer: int) -> Message:
         try:
-            num_bytes, kind = HEADER.unpack(self._read_exactly(peer, bytearray(HEADER_BYTES)))
+            num_bytes, kind = HEADER.unpack(_read_exactly(self._sockets[peer], bytearray(HEADER_BYTES)))
             payload = torch.empty(num_bytes, dtype=torch.uint8)
-            self._read_exactly(peer, _memory(payload))
+            _read_exactly(self._sockets[peer], _memory(payload))
         except OSError as error:
             raise self._failed("receive from", peer, error) from error
         self._record(0, 0, HEADER_BYTES + num_bytes)
         return Message(peer, kind, payload)
-
-    def _read_exactly(self, peer: int, buffer: bytearray | memoryview) -> bytearray | memoryview:
-        rest = memoryview(buffer)
-        while rest:
-            count = self._sockets[peer].recv_into(rest)
-            if count == 0:
-                raise ConnectionResetError("end of the connection")
-            rest = rest[count:]
-        return buffer
 
     def _failed(self, what: str, peer: int, error: OSError) -> CommunicationError:
         if isinstance(error, TimeoutError):
@@ -230,8 +222,8 @@ def _accept(listener: socket.socket, secret: bytes) -> tuple[int | None, socket.
     connection, _ = listener.accept()
     connection.settimeout(5.0)
     try:
-        said, rank = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
-    except (OSError, struct.error):
+        said, rank = HELLO.unpack(_read_exactly(connection, bytearray(HELLO.size)))
+    except OSError:
         said, rank = b"", None
     if not secrets.compare_digest(said, secret):
         connection.close()
@@ -269,6 +261,17 @@ def _interface_address(interface: str) -> str | None:
         return socket.inet_ntoa(answer[20:24])
     except (ImportError, OSError):
         return None  # not Linux, or no such interface
+
+
+def _read_exactly(connection: socket.socket, buffer: bytearray | memoryview) -> bytearray | memoryview:
+    """Fills `buffer`, and returns it."""
+    rest = memoryview(buffer)
+    while rest:
+        count = connection.recv_into(rest)
+        if count == 0:
+            raise ConnectionResetError("end of the connection")
+        rest = rest[count:]
+    return buffer
 
 
 def _discard(connection: socket.socket) -> bool:
