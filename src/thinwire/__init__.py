@@ -4,7 +4,7 @@ The public names, in the order of a gradient's path: a strategy hands tensors to
 make them small, and whose communicator sends them.
 """
 
-from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, PowerGossip, PowerSGD, PushSum, dgc
+from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, Pairwise, PowerGossip, PowerSGD, PushSum, dgc
 from .codec import (
     ALQ,
     AMQ,
@@ -41,11 +41,13 @@ from .parallel import (
     DGCSGD,
     ConsensusRecord,
     GradientCompression,
+    LocalUpdates,
     ParameterGossip,
     compress_gradients,
     consensus,
     gossip_parameters,
     gradient_hook,
+    local_updates,
 )
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .topology import (
@@ -80,6 +82,8 @@ __all__ = [
     "DGCSGD",
     "gossip_parameters",
     "ParameterGossip",
+    "local_updates",
+    "LocalUpdates",
     "consensus",
     "ConsensusRecord",
     # averagers
@@ -93,6 +97,7 @@ __all__ = [
     "DeepSqueeze",
     "PowerGossip",
     "Moniqua",
+    "Pairwise",
     # memory
     "Memory",
     "ErrorFeedback",

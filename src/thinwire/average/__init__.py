@@ -8,6 +8,7 @@ from .gossip_base import Gossip, GossipState
 from .mean import Mean
 from .mix import Mix
 from .moniqua import Moniqua
+from .pairwise import Pairwise, PairwiseState
 from .power_gossip import PowerGossip
 from .power_sgd import PowerSGD
 from .push_sum import PushSum
@@ -21,6 +22,8 @@ __all__ = [
     "Mean",
     "Mix",
     "Moniqua",
+    "Pairwise",
+    "PairwiseState",
     "PowerGossip",
     "PowerSGD",
     "PushSum",

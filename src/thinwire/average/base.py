@@ -80,7 +80,7 @@ class Averager(Algorithm, ABC):
         """Abandon the round that was begun; memory stays as it was."""
 
 
-def check_agreement(averager: Averager, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
+def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
     """Fail on all workers together, naming what differs on which rank, unless all are configured alike."""
     names = [name for name, _ in tensors]
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")

@@ -1,17 +1,20 @@
 """Communicators: how bytes move between workers, and the ledger that counts them. `base` has the contract."""
 
 from .base import CommunicationError, Communicator, Handle
+from .channel import Channel, Message
 from .ledger import Ledger
 from .local_world import LocalWorld
 from .process_group import ProcessGroupCommunicator
 from .process_world import ProcessWorld
 
 __all__ = [
+    "Channel",
     "CommunicationError",
     "Communicator",
     "Handle",
     "Ledger",
     "LocalWorld",
+    "Message",
     "ProcessGroupCommunicator",
     "ProcessWorld",
 ]

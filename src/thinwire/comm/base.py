@@ -2,9 +2,10 @@
 
 A communicator connects W workers, ranked 0..W-1. Its operations are *collectives in call order*: every worker calls
 the same operations in the same order, from any of its threads, but for `exchange`, which concerns only the peers it
-names. An operation returns at once, with a `Handle`; it is started by the one thread that issues all operations of its
-communicator, without waiting for earlier ones to end, so that many may be in flight. `Handle.wait()` blocks until the
-result is there. Collectives are never started from the completion of others.
+names. (A channel, `channel.py`, is for messages in no common order.) An operation returns at once, with a `Handle`; it is
+started by the one thread that issues all operations of its communicator, without waiting for earlier ones to end, so that
+many may be in flight. `Handle.wait()` blocks until the result is there. Collectives are never started from the completion
+of others.
 
 Tensors    Contiguous, of any shape where nothing else is said. `all_reduce` takes the dtypes in `SUMMABLE`; the others
            move bytes and take any dtype. Zero elements are fine: nothing is sent.
@@ -29,7 +30,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from . import check
 from .agreement import fingerprint, raise_disagreement
+from .channel import Channel
 from .ledger import Ledger, broadcast_children, ring_all_reduce_bytes
 
 
@@ -195,6 +197,16 @@ class Communicator(ABC):
         if any(other.tolist() != digest.tolist() for other in digests):
             raise_disagreement(self.gather_objects(described))
 
+    def open_channel(self, peers: Iterable[int]) -> Channel:
+        """Connects this worker with some peers for messages in no common order; see `channel.py`. All workers call it.
+
+        Args:
+            peers: ranks of others; if worker a names b, b must name a.
+        """
+        peers = sorted(set(peers))
+        check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0)))
+        return self._open_channel(peers)
+
     @abstractmethod
     def close(self) -> None:
         """Ends the communicator; operations must have been waited for. Calling it again does nothing."""
@@ -227,7 +239,14 @@ class Communicator(ABC):
     @abstractmethod
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]: ...
 
+    @abstractmethod
+    def _open_channel(self, peers: list[int]) -> Channel: ...
+
     # ---- shared by the operations ----
+
+    def _record_channel(self, messages: int, bytes_sent: int, bytes_received: int) -> None:
+        with self._lock:
+            self.ledger.record("channel", messages, bytes_sent, bytes_received)
 
     def _others(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """Peer -> its tensor, in the order rank+1, rank+2, ..."""

@@ -11,6 +11,7 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
     exchange      what goes to peers         what comes        straight
     broadcast     n per child in the tree    n, but the root 0 binomial tree over ranks counted from the root
     barrier       (W-1)                      (W-1)             an all_gather of one byte
+    channel       9 + n per message          the same          straight; sending and receiving are calls of their own
 
 These are Gloo's algorithms, and a test holds them, worker by worker, to the operating system's counters: beyond these
 counts, Gloo adds at most 144 bytes to a message, and TCP its headers. A ring all-reduce counts 2 (W-1) messages, its

@@ -7,15 +7,17 @@ receiver's mailbox at the call, so that nothing is under way between calls and n
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .base import CommunicationError, Communicator
+from .base import CommunicationError, Communicator, as_bytes
+from .channel import HEADER_BYTES, Channel, Message
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Mail:
         self.error: BaseException | None = None
         self.failed_rank: int | None = None
         self._messages: dict[tuple[int, int, int], Tensor] = {}
+        self._boxes: defaultdict[tuple, list[Message | None]] = defaultdict(list)
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
@@ -110,6 +113,32 @@ class Mail:
             raise CommunicationError(f"rank {source} has finished and sends no more")
         raise CommunicationError(f"nothing came from rank {source} in {self.timeout_seconds} seconds")
 
+    def post(self, box: tuple, letter: Message | None) -> None:
+        """Puts a message for a channel into its box; None wakes whoever waits there."""
+        with self._changed:
+            if letter is not None or None not in self._boxes[box]:
+                self._boxes[box].append(letter)
+            self._changed.notify_all()
+
+    def pick(self, box: tuple, rank: int, sources: set[int], timeout_seconds: float | None) -> Message | None:
+        """The oldest message of one of `sources`; None if woken, or after so many seconds."""
+        with self._changed:
+            letters = self._boxes[box]
+            wanted: list[int] = []
+
+            def is_over() -> bool:
+                wanted[:] = [i for i, letter in enumerate(letters) if letter is None or letter.source in sources][:1]
+                return bool(wanted or self.error or self._left & {rank, *sources})
+
+            self._changed.wait_for(is_over, timeout_seconds)
+            if wanted:
+                return letters.pop(wanted[0])
+            if self.error:
+                raise CommunicationError(f"released, because rank {self.failed_rank} raised {self.error!r}")
+            if gone := sorted(self._left & {rank, *sources}):
+                raise CommunicationError(f"rank {gone[0]} has hung up: its function has returned")
+            return None
+
     def fail(self, rank: int | None, error: BaseException) -> None:
         """Releases all workers; only the first error counts."""
         with self._changed:
@@ -131,6 +160,7 @@ class LocalCommunicator(Communicator):
         self._mail = mail
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
+        self._num_channels = 0
 
     def close(self) -> None:
         self._closed = True
@@ -180,6 +210,10 @@ class LocalCommunicator(Communicator):
             return self._start_exchange(self._others([tensor] * self.size), {})
         return self._start_exchange({}, {root: tensor})
 
+    def _open_channel(self, peers: list[int]) -> Channel:
+        self._num_channels += 1
+        return LocalChannel(self.rank, self._num_channels, self._mail, self._record_channel)
+
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
         for peer, message in messages.items():
@@ -195,3 +229,30 @@ class LocalCommunicator(Communicator):
                 f"expected {expected.numel()} x {expected.dtype} from rank {peer}, got {message.numel()} x "
                 f"{message.dtype}. Call the same operations on every worker, with tensors of the same size."
             )
+
+
+class LocalChannel(Channel):
+    """A channel between threads. A worker is alive until its function returns, or one of them raises."""
+
+    def __init__(self, rank: int, number: int, mail: Mail, record: Callable[[int, int, int], None]):
+        self._rank, self._number, self._mail, self._record = rank, number, mail, record
+
+    def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
+        body = torch.empty(0, dtype=torch.uint8) if payload is None else as_bytes(payload).clone()
+        self._mail.post((self._number, peer), Message(self._rank, kind, body))
+        self._record(1, HEADER_BYTES + body.numel(), 0)
+
+    def receive(self, sources: Iterable[int], timeout_seconds: float | None = None) -> Message | None:
+        message = self._mail.pick((self._number, self._rank), self._rank, set(sources), timeout_seconds)
+        if message is not None:
+            self._record(0, 0, HEADER_BYTES + message.payload.numel())
+        return message
+
+    def wake(self) -> None:
+        self._mail.post((self._number, self._rank), None)
+
+    def linger(self, seconds: float) -> None:
+        """Nothing to do: words are delivered when they are sent."""
+
+    def close(self) -> None:
+        """Nothing to do: a worker hangs up when its function returns."""

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import CommunicationError, Communicator
+from .channel import Channel
+from .sockets import open_sockets
 
 HANG_UP_TAG = 1  # all messages have tag 0
 
@@ -61,6 +63,7 @@ class ProcessGroupCommunicator(Communicator):
         # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
         name = config if len(set(self._backends.values())) > 1 else next(iter(self._backends.values()))
         self._group = _new_group(self._global_ranks, name, timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -155,6 +158,9 @@ class ProcessGroupCommunicator(Communicator):
         works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in receives.items()]
         works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in sends.items()]
         return partial(_wait, works)
+
+    def _open_channel(self, peers: list[int]) -> Channel:
+        return open_sockets(self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel)
 
     def _begin(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
         try:

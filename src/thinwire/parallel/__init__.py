@@ -1,18 +1,24 @@
 """Strategies: what is averaged, and when."""
 
+from .asynchronous import AsynchronousGossip, gossip_asynchronously
 from .consensus import ConsensusRecord, consensus
 from .dgc_sgd import DGCSGD
 from .gossip import gossip_parameters
 from .gossip_steps import ParameterGossip
 from .gradients import GradientCompression, compress_gradients, gradient_hook
+from .local_updates import LocalUpdates, local_updates
 
 __all__ = [
     "DGCSGD",
+    "AsynchronousGossip",
     "ConsensusRecord",
     "GradientCompression",
+    "LocalUpdates",
     "ParameterGossip",
     "compress_gradients",
     "consensus",
+    "gossip_asynchronously",
     "gossip_parameters",
     "gradient_hook",
+    "local_updates",
 ]

@@ -1,0 +1,74 @@
+"""The contract of a channel: messages between two workers, outside of the order of the collectives.
+
+A communicator's operations are collectives in call order. A channel is for workers that keep no common order: anybody sends
+to any of its `peers` at any time, and receives what comes next from whomever. `Communicator.open_channel(peers)` is itself
+a collective; afterwards each worker uses its channel from one thread of its own, but for `wake`, which any thread may call.
+
+Messages  A kind, which the user of the channel chooses from 1 on, and a payload of bytes, of any size. From one worker to
+          another they arrive in the order in which they were sent. `send` returns when the payload may be written to.
+Errors    `receive` names the peers from which messages are still expected, and raises a `CommunicationError` that names the
+          peer if one of these has died or hung up, or gave no sign of life for the communicator's time limit. A worker gives
+          signs of life while it is in `receive`, whatever its other threads do, so that a peer may take as long as it likes
+          to have something to say, but a stopped process or a broken line is noticed.
+Waiting   Every wait ends: by a message, by `wake`, by `timeout_seconds`, or by an error within the time limit.
+Ledger    Counts the payload and what frames it, under "channel"; signs of life too, as messages of 9 bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+HEADER_BYTES = 9  # int64 number of bytes of the payload, uint8 kind
+
+
+class Message(NamedTuple):
+    """What came, and from whom."""
+
+    source: int
+    kind: int
+    payload: Tensor
+    """(num_bytes,) uint8, the receiver's own; as it was allocated alone, it may be viewed as floats."""
+
+
+class Channel(ABC):
+    """See the module's text for the contract."""
+
+    @abstractmethod
+    def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
+        """Sends a message to `peer`.
+
+        Args:
+            peer: one of those with which the channel was opened.
+            kind: 1..255.
+            payload: a contiguous CPU tensor, of which the bytes are sent; None for no bytes.
+
+        Raises:
+            CommunicationError: the peer has died or hung up, or did not take the message within the time limit.
+        """
+
+    @abstractmethod
+    def receive(self, sources: Iterable[int], timeout_seconds: float | None = None) -> Message | None:
+        """The next message of one of `sources`, in turn; None after `wake` or after `timeout_seconds`.
+
+        Raises:
+            CommunicationError: one of `sources` has died, has hung up, or was silent for the time limit.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Makes a `receive` under way, or else the next one, return None soon. Any thread may call it."""
+
+    @abstractmethod
+    def linger(self, seconds: float) -> None:
+        """After the last `send`: throws away what still comes, until all peers have hung up or so many seconds have passed.
+
+        Who closes with messages unread may take away from peers the last words that they have not read yet.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hangs up. Calling it again does nothing."""

@@ -1,0 +1,507 @@
+"""AD-PSGD: the mean is kept, workers agree, nobody waits for a slow one, and nothing hangs however it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from spawn import WORLDS, run_threads, spawn
+from torch import nn
+
+import thinwire as tw
+from thinwire.average import PairwiseState
+from thinwire.average.layout import Layout
+from thinwire.parallel import gossip_asynchronously
+
+SHAPE = (6, 4)
+N = 24
+
+
+def value(*key, shape=SHAPE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(hash(key) % 2**31))
+
+
+class Worker:
+    """A model of one matrix, whose gradients are given: `step` subtracts `change`."""
+
+    def __init__(self, comm, averager=None, saved=None):
+        self.comm, self.model = comm, nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+        with torch.no_grad():
+            self.model.weight.fill_(1.0)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.handle = gossip_asynchronously(self.model, self.optimizer, averager or tw.Pairwise(), comm)
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+            self.handle.load_state_dict(saved["handle"])
+
+    def step(self, change, seconds=0.0):
+        """The wait lies between forward and backward, where averaging must not touch the parameters."""
+        loss = (self.model.weight * change).square().sum() * 0 + (self.model.weight * change).sum()
+        time.sleep(seconds)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    @property
+    def weight(self):
+        return self.model.weight.detach().clone()
+
+
+# ---- what the algorithm promises ----
+
+
+def without_gradients(comm, steps):
+    worker, draw = Worker(comm), random.Random(comm.rank)
+    with torch.no_grad():
+        worker.model.weight.copy_(value(comm.rank))
+    for _ in range(steps):
+        time.sleep(draw.random() * 0.002)
+        worker.optimizer.step()  # there is no gradient: only averaging changes anything
+    worker.handle.detach()
+    return worker.weight, worker.handle.num_averaged
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_without_gradients_workers_agree_on_the_mean(world, size):
+    results = WORLDS[world](size, without_gradients, 100)
+    x = torch.stack([weight for weight, _ in results]).double()
+    mean = torch.stack([value(rank) for rank in range(size)]).double().mean(0)
+    assert torch.allclose(x.mean(0), mean, rtol=0, atol=1e-5)  # some hundred additions, each rounded at 1e-7
+    assert (x - mean).abs().max() < 1e-3
+    assert sum(count for _, count in results) % 2 == 0  # every averaging has changed two workers
+
+
+def with_gradients(comm, seed, steps):
+    """As many steps as `steps` says for each rank, of random length."""
+    worker, draw = Worker(comm), random.Random(seed + comm.rank)
+    for step in range(steps[comm.rank]):
+        worker.step(value(seed, comm.rank, step), draw.random() ** 4 * 0.01)
+    worker.handle.synchronize()
+    weight = worker.weight
+    worker.handle.detach()
+    return weight, worker.handle.num_averaged
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_moves_by_all_steps_and_nothing_else(world, seed):
+    """200 steps with random sleeps, unequally many on unequal workers."""
+    steps = [200, 150, 200, 100]
+    results = WORLDS[world](4, with_gradients, seed, steps)
+    changes = sum(value(seed, rank, step).double() for rank, count in enumerate(steps) for step in range(count))
+    x = torch.stack([weight for weight, _ in results]).double()
+    assert torch.allclose(x.mean(0), 1.0 - changes / 4, rtol=0, atol=1e-3)  # values near 20, some 1000 additions
+    alone = torch.stack([sum(value(seed, r, s).double() for s in range(n)) for r, n in enumerate(steps)])
+    assert (x - x.mean(0)).norm() < 0.8 * (alone - alone.mean(0)).norm()  # without averaging they would be apart
+    assert all(count > 20 for _, count in results)
+
+
+def at_a_pace(comm, slow, seconds, steps):
+    """Moments of all steps on the clock of the machine, and averagings up to each."""
+    worker, moments, counts = Worker(comm), [], []
+    for step in range(steps):
+        worker.step(value(comm.rank, step), seconds * (10 if comm.rank == slow else 1))
+        moments.append(time.monotonic())
+        counts.append(worker.handle.num_averaged)
+    worker.handle.detach()
+    return moments, counts
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_nobody_waits_for_a_slow_worker_and_those_who_are_done_go_on_averaging(slow):
+    results = spawn(4, at_a_pace, slow, 0.005, 40)
+    slow_moments, slow_counts = results[slow]
+    others_done = max(moments[-1] for rank, (moments, _) in enumerate(results) if rank != slow)
+    steps_before = sum(moment < others_done for moment in slow_moments)
+    assert steps_before <= 20
+    assert slow_counts[-1] - slow_counts[steps_before] >= 5
+
+
+# ---- two workers, by hand ----
+
+
+def state_of(x):
+    state = PairwiseState(Layout.of([("x", x)]), torch.zeros(x.numel()))
+    state.publish([("x", x)])
+    return state
+
+
+def test_an_averaging_with_steps_in_between_is_that_of_the_moment_of_the_answer():
+    x, y = value(1, shape=N), value(2, shape=N)
+    before, active, passive = x.double() + y.double(), state_of(x), state_of(y)
+    sent = active.ask()
+    x -= 0.25  # a step of the active worker, before it hears the answer
+    active.publish([("x", x)])
+    answer = passive.answer(sent)
+    active.absorb(sent, answer)
+    assert torch.equal(active.pending, -passive.pending)
+    active.publish([("x", x)])
+    passive.publish([("x", y)])
+    assert torch.allclose(x.double(), before / 2 - 0.25, rtol=0, atol=1e-6)
+    assert torch.allclose(y.double(), before / 2, rtol=0, atol=1e-6)
+    assert not active.pending.any()
+
+
+def test_half_precision_keeps_what_it_cannot_hold():
+    x, y = torch.full((3,), 1.0, dtype=torch.bfloat16), torch.full((3,), 1.0 + 2**-7, dtype=torch.bfloat16)
+    active, passive = state_of(x), state_of(y)
+    sent = active.ask()
+    active.absorb(sent, passive.answer(sent))
+    active.publish([("x", x)])
+    assert torch.equal(active.published + active.pending, torch.full((3,), 1.0 + 2**-8))
+
+
+def test_what_is_not_finite_is_not_remembered():
+    x = torch.zeros(2)
+    state = state_of(x)
+    state.answer(torch.tensor([float("inf"), float("nan")]))
+    state.publish([("x", x)])
+    assert not torch.isfinite(x).any()
+    assert torch.isfinite(state.pending).all()
+    x.fill_(1.0)  # restored
+    state.publish([("x", x)])
+    assert torch.equal(state.ask(), torch.ones(2))
+
+
+# ---- the handle ----
+
+
+def measured(comm):
+    worker = Worker(comm)
+    worker.model.register_buffer("statistic", torch.tensor(float(comm.rank)))
+    worker.step(value(comm.rank))
+    worker.handle.synchronize()
+    weight, distance = worker.weight, worker.handle.consensus_distance()
+    with worker.handle.average_model():
+        mean, statistic = worker.weight, worker.model.statistic.item()
+        with pytest.raises(ValueError, match=r"optimizer.step\(\) inside average_model\(\)"):
+            worker.optimizer.step()
+    again = worker.weight
+    worker.handle.detach()
+    worker.handle.detach()  # once more does nothing
+    return weight, distance, mean, statistic, again, worker.handle.seconds
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_distance_and_mean_model(world):
+    results = WORLDS[world](4, measured)
+    x = torch.stack([weight for weight, *_ in results]).double()
+    for weight, distance, mean, statistic, again, seconds in results:
+        assert distance == pytest.approx(((x - x.mean(0)).square().sum() / 4).sqrt().item(), rel=1e-5)
+        assert torch.allclose(mean.double(), x.mean(0), rtol=0, atol=1e-6)
+        assert statistic == 1.5
+        assert not torch.equal(weight, mean)
+        assert {"publish", "wait"} <= seconds.keys()
+        del again  # the step inside the context went the way of the mean
+
+
+def counted(comm, steps):
+    worker = Worker(comm)
+    for step in range(steps):
+        worker.step(value(comm.rank, step), 0.001)
+    worker.handle.detach()
+    return worker.handle.ledger.as_dict(), worker.handle.num_averaged
+
+
+def test_the_ledger_counts_it_all():
+    """Per averaging one message of 4n + 9 bytes from each; at the end 9 to each partner, from active workers twice."""
+    results = run_threads(4, counted, 30)
+    for rank, (ledger, averaged) in enumerate(results):
+        channel, last_words = ledger["collectives"]["channel"], 4 if rank % 2 else 2
+        assert channel["messages"] == averaged + last_words
+        assert channel["bytes_sent"] == averaged * (4 * N + 9) + 9 * last_words
+        assert channel["bytes_received"] == averaged * (4 * N + 9) + 9 * (2 if rank % 2 else 4)
+        assert ledger["dense_fp32_bytes"] == 2 * 3 * 4 * N * 30 // 4
+        assert averaged > 5
+
+
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def interrupted(comm):
+    """All save after `synchronize`, and nobody steps before all have."""
+    first = Worker(comm)
+    for step in range(30):
+        first.step(value(comm.rank, step), 0.001)
+    first.handle.synchronize()
+    saved = through_a_file({"model": first.model.state_dict(), "handle": first.handle.state_dict()})
+    comm.barrier()
+    first.handle.detach()
+    second = Worker(comm, saved=saved)
+    for step in range(30, 60):
+        second.step(value(comm.rank, step), 0.001)
+    second.handle.detach()
+    return second.weight, list(saved["handle"]["pending"]), saved["handle"]["averaged"], second.handle.num_averaged
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_resumed_run_keeps_the_mean(world):
+    results = WORLDS[world](4, interrupted)
+    changes = sum(value(rank, step).double() for rank in range(4) for step in range(60))
+    x = torch.stack([weight for weight, *_ in results]).double()
+    assert torch.allclose(x.mean(0), 1.0 - changes / 4, rtol=0, atol=1e-3)
+    for _, names, before, after in results:
+        assert names == ["weight"]
+        assert after > before > 0
+
+
+def saves_while_averaging(comm):
+    """Every averaging that was begun has been absorbed by the time of saving."""
+    worker = Worker(comm)
+    for step in range(50):
+        worker.step(value(comm.rank, step))
+        if step % 5 == 0:
+            state = worker.handle.state_dict()
+            assert comm.rank % 2 == 0 or state["asked"] == state["averaged"]
+    worker.handle.detach()
+    return state
+
+
+def test_a_saved_state_has_nothing_in_flight():
+    assert all(state["averaged"] > 5 for state in run_threads(4, saves_while_averaging))
+
+
+def trains_with_adam(comm):
+    """Parts of one regression; float32 model with two layers, ordinary loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    handle = gossip_asynchronously(model, optimizer, tw.Pairwise(tw.BipartiteLinear()), comm)
+    generator, losses = torch.Generator().manual_seed(comm.rank), []
+    for _ in range(200):
+        x = torch.randn(32, 4, generator=generator)
+        loss = (model(x).squeeze(1) - x.prod(1)).square().mean() + (model(x).squeeze(1) - x[:, 0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    handle.synchronize()
+    distance = handle.consensus_distance()
+    handle.detach()
+    return sum(losses[:10]), sum(losses[-10:]), distance
+
+
+def test_an_ordinary_model_trains_in_processes():
+    for first, last, distance in spawn(4, trains_with_adam):
+        assert last < 0.85 * first
+        assert distance < 2.0
+
+
+# ---- how it ends ----
+
+
+def ends_badly(comm, how, who):
+    """All but `who` train until something happens to them."""
+    worker = Worker(comm)
+    comm.barrier()
+    began = time.monotonic()
+    try:
+        for step in range(10_000):
+            worker.step(value(0), 0.002)
+            if comm.rank == who and step == 20:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "stopped":
+                    subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])  # for the test to end
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if how == "raises":
+                    raise ValueError("the loss is NaN")
+                if how == "leaves":
+                    return None
+    except tw.CommunicationError as error:
+        return str(error), time.monotonic() - began
+    finally:
+        if how != "leaves" or comm.rank != who:
+            worker.handle.detach()
+    return None
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "stopped", "raises"])
+def test_a_failing_process_stops_the_others_who_name_it(how, who):
+    results = spawn(4, ends_badly, how, who, return_errors=True, comm_timeout_seconds=5 if how == "stopped" else 30)
+    for rank, result in enumerate(results):
+        if rank != who:
+            assert isinstance(result, tuple), result
+            text, seconds = result
+            assert text.startswith(f"rank {rank}: asynchronous averaging has stopped: ")
+            assert f"rank {who}" in text.split(": ", 2)[2]
+            assert seconds < (12 if how == "stopped" else 6), result
+    if how == "raises":
+        assert str(results[who]) == "the loss is NaN"
+        assert all("ValueError('the loss is NaN')" in text for text, _ in (r for i, r in enumerate(results) if i != who))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failing_thread_stops_the_others(who):
+    with pytest.raises((ValueError, tw.CommunicationError), match="the loss is NaN"):
+        run_threads(4, ends_badly_in_a_thread, "raises", who)
+
+
+def ends_badly_in_a_thread(comm, how, who):
+    result = ends_badly(comm, how, who)
+    assert comm.rank == who or f"rank {who}" in result[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_that_leaves_without_detaching_is_an_error_to_the_others(world):
+    results = WORLDS[world](2, ends_badly, "leaves", 1) if world == "threads" else spawn(2, leaves_the_process, 1)
+    assert "rank 1 has hung up" in results[0][0]
+
+
+def leaves_the_process(comm, who):
+    result = ends_badly(comm, "leaves", who)
+    if comm.rank == who:
+        # The test's parent keeps processes until all are done; hang up as the end of a process would.
+        import gc
+
+        for channel in [o for o in gc.get_objects() if type(o).__name__ == "SocketChannel"]:
+            channel.close()
+    return result
+
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, thinwire as tw
+from thinwire.parallel import gossip_asynchronously
+rank, store, phase = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+handle = gossip_asynchronously(model, optimizer, tw.Pairwise())
+try:
+    for step in range(10 if rank == 1 and phase == "waiting" else 100000):
+        optimizer.step()
+        time.sleep(0.001)
+        if step == 9:
+            print("ready", flush=True)
+finally:
+    handle.detach()
+"""
+
+
+@pytest.mark.parametrize("phase", ["training", "waiting"])
+@pytest.mark.parametrize("to", [(0, 1), (1,)], ids=["both", "one"])
+def test_ctrl_c_ends_all_processes(tmp_path, phase, to):
+    """While all train, or while rank 1 waits in `detach` for the other."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), phase],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        for rank in to:
+            processes[rank].send_signal(signal.SIGINT)
+        began = time.monotonic()
+        errors = [process.communicate(timeout=20)[1] for process in processes]
+        assert time.monotonic() - began < 10
+    finally:
+        for process in processes:
+            process.kill()
+    assert "KeyboardInterrupt" in errors[1]
+    assert "KeyboardInterrupt" in errors[0] or "rank 1" in errors[0]
+    assert all(process.returncode for process in processes)
+
+
+def count_threads(comm):
+    worker = Worker(comm)
+    worker.step(value(0))
+    during = [thread.name for thread in threading.enumerate()].count("thinwire-pairwise")
+    worker.handle.detach()
+    return during, [thread.name for thread in threading.enumerate()].count("thinwire-pairwise")
+
+
+def test_there_is_one_thread_and_it_ends():
+    assert spawn(2, count_threads) == [(1, 0)] * 2
+
+
+def resident_bytes(comm):
+    """After some hundred averagings, and after ten times as many; messages are of 1 MB."""
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle, sizes = gossip_asynchronously(model, optimizer, tw.Pairwise(), comm), []
+    for step in range(1000):
+        optimizer.step()
+        time.sleep(0.001)
+        if step in (99, 999):
+            pages = int(open("/proc/self/statm").read().split()[1])
+            sizes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    handle.detach()
+    return sizes, handle.num_averaged
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_steady():
+    for (early, late), averaged in spawn(2, resident_bytes):
+        assert averaged > 100
+        assert late - early < 20e6  # of more than 100 MB that have passed
+
+
+def own_group(comm):
+    worker = Worker(comm)
+    model, optimizer = worker.model, torch.optim.SGD(worker.model.parameters(), lr=1.0)
+    handle = gossip_asynchronously(model, optimizer, tw.Pairwise())
+    optimizer.step()
+    handle.detach()
+    worker.handle.detach()
+    return True
+
+
+def test_a_process_group_of_its_own():
+    assert spawn(2, own_group) == [True, True]
+
+
+def test_a_lone_worker_trains_as_alone():
+    worker, _ = run_threads(1, with_gradients, 0, [10])[0]
+    assert torch.allclose(worker.double(), 1.0 - sum(value(0, 0, step).double() for step in range(10)), atol=1e-5)
+
+
+# ---- mistakes ----
+
+
+def test_an_odd_number_of_workers_is_a_mistake_of_all():
+    errors = spawn(3, Worker, return_errors=True)
+    assert all("number must be even" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: tw.Pairwise(tw.Ring()), "one side asks and the other answers"),
+        (lambda: tw.Pairwise(tw.BipartiteExponential(peers=2)), "a pair is two workers"),
+        (lambda: tw.Pairwise(tw.BipartiteLinear(static=True)), "a pair is two workers"),
+        (lambda: run_threads(2, Worker, tw.Mix()), r"averager must be Pairwise\(...\), got Mix\(\)"),
+    ],
+)
+def test_mistakes(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_the_repr_rebuilds_it():
+    for averager in (tw.Pairwise(), tw.Pairwise(tw.BipartiteLinear())):
+        assert tw.parse(repr(averager)) == averager
+
+
+def test_active_workers_meet_every_passive_one():
+    averager = tw.Pairwise(tw.BipartiteLinear())
+    for rank in (1, 3, 5, 7):
+        assert sorted(averager.peer(rank, k, 8) for k in range(4)) == [0, 2, 4, 6] == averager.partners(rank, 8)
