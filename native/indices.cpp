@@ -239,7 +239,10 @@ void pack_rice_segment(const int32_t* indices, size_t count, int low, std::vecto
     out.resize(start + (marks + count * static_cast<uint64_t>(low) + 7) / 8);  // zeros
     uint8_t* code = out.data() + start;
     uint64_t at = 0;
-    for (size_t j = 0; j < count; ++j) set_bit(code, (at += gap_at(indices, j) >> low) + j);
+    for (size_t j = 0; j < count; ++j) {
+        at += gap_at(indices, j) >> low;
+        code[(at + j) / 8] |= static_cast<uint8_t>(1u << ((at + j) % 8));
+    }
     if (low == 0) return;
     BitWriter writer(code, marks);
     const uint32_t mask = (uint32_t{1} << low) - 1;
