@@ -19,7 +19,6 @@ from torch import nn
 import thinwire as tw
 from thinwire.average import PairwiseState
 from thinwire.average.layout import Layout
-from thinwire.parallel import gossip_asynchronously
 
 SHAPE = (6, 4)
 N = 24
@@ -37,7 +36,7 @@ class Worker:
         with torch.no_grad():
             self.model.weight.fill_(1.0)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.handle = gossip_asynchronously(self.model, self.optimizer, averager or tw.Pairwise(), comm)
+        self.handle = tw.gossip_parameters(self.model, self.optimizer, averager or tw.Pairwise(), comm=comm)
         if saved is not None:
             self.model.load_state_dict(saved["model"])
             self.handle.load_state_dict(saved["handle"])
@@ -279,7 +278,7 @@ def trains_with_adam(comm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    handle = gossip_asynchronously(model, optimizer, tw.Pairwise(tw.BipartiteLinear()), comm)
+    handle = tw.gossip_parameters(model, optimizer, tw.Pairwise(tw.BipartiteLinear()), comm=comm)
     generator, losses = torch.Generator().manual_seed(comm.rank), []
     for _ in range(200):
         x = torch.randn(32, 4, generator=generator)
@@ -375,12 +374,11 @@ def leaves_the_process(comm, who):
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, thinwire as tw
-from thinwire.parallel import gossip_asynchronously
 rank, store, phase = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-handle = gossip_asynchronously(model, optimizer, tw.Pairwise())
+handle = tw.gossip_parameters(model, optimizer, tw.Pairwise())
 try:
     for step in range(10 if rank == 1 and phase == "waiting" else 100000):
         optimizer.step()
@@ -437,7 +435,7 @@ def resident_bytes(comm):
     """After some hundred averagings, and after ten times as many; messages are of 1 MB."""
     model = nn.Linear(512, 512, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle, sizes = gossip_asynchronously(model, optimizer, tw.Pairwise(), comm), []
+    handle, sizes = tw.gossip_parameters(model, optimizer, tw.Pairwise(), comm=comm), []
     for step in range(1000):
         optimizer.step()
         time.sleep(0.001)
@@ -458,7 +456,7 @@ def test_memory_is_steady():
 def own_group(comm):
     worker = Worker(comm)
     model, optimizer = worker.model, torch.optim.SGD(worker.model.parameters(), lr=1.0)
-    handle = gossip_asynchronously(model, optimizer, tw.Pairwise())
+    handle = tw.gossip_parameters(model, optimizer, tw.Pairwise())
     optimizer.step()
     handle.detach()
     worker.handle.detach()
@@ -482,13 +480,26 @@ def test_an_odd_number_of_workers_is_a_mistake_of_all():
     assert all("number must be even" in str(error) for error in errors)
 
 
+def elsewhere(comm, name):
+    """Give `Pairwise()` to what needs rounds."""
+    model = nn.Linear(2, 2)
+    if name == "gossip_parameters":
+        tw.gossip_parameters(model, torch.optim.SGD(model.parameters(), lr=1.0), tw.Pairwise(), comm=comm, overlap=True)
+    elif name == "compress_gradients":
+        tw.compress_gradients(model, tw.Pairwise(), comm=comm)
+    else:
+        tw.consensus([("x", torch.ones(2))], tw.Pairwise(), 3, comm)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: tw.Pairwise(tw.Ring()), "one side asks and the other answers"),
         (lambda: tw.Pairwise(tw.BipartiteExponential(peers=2)), "a pair is two workers"),
         (lambda: tw.Pairwise(tw.BipartiteLinear(static=True)), "a pair is two workers"),
-        (lambda: run_threads(2, Worker, tw.Mix()), r"averager must be Pairwise\(...\), got Mix\(\)"),
+        (lambda: run_threads(2, elsewhere, "gossip_parameters"), "has no rounds, so overlap"),
+        (lambda: run_threads(2, elsewhere, "compress_gradients"), "gradients need an averager"),
+        (lambda: run_threads(2, elsewhere, "consensus"), "must have rounds"),
     ],
 )
 def test_mistakes(build, message):

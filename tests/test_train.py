@@ -211,6 +211,16 @@ def test_late_gradients_are_refused_before_anything_starts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_workers_without_rounds_train_too(tmp_path):
+    folder = train(RunConfig("digits", averager="Pairwise()", workers=2, batch_size=64, max_steps=8, output=tmp_path))
+    final = read_run(folder).summary["final"]
+    assert final["steps"] == 8 and final["consensus_distance"] > 0
+    state = torch.load(folder / "checkpoints" / "step-000008" / "worker-1.pt", weights_only=True)
+    assert {"averager", "model", "optimizer"} <= state.keys()
+    with pytest.raises(ValueError, match=r"Pairwise\(\) has no rounds"):
+        train(RunConfig("digits", averager="Pairwise()", workers=2, overlap=True, output=tmp_path))
+
+
 def test_where_models_differ_the_run_says_how_far_and_keeps_each(tmp_path):
     config = RunConfig("digits", averager="PushSum(DirectedRing())", workers=3, batch_size=64, output=tmp_path)
     config = replace(config, overlap=True, staleness=1, split="by-class", shuffled=0.1, max_steps=8, log_every=3)

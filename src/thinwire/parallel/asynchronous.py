@@ -58,6 +58,9 @@ class AsynchronousGossip:
         """How often this worker has averaged with another."""
         return self._state.averaged
 
+    def set_epoch(self, epoch: int) -> None:
+        """Averaging in pairs has no schedules; here so that a loop need not ask which strategy it has."""
+
     def consensus_distance(self, comm: Communicator | None = None) -> float:
         """How far workers' models are from their mean: `sqrt(1/W sum_i |x_i - mean|^2)`. All workers call it.
 
@@ -182,8 +185,8 @@ def gossip_asynchronously(
         seed: the same on all workers; pairwise averaging draws no random numbers.
 
     Returns:
-        A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `state_dict`,
-        `load_state_dict` and `detach`. End with `detach` on all workers: one that leaves without is an error to the others.
+        A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `set_epoch`,
+        `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: one that leaves without is an error to the others.
 
     Raises:
         ValueError: nothing to average; on all workers together, where averagers or the models' shapes differ between them, or

@@ -15,7 +15,9 @@ from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..average.gossip_base import Gossip
 from ..average.mean import Mean
+from ..average.pairwise import Pairwise
 from ..comm import Communicator, ProcessGroupCommunicator
+from .asynchronous import AsynchronousGossip, gossip_asynchronously
 from .gossip_steps import ORDERS, ParameterGossip
 from .gradients import make_equal
 from .rounds import ParameterRounds
@@ -24,7 +26,7 @@ from .rounds import ParameterRounds
 def gossip_parameters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    averager: Averager,
+    averager: Averager | Pairwise,
     *,
     comm: Communicator | None = None,
     overlap: bool = False,
@@ -32,7 +34,7 @@ def gossip_parameters(
     order: str = "combine_then_adapt",
     scaler: Any = None,
     seed: int = 0,
-) -> ParameterGossip:
+) -> ParameterGossip | AsynchronousGossip:
     """Average the parameters of `model` with those of neighbours, one round in every `optimizer.step()`.
 
     One line is added to an ordinary training loop. Every worker keeps a model of its own, z_i, and with g the gradient there
@@ -62,7 +64,9 @@ def gossip_parameters(
     Args:
         model: any module.
         optimizer: any `torch.optim` optimizer over parameters of `model`, with or without a closure.
-        averager: any gossip averager, such as `Choco(Ring(), TopK(0.01))`; or `Mean()`, uncompressed and without overlap.
+        averager: any gossip averager, such as `Choco(Ring(), TopK(0.01))`; `Mean()`, uncompressed and without overlap; or
+            `Pairwise()`, which has no rounds: a thread averages with one worker after another while training goes on, and
+            no worker waits for another (AD-PSGD; see `gossip_asynchronously`). The four options are about rounds.
         comm: how to communicate; by default a process group of its own over all workers.
         overlap: let messages fly while the training goes on.
         staleness: updates that a round may miss; higher => slower networks are hidden, rounds are fewer and later.
@@ -78,7 +82,8 @@ def gossip_parameters(
         ValueError: options that exclude each other; on all workers together, where averagers, options or the models' shapes
             differ between them.
 
-    Source: Lian et al. 2017 (D-PSGD), arXiv 1705.09056; Assran et al. 2019 (SGP, Overlap SGP), arXiv 1811.10792.
+    Source: Lian et al. 2017 (D-PSGD), arXiv 1705.09056; Assran et al. 2019 (SGP, Overlap SGP), arXiv 1811.10792;
+        Lian et al. 2018 (AD-PSGD), arXiv 1710.06952.
 
     Example:
         >>> import torch, thinwire as tw
@@ -94,6 +99,10 @@ def gossip_parameters(
         >>> tw.LocalWorld(2).run(worker)
         [-0.5, -0.5]
     """
+    if isinstance(averager, Pairwise):
+        late = overlap or staleness or order != ORDERS[0] or scaler is not None
+        require(not late, f"{averager} has no rounds, so overlap, staleness, order and scaler mean nothing; leave them out")
+        return gossip_asynchronously(model, optimizer, averager, comm, seed)
     _check_options(averager, overlap, staleness, order)
     parameters = _taking_part(model, optimizer)
     own_comm = ProcessGroupCommunicator() if comm is None else None

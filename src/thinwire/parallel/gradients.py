@@ -51,7 +51,7 @@ class GradientAverager:
         group: Any = None,
     ):
         require(
-            not isinstance(averager, Gossip),
+            isinstance(averager, Averager) and not isinstance(averager, Gossip),
             f"{averager} moves tensors towards their neighbours', which suits parameters; gradients need an averager "
             "that gives all workers one mean, such as Mean or PowerSGD",
         )

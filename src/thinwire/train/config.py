@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from ..algorithm import require
-from ..average import Averager
+from ..average import Averager, Pairwise
 from ..average.gossip_base import Gossip
 from ..notation import parse
 from .data import Digits
@@ -26,7 +26,7 @@ class RunConfig:
     """Name of the recipe that this configuration began as."""
     averager: str = "Mean()"
     """How workers agree, in Python's notation: on gradients, such as "Mean(TopK(0.01), ErrorFeedback())", or, each with a
-    model of its own, on parameters, such as "Choco(Ring(), TopK(0.01))"."""
+    model of its own, on parameters, such as "Choco(Ring(), TopK(0.01))" or, without rounds, "Pairwise()"."""
     overlap: bool = False
     """Averagers of parameters: let messages fly during the next forward and backward pass."""
     staleness: int = 0
@@ -80,7 +80,7 @@ class RunConfig:
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
 
-    def parsed_averager(self) -> Averager:
+    def parsed_averager(self) -> Averager | Pairwise:
         """The averager itself.
 
         Raises:
@@ -88,14 +88,14 @@ class RunConfig:
         """
         averager = parse(self.averager)
         require(
-            isinstance(averager, Averager),
+            isinstance(averager, (Averager, Pairwise)),
             f"averager must be an averager, got {averager!r}; did you mean 'Mean({self.averager.strip()})'?",
         )
         late = self.overlap or self.staleness or self.order != "combine_then_adapt"
         require(
             isinstance(averager, Gossip) or not late,
-            f"overlap, staleness and order are for averagers of parameters such as Mix(Ring()); {averager!r} averages "
-            "gradients, always during the backward pass",
+            f"overlap, staleness and order are for averagers of parameters such as Mix(Ring()); {averager!r} "
+            + ("has no rounds" if isinstance(averager, Pairwise) else "averages gradients, always during the backward pass"),
         )
         return averager
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..average import Pairwise
 from ..average.gossip_base import Gossip
-from ..parallel import GradientCompression, ParameterGossip, compress_gradients, gossip_parameters
+from ..parallel import AsynchronousGossip, GradientCompression, ParameterGossip, compress_gradients, gossip_parameters
 from .config import RunConfig
 
 
@@ -22,7 +23,7 @@ class Strategy:
         phases_in_step: which phases of `handle.seconds` lie within the time of a training step, not beside it.
     """
 
-    handle: GradientCompression | ParameterGossip
+    handle: GradientCompression | ParameterGossip | AsynchronousGossip
     models_differ: bool
     phases_in_step: tuple[str, ...]
 
@@ -30,8 +31,11 @@ class Strategy:
 def attach(config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
     """Attach the configuration's averager to model and optimizer; all workers call this together."""
     averager = config.parsed_averager()
+    if isinstance(averager, Pairwise):
+        return Strategy(gossip_parameters(model, optimizer, averager, seed=config.seed), True, ("publish",))
     if not isinstance(averager, Gossip):
-        return Strategy(compress_gradients(model, averager, seed=config.seed), False, ("compensate", "encode"))
+        phases = ("compensate", "encode", "exchange", "blocked")
+        return Strategy(compress_gradients(model, averager, seed=config.seed), False, phases)
     options = {"overlap": config.overlap, "staleness": config.staleness, "order": config.order, "seed": config.seed}
     handle = gossip_parameters(model, optimizer, averager, **options)
     return Strategy(handle, True, ("encode",) if config.overlap else ("encode", "wait", "decode"))
