@@ -19,7 +19,10 @@ CODEC_COLUMNS = [
     "codec", "backend", "num_elements", "encode_gb_per_s", "decode_gb_per_s", "copy_gb_per_s", "encode_ratio",
     "decode_ratio", "reference_encode_gb_per_s", "payload_bytes", "compression",
 ]  # fmt: skip
-STEP_COLUMNS = ["rate", "workers", "method", "step_seconds", "compute_seconds", "bytes_sent_per_step"]
+STEP_COLUMNS = [
+    *("rate", "workers", "method", "step_seconds", "compute_seconds", "bytes_sent_per_step"),
+    *("cpu_seconds", "compute_cpu_seconds", "phase_seconds"),
+]
 
 
 def _run_step(tmp_path: Path, **options) -> list[dict]:

@@ -195,13 +195,15 @@ def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]
     with method.on(model) as handle:
         step = Training(model, bench.batch_size, comm.rank)
         _alternate(comm, alone, step, bench.warmup)
-        before = handle.ledger.snapshot() if handle else None
-        compute_seconds, step_seconds = _alternate(comm, alone, step, bench.steps)
+        before = (handle.ledger.snapshot(), handle.seconds) if handle else None
+        compute_seconds, step_seconds, compute_cpu_seconds, cpu_seconds = _alternate(comm, alone, step, bench.steps)
         if handle:
-            sent = handle.ledger.since(before).bytes_sent // bench.steps
+            sent = handle.ledger.since(before[0]).bytes_sent // bench.steps
+            phases = {phase: (s - before[1].get(phase, 0.0)) / bench.steps for phase, s in handle.seconds.items()}
         else:
             numel = sum(p.numel() for p in model.parameters())
             sent = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # as Gloo and NCCL do it
+            phases = {}
         spans = _record(comm, step) if bench.timeline else []
     return {
         "rate": bench.rate or os.environ.get("NETLAB_RATE", "loopback"),
@@ -210,20 +212,23 @@ def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]
         "step_seconds": step_seconds,
         "compute_seconds": compute_seconds,
         "bytes_sent_per_step": sent,
+        "cpu_seconds": cpu_seconds,
+        "compute_cpu_seconds": compute_cpu_seconds,
+        "phase_seconds": phases,
         "spans": spans,
     }
 
 
-def _alternate(comm: Communicator, alone: Training, step: Training, times: int) -> tuple[float, float]:
-    """Median seconds of the slowest worker: computation alone, and the step."""
-    seconds: dict[Training, list[float]] = {alone: [], step: []}
+def _alternate(comm: Communicator, alone: Training, step: Training, times: int) -> tuple[float, ...]:
+    """Median seconds of the slowest worker: computation alone, and the step; then the same of its processor's time."""
+    seconds: dict[Training, list[tuple[float, float]]] = {alone: [], step: []}
     for _ in range(times):
         for training, taken in seconds.items():
             comm.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             training()
-            taken.append(time.perf_counter() - start)
-    medians = [median(taken) if taken else 0.0 for taken in seconds.values()]
+            taken.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    medians = [median(column) for i in range(2) for column in ([t[i] for t in taken] or [0.0] for taken in seconds.values())]
     return tuple(max(column) for column in zip(*comm.gather_objects(medians), strict=True))
 
 
@@ -251,13 +256,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['step_seconds']:.3f}",
             f"{row['compute_seconds']:.3f}",
             f"{row['step_seconds'] / row['compute_seconds']:.2f}",
+            f"{row['cpu_seconds']:.3f}",
             f"{row['bytes_sent_per_step'] / 1e6:.3f}",
         ]
         for row in rows
     ]
     print_table(
         f"Training step, {rows[0]['workers']} workers, {rows[0]['rate']}",
-        ["method", "step\ns", "compute\nalone s", "ratio", "MB sent\na step"],
+        ["method", "step\ns", "compute\nalone s", "ratio", "core busy\ns", "MB sent\na step"],
         lines,
-        "Medians of the slowest worker. Ratio: the step to its computation alone; 1 = communication is free.",
+        "Medians of the slowest worker. Ratio: the step to its computation alone; 1 = communication is free. "
+        "Core busy: processor time of a worker in a step, all its threads.",
     )

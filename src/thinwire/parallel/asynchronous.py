@@ -186,7 +186,8 @@ def gossip_asynchronously(
 
     Returns:
         A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `set_epoch`,
-        `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: one that leaves without is an error to the others.
+        `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: one that leaves without is an error
+        to the others.
 
     Raises:
         ValueError: nothing to average; on all workers together, where averagers or the models' shapes differ between them, or
