@@ -14,6 +14,8 @@ Every link is shaped in both directions: what a host sends at its own end, what 
 bridge and all links live inside the namespaces, so nothing of the machine's own network is touched, and deleting the
 namespaces removes everything. There is no added delay or loss: only the rate is thin.
 
+Hosts share out the cores of the machine, where there is one for each of them, so that no host computes on another's.
+
 Each namespace's name holds the process id and start time of its lab. A lab that was killed outright (SIGKILL) cannot
 clean up, so the next one to start removes every namespace whose lab no longer lives, with the processes in it.
 """
@@ -33,6 +35,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -152,11 +155,15 @@ class Lab:
         pipe = {} if rank == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespaces[rank], *command],
-            stdin=subprocess.DEVNULL, env=env, start_new_session=True, preexec_fn=_die_with_parent, **pipe,
+            stdin=subprocess.DEVNULL, env=env, start_new_session=True, preexec_fn=partial(_begin, self._cores(rank)), **pipe,
         )  # fmt: skip
         if rank:
             threading.Thread(target=_forward, args=(rank, process.stdout), daemon=True).start()
         return process
+
+    def _cores(self, rank: int) -> set[int]:
+        cores = sorted(os.sched_getaffinity(0))
+        return set(cores[rank :: self.hosts] if self.hosts <= len(cores) else cores)
 
     def _rank_env(self, rank: int) -> dict[str, str]:
         return {
@@ -217,7 +224,9 @@ def _lives(pid: int, start_ticks: int) -> bool:
     return _start_ticks(pid) == start_ticks
 
 
-def _die_with_parent() -> None:
+def _begin(cores: set[int]) -> None:
+    """Die with the parent, and keep to the host's cores."""
+    os.sched_setaffinity(0, cores)
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

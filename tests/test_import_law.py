@@ -13,6 +13,7 @@ SOURCE = Path(tw.__file__).parent
 # A room may import rooms of a lower floor, and those named beside it.
 FLOORS = {
     "algorithm": 0,
+    "allocator": 0,
     "clock": 0,
     "schedule": 1,
     "kernels": 1,
@@ -31,7 +32,7 @@ FLOORS = {
     "cli": 8,
     "__main__": 9,
 }
-CORE = {"algorithm", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average", "notation", "parallel"}
+CORE = {"algorithm", "allocator", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average", "notation", "parallel"}
 SAME_FLOOR = {("memory", "codec")}
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -83,6 +84,17 @@ print(*(os.environ[name] for name in names))
     assert done.returncode == 0, done.stderr
     expected = {f"{'' if rank == 0 else f'[{rank}] '}{rank} 3 0 198.18.0.1 eth0 100mbit" for rank in range(3)}
     assert set(done.stdout.splitlines()) == expected
+
+
+@needs_lab
+def test_hosts_share_out_the_cores_where_there_are_enough(tmp_path):
+    script = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str(os.sched_getaffinity(0)))"
+    with Lab(hosts=2, rate="1gbit") as lab:
+        assert lab.run([sys.executable, "-c", script]) == 0
+    first, second = (ast.literal_eval((tmp_path / str(rank)).read_text()) for rank in range(2))
+    cores = os.sched_getaffinity(0)
+    assert first | second == cores
+    assert not first & second or len(cores) == 1
 
 
 @needs_lab

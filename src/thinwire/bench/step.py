@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ..algorithm import require
+from ..allocator import keep_freed_memory
 from ..average import Averager
 from ..comm import Communicator, ProcessGroupCommunicator
 from ..comm.ledger import ring_all_reduce_bytes
@@ -114,6 +115,7 @@ def _spawned(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None
 def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     """What one worker does: measure every method; on rank 0, report."""
     torch.set_num_threads(bench.threads)
+    keep_freed_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..allocator import keep_freed_memory
 from ..comm import Communicator
 from . import checkpoint
 from .config import RunConfig
@@ -45,6 +46,7 @@ class Step(NamedTuple):
 def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
     """Train as `config` says and leave the records in `folder`; all workers call this together."""
     torch.set_num_threads(config.threads)
+    keep_freed_memory()
     train, test = config.data.load()
     num_steps = count_steps(config, comm.size, len(train.labels))
     torch.manual_seed(config.seed)
