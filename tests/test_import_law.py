@@ -32,7 +32,10 @@ FLOORS = {
     "cli": 8,
     "__main__": 9,
 }
-CORE = {"algorithm", "allocator", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average", "notation", "parallel"}
+CORE = {
+    *("algorithm", "allocator", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average"),
+    *("notation", "parallel"),
+}
 SAME_FLOOR = {("memory", "codec")}
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 

@@ -1,9 +1,10 @@
 """`thinwire bench codecs`: the speed of every codec, as a ratio to a plain copy.
 
-For each codec, in every repetition and in this order: refresh the input (not timed), copy it with `Tensor.copy_`,
-encode it with the residual written in place, and `decode_add` the payload. The three are alternated because the speed
+For each codec, in every repetition and in this order: copy the input with `Tensor.copy_`, encode it with the residual
+written in place, `decode_add` the payload, and refresh the input (not timed). The three are alternated because the speed
 of memory changes from second to second on a shared machine; the median of each is reported. All buffers have been
-written before, so that no page is touched for the first time under the clock.
+written before, so that no page is touched for the first time under the clock, and each of the three has buffers of its
+own in turn, so that none finds its data in a cache because another has just used them.
 
     encode_ratio = median copy seconds / median encode seconds        1 = as fast as copying the tensor
 """
@@ -122,18 +123,23 @@ class CodecsBench:
 
 
 def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, float, int]:
-    """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes."""
-    work, out = x.clone(), torch.zeros_like(x)
-    for _ in range(3):  # warms up: the allocator needs to free and reuse a payload before it keeps its pages
-        work.copy_(x)
+    """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes.
+
+    Each works on memory that the two before it have not touched, so that none finds in a cache what another left there.
+    """
+    works, outs = [x.clone() for _ in range(3)], [torch.zeros_like(x) for _ in range(3)]
+    for work, out in zip(works, outs, strict=True):  # the allocator keeps pages only of what was freed and reused
         payload = codec.encode(work, Key(), work)
         codec.decode_add(payload, out, key=Key())
+        work.copy_(x)
     copies, encodes, decodes = [], [], []
     for step in range(repetitions):
-        work.copy_(x)  # the last encode left its residual there
-        copies.append(seconds_of(lambda: out.copy_(work)))
-        encodes.append(seconds_of(lambda step=step: codec.encode(work, Key(step=step), residual=work)))
-        decodes.append(seconds_of(lambda: codec.decode_add(payload, out, 0.5, Key())))
+        (a, _, b), (c, _, d) = works, outs
+        copies.append(seconds_of(lambda a=a, c=c: c.copy_(a)))
+        encodes.append(seconds_of(lambda b=b, step=step: codec.encode(b, Key(step=step), residual=b)))
+        decodes.append(seconds_of(lambda d=d: codec.decode_add(payload, d, 0.5, Key())))
+        b.copy_(x)  # the encoder left its residual there
+        works, outs = works[1:] + works[:1], outs[1:] + outs[:1]
     return median(copies), median(encodes), median(decodes), payload.numel()
 
 
