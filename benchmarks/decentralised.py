@@ -51,7 +51,8 @@ def main() -> None:
 
 def finished(config: RunConfig, may_train: bool) -> Run | None:
     """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
-    name = re.sub(r"\W+", "-", config.averager).strip("-").lower()
+    options = f"{config.averager} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
+    name = re.sub(r"\W+", "-", options).strip("-").lower()
     folder = config.output / name
     if not (folder / "summary.json").exists():
         if not may_train:

@@ -211,6 +211,13 @@ def test_late_gradients_are_refused_before_anything_starts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_learning_rate_grows_with_the_workers_where_asked(tmp_path):
+    config = RunConfig("digits", workers=2, batch_size=64, max_steps=2, log_every=1, output=tmp_path)
+    schedule = replace(config.optimizer.schedule, scale_by_workers=True, warmup_fraction=0.0, shape="constant")
+    folder = train(replace(config, optimizer=replace(config.optimizer, schedule=schedule)))
+    assert [row["learning_rate"] for row in read_run(folder).rows] == [2 * config.optimizer.learning_rate] * 2
+
+
 def test_workers_without_rounds_train_too(tmp_path):
     folder = train(RunConfig("digits", averager="Pairwise()", workers=2, batch_size=64, max_steps=8, output=tmp_path))
     final = read_run(folder).summary["final"]

@@ -223,14 +223,17 @@ def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]
 
 def _alternate(comm: Communicator, alone: Training, step: Training, times: int) -> tuple[float, ...]:
     """Median seconds of the slowest worker: computation alone, and the step; then the same of its processor's time."""
-    seconds: dict[Training, list[tuple[float, float]]] = {alone: [], step: []}
+    wall: dict[Training, list[float]] = {alone: [], step: []}
+    processor: dict[Training, list[float]] = {alone: [], step: []}
     for _ in range(times):
-        for training, taken in seconds.items():
+        for training in (alone, step):
             comm.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start, processor_start = time.perf_counter(), time.process_time()
             training()
-            taken.append((time.perf_counter() - start, time.process_time() - cpu_start))
-    medians = [median(column) for i in range(2) for column in ([t[i] for t in taken] or [0.0] for taken in seconds.values())]
+            wall[training].append(time.perf_counter() - start)
+            processor[training].append(time.process_time() - processor_start)
+    columns = [wall[alone], wall[step], processor[alone], processor[step]]
+    medians = [median(column) if column else 0.0 for column in columns]
     return tuple(max(column) for column in zip(*comm.gather_objects(medians), strict=True))
 
 

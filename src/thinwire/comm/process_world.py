@@ -55,19 +55,19 @@ class ProcessWorld:
         Raises:
             The first error that a worker raised, its rank put before its message; however it ends, no worker is left.
         """
-        context, task = _context(), pickle.dumps((fn, args))
+        context, task = worker_context(["thinwire"]), pickle.dumps((fn, args))
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             store = f"file://{folder}/store"
             start = [(rank, self.size, store, self.timeout_seconds, task) for rank in range(self.size)]
             return _collect([_started(context, stack, arguments) for arguments in start])
 
 
-def _context() -> BaseContext:
-    """A fork server imports PyTorch once and not once a worker; where there is none, processes are spawned."""
+def worker_context(preloaded: list[str]) -> BaseContext:
+    """How to start processes: a fork server imports modules once and not once a worker; without one, they are spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["thinwire"])
+    context.set_forkserver_preload(preloaded)
     return context
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from ..algorithm import require
 from ..average.pairwise import Pairwise
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator
-from .gradients import make_equal
+from .gradients import make_equal, updated_by
 from .mean_model import consensus_distance, holding_mean
 from .pairwise_exchange import PairwiseExchange
 
@@ -33,9 +33,7 @@ class AsynchronousGossip:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, averager: Pairwise, comm: Communicator, seed: int
     ):
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) in updated]
-        require(bool(self._parameters), "the optimizer has no trainable parameter of the model; there is nothing to average")
+        self._parameters = updated_by(optimizer, model)
         self._model, self._comm = model, comm
         self._state = averager.init(self._parameters, comm, seed)
         make_equal(model, comm)

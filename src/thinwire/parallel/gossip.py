@@ -19,7 +19,7 @@ from ..average.pairwise import Pairwise
 from ..comm import Communicator, ProcessGroupCommunicator
 from .asynchronous import AsynchronousGossip, gossip_asynchronously
 from .gossip_steps import ORDERS, ParameterGossip
-from .gradients import make_equal
+from .gradients import make_equal, updated_by
 from .rounds import ParameterRounds
 
 
@@ -147,11 +147,10 @@ def _check_options(averager: Averager, overlap: bool, staleness: int, order: str
 
 
 def _taking_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedTensors:
-    """The named parameters of the model that the optimizer updates."""
-    updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    named = [(name, p) for name, p in model.named_parameters() if id(p) in updated]
-    strangers = updated.keys() - {id(p) for _, p in named}
-    require(bool(named), "gossip_parameters: the optimizer has no trainable parameter of the model; nothing to average")
+    """The trainable parameters of the model that the optimizer updates; it may update no others."""
+    named = updated_by(optimizer, model)
+    own = {id(p) for _, p in named}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in own]
     require(
         not strangers,
         f"gossip_parameters: {len(strangers)} of the optimizer's parameters are not the model's and would drift apart; put "

@@ -321,6 +321,18 @@ def make_equal(module: nn.Module, comm: Communicator) -> None:
             handle.wait()
 
 
+def updated_by(optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedTensors:
+    """The trainable parameters of the module, by name, that the optimizer updates.
+
+    Raises:
+        ValueError: there are none.
+    """
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in updated]
+    require(bool(named), "the optimizer has no trainable parameter of the model; there is nothing to average")
+    return named
+
+
 def _ddp_hook(state, bucket):  # DDP reads the annotations and cannot read postponed ones
     """The hook that DDP calls with each bucket as soon as its gradients are there."""
     named = [(state.names[id(p)], g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from ..algorithm import require
 from ..comm import ProcessGroupCommunicator
+from ..comm.process_world import worker_context
 from . import loop
 from .config import RunConfig
 from .records import make_folder, write_json
@@ -79,7 +79,7 @@ def _spawn(config: RunConfig) -> Path:
     _check_port(config.port)
     folder = _prepare(config)
     store = dist.TCPStore(HOST, config.port, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS)
-    context = _context()
+    context = worker_context(PRELOADED)
     ranks = range(config.workers)
     # No daemons: these may not have processes of their own, and data is loaded by such.
     workers = [context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in ranks]
@@ -92,14 +92,6 @@ def _spawn(config: RunConfig) -> Path:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was written so far is in {folder}") from None
     return folder
-
-
-def _context() -> BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
 
 
 def _prepare(config: RunConfig) -> Path:

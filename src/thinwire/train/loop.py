@@ -61,7 +61,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
         for step in steps(config, comm, train.labels, num_steps):
             if step.begins_epoch is not None:
                 strategy.handle.set_epoch(step.begins_epoch)
-            learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps)
+            learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps, comm.size)
             set_learning_rate(optimizer, learning_rate)
             batch = Split(*(part[step.indices] for part in train))
             with meter.clock("step"):

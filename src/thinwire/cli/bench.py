@@ -1,0 +1,32 @@
+"""`thinwire bench` and `thinwire consensus`."""
+
+from __future__ import annotations
+
+from .options import named, parsed
+
+USAGE = """\
+usage: thinwire bench codecs [OPTIONS]
+       thinwire bench step [OPTIONS]
+
+Measure how fast codecs encode and decode, or a training step over the network at hand. Each prints a table of its own and
+explains its options with --help.
+"""
+
+
+def bench_command(options: list[str]) -> None:
+    """Run a benchmark, which prints its own table."""
+    from .. import bench
+
+    benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
+    name, *options = options or ["--help"]
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    parsed(named(benches, name, "benchmark", "thinwire --help"), options, f"thinwire bench {name}").run()
+
+
+def consensus_command(options: list[str]) -> None:
+    """Average alone, and measure the error against bits."""
+    from ..bench import ConsensusBench
+
+    parsed(ConsensusBench, options, "thinwire consensus").run()
