@@ -59,12 +59,13 @@ def trained(config: Any) -> Path:
 
 
 def _listed(tasks: list[Any]) -> str:
-    """Each task's title, then a line for each of its recipes; twins are in brackets."""
+    """Each task's title, then a line for each of its recipes."""
     from ..recipes import SMALL
 
-    lines = [f"NAME[{SMALL}]: as published under NAME; under NAME{SMALL} a twin that takes minutes on two cores."]
-    for task in tasks:
+    suffixes = ["" if task.small is None else f"[{SMALL}]" for task in tasks]
+    width = max(len(task.name(end) + suffix) for task, suffix in zip(tasks, suffixes, strict=True) for end in task.methods)
+    lines = [f"NAME[{SMALL}]: as published under NAME, and a twin that takes minutes on two cores under NAME{SMALL}"]
+    for task, suffix in zip(tasks, suffixes, strict=True):
         lines += ["", task.title]
-        twin = "" if task.small is None else f"[{SMALL}]"
-        lines += [f"  {task.name(end) + twin:<38}  {method.about}" for end, method in task.methods.items()]
+        lines += [f"  {task.name(end) + suffix:<{width}}  {method.about}" for end, method in task.methods.items()]
     return "\n".join(lines) + "\n"

@@ -103,6 +103,8 @@ def momentum_applied_once(config: RunConfig) -> Any:
     if not isinstance(optimizer, SGD):
         return optimizer
     memory, same = averager.memory, (optimizer.momentum, optimizer.nesterov)
-    require((memory.momentum, memory.nesterov) == same, f"{config.recipe}: {memory} must have the momentum of {optimizer}")
+    require(
+        (memory.momentum, memory.nesterov) == same, f"{config.recipe}: {memory} must have the momentum of {optimizer}"
+    )
     fields = ("learning_rate", "weight_decay", "decay_vectors", "schedule", "momentum", "nesterov")
     return DGCSGD(**{name: getattr(optimizer, name) for name in fields})

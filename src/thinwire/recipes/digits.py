@@ -11,7 +11,9 @@ def digits() -> RunConfig:
     return RunConfig(recipe="digits")
 
 
-TASKS = (Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any averager")}),)
+TASKS = (
+    Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any averager")}),
+)
 
 DEMO = {
     "dense": "Mean()",
