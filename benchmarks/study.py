@@ -156,7 +156,7 @@ def test_percents(comm: tw.Communicator, runs: Sequence[tuple[str, int]], epochs
 
 def train_and_test(comm: tw.Communicator, averager: str, seed: int, epochs: int) -> float:
     """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
-    (inputs, labels), test = Digits().load()
+    (inputs, labels), test = Digits().splits()
     torch.manual_seed(seed)
     model, settings = DigitsNet().build(), optimizer_for(averager)
     optimizer = settings.build(model)

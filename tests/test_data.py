@@ -81,7 +81,7 @@ def test_sums_are_those_of_each_label_by_itself():
 
 def test_sums_of_shares_add_up_to_those_of_the_whole():
     torch.manual_seed(0)
-    images = Images(*Digits().load(), num_classes=10)
+    images = Images(*Digits().splits(), num_classes=10)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     whole = images.evaluate(module, rank=0, size=1, batch_size=1000)
     parts = sum(images.evaluate(module, rank, size=3, batch_size=7) for rank in range(3))
@@ -94,7 +94,7 @@ def test_sums_of_shares_add_up_to_those_of_the_whole():
 
 
 def test_digits_come_through_the_common_interface_as_they_are():
-    train, test = Digits().load()
+    train, test = Digits().splits()
     images = Images(train, test, num_classes=10)
     plan = images.plan(shard(images.num_examples, 1, 4, seed=0, epoch=2), 32)
     assert plan.shape == (images.num_examples // 4 // 32, 32)

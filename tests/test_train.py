@@ -15,10 +15,10 @@ from thinwire.recipes import recipes
 from thinwire.report import read_run
 from thinwire.report.tables import times
 from thinwire.train import RunConfig, WorkerError, checkpoint, train
-from thinwire.train.data import Digits, num_batches, shard, uneven_shard
-from thinwire.train.loop import steps
+from thinwire.train.data import Digits, Images, Split, num_batches, shard, uneven_shard
 from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import SGD, LearningRateSchedule
+from thinwire.train.order import steps
 from thinwire.train.records import COLUMNS, Records, make_folder, write_json
 
 
@@ -68,7 +68,7 @@ def test_the_configuration_chooses_the_split():
     config = RunConfig("digits", batch_size=10, epochs=1)
 
     def walk(comm, config):
-        return torch.cat([step.indices for step in steps(config, comm, labels, 1)]).sort().values.tolist()
+        return torch.cat([examples_of(step) for step in steps(config, numbered(labels), comm)]).sort().values.tolist()
 
     by_class = LocalWorld(4).run(walk, replace(config, split="by-class"))
     by_position = LocalWorld(4).run(walk, replace(config, split="by-position"))
@@ -84,24 +84,47 @@ def test_a_batch_that_is_larger_than_a_share_is_refused():
 
 
 def test_every_worker_takes_full_batches_and_the_last_step_ends_an_epoch():
-    config = RunConfig("digits", epochs=3, batch_size=4)
+    config = RunConfig("digits", epochs=3, batch_size=4, max_steps=5)
 
     def walk(comm):
-        return list(steps(config, comm, torch.zeros(20), num_steps=5))
+        return list(steps(config, numbered(torch.zeros(20)), comm))
 
     for taken in LocalWorld(2).run(walk):
         assert [step.number for step in taken] == [1, 2, 3, 4, 5]
         assert [step.ends_epoch for step in taken] == [False, True, False, True, True]
-        assert all(len(step.indices) == 4 for step in taken)
+        assert all(len(examples_of(step)) == 4 for step in taken)
+
+
+def test_steps_go_on_after_any_number_of_them_with_the_batches_that_come_next():
+    config = RunConfig("digits", epochs=3, batch_size=2, accumulate=2)
+    data = numbered(torch.zeros(30))
+
+    def walk(comm, done):
+        return [(step.number, step.ends_epoch, examples_of(step).tolist()) for step in steps(config, data, comm, done)]
+
+    whole = LocalWorld(2).run(walk, 0)
+    assert [len(taken) for taken in whole] == [9, 9] and len(whole[0][0][2]) == 4
+    for done in range(9):
+        assert LocalWorld(2).run(walk, done) == [taken[done:] for taken in whole]
+
+
+def numbered(labels):
+    """Examples whose input is their number."""
+    numbers = torch.arange(len(labels), dtype=torch.float32).view(-1, 1, 1, 1)
+    return Images(Split(numbers, labels.long()), Split(numbers[:1], labels[:1].long()), num_classes=10)
+
+
+def examples_of(step):
+    return torch.cat([batch.inputs[0].flatten().long() for batch in step.batches])
 
 
 def test_digits_are_split_alike_for_all_runs_and_standardised():
-    training, test = Digits().load()
+    training, test = Digits().splits()
     assert len(training.labels) + len(test.labels) == 1797
     assert training.inputs.shape[1:] == (1, 8, 8)
     assert training.inputs.mean().item() == pytest.approx(0, abs=1e-5)
     assert training.inputs.std().item() == pytest.approx(1, abs=1e-5)
-    assert torch.equal(test.inputs, Digits().load()[1].inputs)
+    assert torch.equal(test.inputs, Digits().splits()[1].inputs)
 
 
 def test_all_parameters_of_the_digits_network_are_matrices_or_kernels():
@@ -176,7 +199,7 @@ def test_a_row_can_be_read_at_once_and_a_loss_that_diverged_is_null(tmp_path):
 def test_a_checkpoint_appears_whole_and_replaces_the_one_before(tmp_path):
     def worker(comm):
         for step in (1, 2):
-            checkpoint.save(tmp_path, step, {"model": {"w": torch.ones(2)}}, {"averager": {"step": comm.rank}}, comm)
+            checkpoint.write(tmp_path, step, {"model": {"w": torch.ones(2)}}, {"averager": {"step": comm.rank}}, comm)
 
     LocalWorld(2).run(worker)
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-000002"]
@@ -253,7 +276,7 @@ def test_where_models_differ_the_run_says_how_far_and_keeps_each(tmp_path):
     parameters = sum(t.numel() for t in shared["model"].values())
     assert 4 * (4 * parameters + 8) <= last["bytes_sent"] <= 5 * 4 * parameters + 4096
 
-    model, (_, test) = DigitsNet().build(), Digits().load()
+    model, (_, test) = DigitsNet().build(), Digits().splits()
     accuracies = []
     for state in [*(worker["model"] for worker in workers), shared["model"]]:
         model.load_state_dict(state)

@@ -56,7 +56,7 @@ def _lognormal(shape: Shape, rank: int, size: int, generator: torch.Generator) -
 def _digits(shape: Shape, rank: int, size: int, generator: torch.Generator) -> Tensor:
     from ..train.data import Digits
 
-    images = Digits().load()[0].inputs.flatten(1)
+    images = Digits().splits()[0].inputs.flatten(1)
     rows, columns = shape
     require(columns == images.shape[1], f"digits have {images.shape[1]} pixels: shape must be (n, 64), got {shape}")
     require(

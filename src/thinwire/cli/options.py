@@ -51,7 +51,13 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
     def parse(options: list[str]) -> tuple[Any, list[str]]:
         keywords = {} if default is None else {"default": default}
         return tyro.cli(
-            kind, args=options, prog=program, description=description, return_unknown_args=True, **keywords
+            kind,
+            args=options,
+            prog=program,
+            description=description,
+            return_unknown_args=True,
+            config=(tyro.conf.AvoidSubcommands,),  # which kind of data, model and optimizer: as the recipe has it
+            **keywords,
         )
 
     if {"-h", "--help"} & set(options):

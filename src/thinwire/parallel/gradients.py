@@ -15,9 +15,9 @@ The round's order of buckets is the same on all workers, and so is the order of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..codec import Codec
 from ..comm import Communicator, Handle, Ledger, ProcessGroupCommunicator
 from .buckets import GradientBuckets
 from .dgc_sgd import check_optimizer, guard_optimizers
+from .mean_model import holding_mean
 
 
 class GradientAverager:
@@ -177,8 +178,14 @@ class GradientAverager:
 class GradientCompression:
     """What `compress_gradients` returns: the averager at work on one model."""
 
-    def __init__(self, rounds: GradientAverager, ddp: DistributedDataParallel | None, buckets: GradientBuckets | None):
-        self._rounds, self._ddp, self._buckets = rounds, ddp, buckets
+    def __init__(
+        self,
+        model: nn.Module,
+        rounds: GradientAverager,
+        ddp: DistributedDataParallel | None,
+        buckets: GradientBuckets | None,
+    ):
+        self._model, self._rounds, self._ddp, self._buckets = model, rounds, ddp, buckets
 
     @property
     def ledger(self) -> Ledger:
@@ -197,6 +204,18 @@ class GradientCompression:
     def codec(self) -> Codec | None:
         """The codec of the coming round; `handle.codec.levels` are the levels that ALQ or AMQ has found so far."""
         return self._rounds.averager.current_codec(self._rounds.state)
+
+    @contextmanager
+    def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
+        """Context in which buffers (running statistics) hold the mean of all workers'; parameters are equal anyway.
+
+        All workers enter it together.
+
+        Args:
+            comm: what the exact mean travels over; by default the averager's own, whose ledger then counts it.
+        """
+        with holding_mean([], 1.0, list(self._model.buffers()), comm or self._rounds.comm):
+            yield
 
     def no_sync(self) -> AbstractContextManager:
         """Context in which backward only accumulates; the first backward after it averages the sum."""
@@ -288,11 +307,11 @@ def compress_gradients(
         rounds = GradientAverager(model.module, averager, comm, scaler, seed, ignored, group)
         rounds.start()
         model.register_comm_hook(rounds, _ddp_hook)
-        return GradientCompression(rounds, model, None)
+        return GradientCompression(model, rounds, model, None)
     rounds = GradientAverager(model, averager, comm, scaler, seed)
     rounds.start()
     make_equal(model, rounds.comm)
-    return GradientCompression(rounds, None, GradientBuckets(rounds.parameters, rounds.launch, bucket_bytes))
+    return GradientCompression(model, rounds, None, GradientBuckets(rounds.parameters, rounds.launch, bucket_bytes))
 
 
 def gradient_hook(

@@ -10,6 +10,7 @@ folder gets its name when all workers have written their part; then the one befo
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -18,9 +19,23 @@ from typing import Any
 import torch
 
 from ..comm import Communicator
+from .training import Training
 
 
-def save(folder: Path, step: int, shared: dict[str, Any], own: dict[str, Any], comm: Communicator) -> None:
+def save(folder: Path, step: int, training: Training, comm: Communicator) -> None:
+    """Write a checkpoint and remove the one before it; all workers come here together.
+
+    The averager's state is each worker's own; so are model and optimizer where models differ, and their mean is shared.
+    """
+    strategy = training.strategy
+    averager = {"averager": strategy.handle.state_dict()}  # first: it absorbs messages in flight into the model
+    whole = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    own = averager if not strategy.models_differ else {key: copy.deepcopy(value) for key, value in whole.items()} | averager
+    with strategy.handle.average_model(comm):
+        write(folder, step, whole if not strategy.models_differ else {"model": training.model.state_dict()}, own, comm)
+
+
+def write(folder: Path, step: int, shared: dict[str, Any], own: dict[str, Any], comm: Communicator) -> None:
     """Write a checkpoint and remove the one before it; all workers come here together.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +13,25 @@ from ..algorithm import require
 from ..average import Averager, Pairwise
 from ..average.gossip_base import Gossip
 from ..notation import parse
-from .data import Digits
-from .models import DigitsNet
-from .optimize import SGD
+from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
+from .loss import CrossEntropy
+from .models import (
+    GPT,
+    VGG16,
+    AlexNet,
+    CIFARResNet,
+    DigitsNet,
+    LSTMLanguageModel,
+    ResNet,
+    ResNet9,
+    Transformer,
+)
+from .optimize import SGD, Adam
+
+DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
+ModelConfig = (
+    DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
+)
 
 
 @dataclass(frozen=True)
@@ -43,15 +59,39 @@ class RunConfig:
     max_steps: int | None = None
     """Stop after this many steps, whatever `epochs` says."""
     batch_size: int = 32
-    """Examples per worker and step; higher => fewer steps and fewer bytes in an epoch."""
+    """Examples per worker in a batch; higher => fewer steps and fewer bytes in an epoch. Sentence pairs come in ready-made
+    batches (see data.max_tokens), which count as an example each."""
+    accumulate: int = 1
+    """Batches whose gradients make up one step; higher => larger steps in the same memory, and fewer bytes in an epoch."""
     split: Literal["even", "by-class", "by-position"] = "even"
     """How examples are dealt out: evenly and anew in every epoch; or once, so that a worker has few classes, or examples
     that lie next to each other in the data set."""
     shuffled: float = 0.0
     """Share of the examples that is dealt out evenly even so, 0..1; higher => workers differ less."""
-    data: Digits = field(default_factory=Digits)
-    model: DigitsNet = field(default_factory=DigitsNet)
-    optimizer: SGD = field(default_factory=SGD)
+    data: DataConfig = field(default_factory=Digits)
+    model: ModelConfig = field(default_factory=DigitsNet)
+    loss: CrossEntropy = field(default_factory=CrossEntropy)
+    optimizer: SGD | Adam = field(default_factory=SGD)
+    clip_norm: float | None = None
+    """Largest norm of the gradient that a step may follow: of the mean where gradients are averaged, of each worker's own
+    where parameters are. (`MomentumCorrection` clips before it adds up, and has an option of its own for that.)"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What matrix products and convolutions are computed in; weights stay fp32. fp16 comes with a loss scaler."""
+    compile: bool = False
+    """Whether `torch.compile` makes the forward and backward pass faster, after some minutes at the start."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; "auto" takes a GPU where there is one. Workers of a machine share its GPUs."""
+
+    evaluate_every: int = 1
+    """Epochs between two tests; the last epoch always has one."""
+    test_batch_size: int = 256
+    """Examples per worker in a batch of the test; higher => faster, for more memory."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints, beside those at the end of every epoch."""
+    keep: int = 1
+    """How many of the last checkpoints are kept, beside the best."""
+    resume: bool = False
+    """Go on with the run of this name where it left off, if there is one, so that the same command serves every start."""
 
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
@@ -68,9 +108,16 @@ class RunConfig:
     """Threads of each worker; higher pays only with more cores than workers."""
 
     def __post_init__(self):
-        for name in ("workers", "epochs", "batch_size", "log_every", "threads"):
+        for name in (
+            *("workers", "epochs", "batch_size", "accumulate", "log_every", "threads"),
+            *("evaluate_every", "test_batch_size", "keep"),
+        ):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
-        require(self.max_steps is None or self.max_steps >= 1, f"max_steps must be 1 or more, got {self.max_steps}")
+        for name in ("max_steps", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be 1 or more, got {value}")
+        clips = self.clip_norm is None or self.clip_norm > 0
+        require(clips, f"clip_norm must be above 0, got {self.clip_norm}; leave it out for no clipping")
         require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
@@ -111,5 +158,16 @@ class RunConfig:
         return "-".join([self.recipe, *words, f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; the averager as its `repr`."""
-        return asdict(self) | {"averager": repr(self.parsed_averager()), "output": str(self.output)}
+        """Plain values, ready for JSON; the averager as its `repr`, and data, model and optimizer with their `kind`."""
+        parts = {name: _plain(getattr(self, name)) for name in ("data", "model", "loss", "optimizer")}
+        plain = _plain(self) | {name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()}
+        return plain | {"averager": repr(self.parsed_averager())}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, paths as text."""
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

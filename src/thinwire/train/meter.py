@@ -6,48 +6,58 @@ import time
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..clock import Clock
 from ..comm import Communicator
+from .data import Dataset, sums
 from .strategy import Strategy
+
+COUNTS = ("bytes_sent", "bytes_received", "messages")
 
 
 class Meter:
     """Adds up what happens between two rows.
 
     Args:
+        data: says what its sums mean.
         strategy: whose ledger and clock are read.
         comm: connects the workers for the metrics' own sums.
+        before: the last row of the run that this one goes on with; its bytes and seconds count too.
     """
 
-    def __init__(self, strategy: Strategy, comm: Communicator):
-        self._strategy, self._comm = strategy, comm
+    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator, before: dict[str, float] | None = None):
+        self._data, self._strategy, self._comm = data, strategy, comm
+        self._before = {key: (before or {}).get(key, 0) for key in (*COUNTS, "seconds")}
         self._began = time.perf_counter()
+        self.clock = Clock()
+        """Times the phases "data" and "step"."""
         self._start_row()
 
     def _start_row(self) -> None:
-        self.clock = Clock()
         self._row_began = time.perf_counter()
-        self._phases = self._strategy.handle.seconds
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._phases = self._all_phases()
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._num_examples = 0
+
+    def _all_phases(self) -> dict[str, float]:
+        return {**self._strategy.handle.seconds, **self.clock.seconds}
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Count a batch: scores (N, classes) and labels (N,)."""
+        """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
         self._sums += sums(scores, labels)
+        self._num_examples += len(labels)
 
     def row(self) -> dict[str, float]:
         """Means over all workers: since the last row, and of the ledgers' totals. All workers call it together."""
-        loss, accuracy, num_examples = averages(self._sums, self._comm)
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
-        totals = torch.tensor([ledger.bytes_sent, ledger.bytes_received, ledger.messages], dtype=torch.float64)
-        totals = (self._comm.all_reduce(totals).wait() / self._comm.size).round().long()
-        row = {
-            "loss": loss,
-            "accuracy": accuracy,
-            **dict(zip(("bytes_sent", "bytes_received", "messages"), totals.tolist(), strict=True)),
-            "examples_per_second": num_examples / (now - self._row_began),
-            "seconds": now - self._began,
+        counts = torch.tensor([ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples])
+        totals = self._comm.all_reduce(torch.cat([self._sums, counts.double()])).wait()
+        sent = (totals[4:7] / self._comm.size).round().long().tolist()
+        row = self._data.metrics(totals[:4])
+        row |= {key: self._before[key] + value for key, value in zip(COUNTS, sent, strict=True)}
+        row |= {
+            "examples_per_second": totals[7].item() / (now - self._row_began),
+            "seconds": self._before["seconds"] + now - self._began,
         }
         row |= self._seconds_by_phase()
         if self._strategy.models_differ:
@@ -56,24 +66,12 @@ class Meter:
         return row
 
     def _seconds_by_phase(self) -> dict[str, float]:
-        took = {phase: after - self._phases.get(phase, 0.0) for phase, after in self._strategy.handle.seconds.items()}
+        took = {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}
         averaging = sum(took.get(phase, 0.0) for phase in self._strategy.phases_in_step)
         return {
-            "compute_seconds": self.clock.seconds["step"] - averaging,
+            "data_seconds": took.get("data", 0.0),
+            "compute_seconds": took.get("step", 0.0) - averaging,
             "encode_seconds": took.get("compensate", 0.0) + took.get("encode", 0.0),
             "wait_seconds": took.get("wait", 0.0),
             "decode_seconds": took.get("decode", 0.0),
         }
-
-
-def sums(scores: Tensor, labels: Tensor) -> Tensor:
-    """Loss, correct answers and examples of a batch, as (3,) float64 that may be added up over batches and workers."""
-    loss = F.cross_entropy(scores, labels, reduction="sum")
-    correct = (scores.argmax(dim=1) == labels).sum()
-    return torch.tensor([loss.item(), correct.item(), len(labels)], dtype=torch.float64)
-
-
-def averages(sums_3: Tensor, comm: Communicator) -> tuple[float, float, int]:
-    """Mean loss, accuracy 0..1 and number of examples over all workers."""
-    loss, correct, count = comm.all_reduce(sums_3).wait().tolist()
-    return loss / count, correct / count, int(count)

@@ -12,9 +12,11 @@ class Progress:
     Args:
         title: what stands before the bar.
         num_steps: steps of the whole run.
+        metric: what to show beside the loss.
     """
 
-    def __init__(self, title: str, num_steps: int):
+    def __init__(self, title: str, num_steps: int, metric: str = "accuracy"):
+        self._metric = metric
         self._title, self._num_steps, self._tenths_shown = title, num_steps, 0
         self._console = Console(highlight=False)
         self._bar = progress.Progress(
@@ -30,7 +32,7 @@ class Progress:
 
     def row(self, values: dict[str, float]) -> None:
         """Show a row of metrics."""
-        self.show(int(values["step"]), _in_words(values))
+        self.show(int(values["step"]), _in_words(values, self._metric))
 
     def show(self, step: int, metrics: str) -> None:
         """Show how far the run is, and what there is to say of it."""
@@ -45,12 +47,17 @@ class Progress:
         self._bar.stop()
 
 
-def _in_words(values: dict[str, float]) -> str:
+def _in_words(values: dict[str, float], metric: str) -> str:
+    shown = [f"{name.replace('_', ' ')} {_number(name, values[name])}" for name in (metric, f"test_{metric}") if name in values]
     return ", ".join(
         [
             f"loss {values['loss']:.3f}",
-            f"accuracy {values['accuracy']:.1%}",
+            *shown,
             f"{values['bytes_sent'] / 1e6:.2f} MB sent",
             f"{values['examples_per_second']:,.0f} examples/s",
         ]
     )
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +29,22 @@ class Strategy:
     phases_in_step: tuple[str, ...]
 
 
-def attach(config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
+    def accumulating(self) -> AbstractContextManager:
+        """Context of a backward pass after which another of the same step follows."""
+        return self.handle.no_sync() if isinstance(self.handle, GradientCompression) else nullcontext()
+
+
+def attach(
+    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+) -> Strategy:
     """Attach the configuration's averager to model and optimizer; all workers call this together."""
-    averager = config.parsed_averager()
+    averager, shared = config.parsed_averager(), {"seed": config.seed, "scaler": scaler}
     if isinstance(averager, Pairwise):
-        return Strategy(gossip_parameters(model, optimizer, averager, seed=config.seed), True, ("publish",))
+        return Strategy(gossip_parameters(model, optimizer, averager, **shared), True, ("publish",))
     if not isinstance(averager, Gossip):
-        phases = ("compensate", "encode", "exchange", "blocked")
-        return Strategy(compress_gradients(model, averager, seed=config.seed), False, phases)
-    options = {"overlap": config.overlap, "staleness": config.staleness, "order": config.order, "seed": config.seed}
-    handle = gossip_parameters(model, optimizer, averager, **options)
+        handle = compress_gradients(model, averager, **shared)
+        handle.check_optimizer(optimizer)
+        return Strategy(handle, False, ("compensate", "encode", "exchange", "blocked"))
+    options = {"overlap": config.overlap, "staleness": config.staleness, "order": config.order}
+    handle = gossip_parameters(model, optimizer, averager, **options, **shared)
     return Strategy(handle, True, ("encode",) if config.overlap else ("encode", "wait", "decode"))

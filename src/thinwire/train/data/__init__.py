@@ -1,18 +1,19 @@
 """Data sets: one file each, and how their examples are dealt out to workers."""
 
 from .augment import Augmentation
-from .base import IGNORE, Batch, Dataset, sums
+from .base import IGNORE, LOWER_IS_BETTER, Batch, Dataset, sums
 from .cifar import CIFAR10
 from .digits import Digits
 from .image_folder import ImageFolder
 from .images import Images
-from .shards import Split, num_batches, shard, uneven_shard
+from .shards import Split, contiguous_shard, num_batches, shard, uneven_shard
 from .text import PlainText, Text, WikiText2
 from .translation import ParallelText
 
 __all__ = [
     "CIFAR10",
     "IGNORE",
+    "LOWER_IS_BETTER",
     "Augmentation",
     "Batch",
     "Dataset",
@@ -24,6 +25,7 @@ __all__ = [
     "Split",
     "Text",
     "WikiText2",
+    "contiguous_shard",
     "num_batches",
     "shard",
     "sums",

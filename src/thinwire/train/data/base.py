@@ -39,6 +39,10 @@ IGNORE = -100
 """Label of a place where no answer counts; it is PyTorch's own default."""
 
 
+LOWER_IS_BETTER = ("loss", "perplexity")
+"""Metrics of which a lower one is better; of all others, higher is."""
+
+
 class Batch(NamedTuple):
     """What a model takes in one step.
 
@@ -61,6 +65,8 @@ class Dataset(ABC):
 
     metric_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     """What `metrics` reports."""
+    best_metric: ClassVar[str] = "accuracy"
+    """Which of them says how good a model is."""
     num_loaders: int = 0
     """Processes that make batches ahead of time; 0 => the training process makes them itself."""
     in_order: bool = False
@@ -123,6 +129,11 @@ class Dataset(ABC):
         values = {"loss": loss / count, "accuracy": correct / count, "top5_accuracy": correct_in_5 / count}
         values["perplexity"] = (sums_K[0] / count).exp().item()
         return {name: values[name] for name in self.metric_names if name in values}
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """The same images (N, C, H, W), but laid out pixel by pixel in memory: convolutions on CPUs are 1.3 times as fast so."""
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def sums(scores: Tensor, labels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...algorithm import require
+from .images import Images
 from .shards import Split
 
 
@@ -25,7 +26,11 @@ class Digits:
     def __post_init__(self):
         require(0 < self.test_fraction < 1, f"data.test_fraction must be between 0 and 1, got {self.test_fraction}")
 
-    def load(self) -> tuple[Split, Split]:
+    def load(self) -> Images:
+        """Training and test images, in ten classes."""
+        return Images(*self.splits(), num_classes=10)
+
+    def splits(self) -> tuple[Split, Split]:
         """Training and test images, (N, 1, 8, 8) with the training pixels' mean 0 and standard deviation 1."""
         from sklearn.datasets import load_digits  # a second of imports that the command line's help can do without
 

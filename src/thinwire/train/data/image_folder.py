@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
-from .base import Batch, Dataset, loaded
+from .base import Batch, Dataset, channels_last, loaded
 from .folders import ImageFiles, list_parts, open_image, unreadable
 
 MEAN = (123.675, 116.28, 103.53)
@@ -104,7 +104,7 @@ class FolderImages(Dataset):
         paths = map(self._train.path, indices.tolist())
         pixels = torch.stack([read_region(*pair, size) for pair in zip(paths, regions.tolist(), strict=True)])
         pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
-        return Batch((_standardised(pixels),), self._train.labels[indices])
+        return Batch((channels_last(_standardised(pixels)),), self._train.labels[indices])
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
         share = torch.arange(len(self._test))[rank::size]
@@ -125,7 +125,7 @@ class _TestBatches:
     def __getitem__(self, number: int) -> Batch:
         part = self.parts[number]
         pixels = torch.stack([read_centre(self.files.path(i), self.config.test_size) for i in part.tolist()])
-        return Batch((_standardised(pixels),), self.files.labels[part])
+        return Batch((channels_last(_standardised(pixels)),), self.files.labels[part])
 
 
 def random_regions(num: int, min_area: float, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .augment import Augmentation
-from .base import Batch, Dataset
+from .base import Batch, Dataset, channels_last
 from .shards import Split
 
 
@@ -57,11 +57,11 @@ class Images(Dataset):
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         images, labels = (part[indices.to(part.device)] for part in self._train)
         images = self._standardised(self._augmentation.before(images, generator))
-        return Batch((self._augmentation.after(images, generator),), labels)
+        return Batch((channels_last(self._augmentation.after(images, generator)),), labels)
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
         images, labels = (part[rank::size].split(batch_size) for part in self._test)
-        return (Batch((self._standardised(x),), y) for x, y in zip(images, labels, strict=True) if len(y))
+        return (Batch((channels_last(self._standardised(x)),), y) for x, y in zip(images, labels, strict=True) if len(y))
 
     def _standardised(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean.to(images.device)) / self._std.to(images.device)

@@ -79,6 +79,17 @@ def uneven_shard(keys: Tensor, rank: int, size: int, seed: int, epoch: int, shuf
     return share[permutation(len(share), seed, ORDER_STREAM | rank << 32, epoch)]
 
 
+def contiguous_shard(num_examples: int, rank: int, size: int) -> Tensor:
+    """Indices of one worker's share of data that must stay in order: the same consecutive examples in every epoch.
+
+    Example:
+        >>> [contiguous_shard(7, rank, 2).tolist() for rank in range(2)]
+        [[0, 1, 2], [3, 4, 5]]
+    """
+    share = num_examples // size
+    return torch.arange(rank * share, (rank + 1) * share)
+
+
 def permutation(num_examples: int, seed: int, stream: int, epoch: int) -> Tensor:
     """A permutation of `range(num_examples)`, the same on all workers that ask for the same."""
     # Mixed, for PyTorch's generator on the CPU reads the low 32 bits of its seed alone.

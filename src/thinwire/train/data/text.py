@@ -99,6 +99,7 @@ class Text(Dataset):
     """
 
     metric_names = ("loss", "accuracy", "perplexity")
+    best_metric = "perplexity"
 
     def __init__(self, train: Tensor, test: Tensor, num_tokens: int, context: int, in_order: bool):
         require(

@@ -73,6 +73,7 @@ class Pairs(Dataset):
     """
 
     metric_names = ("loss", "accuracy", "perplexity", "bleu")
+    best_metric = "bleu"
 
     def __init__(
         self, config: ParallelText, vocabulary: Path, train: list[Ragged], test: list[Ragged], references: list[str]

@@ -1,0 +1,105 @@
+"""What a step changes, and the step itself: forward, backward, clip, optimizer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..algorithm import require
+from ..average import Mean
+from ..memory import MomentumCorrection
+from .config import RunConfig
+from .data import Batch, Dataset
+from .models import apply
+from .strategy import Strategy, attach
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Training:
+    """A worker's model, and all that changes with it from step to step.
+
+    Args:
+        config: of the run.
+        model: whose keys a checkpoint has.
+        forward: the same model, compiled where that was asked for.
+        optimizer: PyTorch's own.
+        scaler: of the loss; it does nothing but for fp16.
+        strategy: the averager at work.
+        carried: what a recurrent model remembers of the batch before, None at the start of an epoch.
+    """
+
+    config: RunConfig
+    model: nn.Module
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    strategy: Strategy
+    carried: Any = None
+
+    def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
+        """One step on these batches of this worker; returns the scores and labels of each."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        answers = []
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with nullcontext() if last else self.strategy.accumulating():
+                answers.append(self._backward(batch.to(self.device), 1 / len(batches)))
+        if self.config.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.scaler.step(self.optimizer)  # averagers of parameters work in this
+        self.scaler.update()
+        return answers
+
+    def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            scores, self.carried = apply(self.forward, batch.inputs, self.carried)
+            loss = self.config.loss(scores, batch.labels)
+        self.scaler.scale(loss * weight).backward()  # averagers of gradients work in this
+        return scores.detach(), batch.labels
+
+    def _autocast(self) -> torch.autocast | nullcontext:
+        dtype = DTYPES.get(self.config.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+
+def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
+    """The model, the same on all workers, from the seed, with optimizer and averager; all workers call this together.
+
+    Raises:
+        ValueError: an averager, optimizer and options that don't go together.
+    """
+    torch.manual_seed(config.seed)
+    model = config.model.build(data.num_classes).to(device)
+    optimizer = config.optimizer.build(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    check_clipping(config)
+    strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None)
+    return Training(config, model, torch.compile(model) if config.compile else model, optimizer, scaler, strategy)
+
+
+def check_clipping(config: RunConfig) -> None:
+    """See that gradients are clipped where it helps.
+
+    Raises:
+        ValueError: they would be clipped after they were added up.
+    """
+    averager = config.parsed_averager()
+    adds_up = isinstance(averager, Mean) and isinstance(averager.memory, MomentumCorrection)
+    require(
+        config.clip_norm is None or not adds_up,
+        f"clip_norm {config.clip_norm} would clip gradients that {averager.memory if adds_up else ''} has added up already; "
+        "leave it out and clip there: MomentumCorrection(clip=ClipByNorm(...))",
+    )
