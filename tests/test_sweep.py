@@ -58,12 +58,19 @@ def test_tables_of_a_list_each_with_the_whole_grid(sweep_of):
         seed = [1, 2]
     """
     runs = sweep_of('recipe = "digits"\n' + rows).runs
-    found = [(r.config.averager[5:9], r.config.optimizer.learning_rate, r.config.optimizer.momentum, r.config.seed) for r in runs]
+    found = [
+        (r.config.averager[5:9], r.config.optimizer.learning_rate, r.config.optimizer.momentum, r.config.seed)
+        for r in runs
+    ]
     assert found == [("TopK", 0.2, 0.5, 1), ("TopK", 0.2, 0.5, 2), ("QSGD", 0.3, 0.9, 1), ("QSGD", 0.3, 0.9, 2)]
 
 
 def test_all_ways_to_write_a_path_mean_the_same(sweep_of):
-    ways = ['optimizer.schedule.shape = "linear"', '"optimizer.schedule.shape" = "linear"', '[fixed.optimizer.schedule]\nshape = "linear"']
+    ways = [
+        'optimizer.schedule.shape = "linear"',
+        '"optimizer.schedule.shape" = "linear"',
+        '[fixed.optimizer.schedule]\nshape = "linear"',
+    ]
     runs = [sweep_of(f'recipe = "digits"\n[fixed]\n{way}').runs[0] for way in ways]
     assert {run.config.optimizer.schedule.shape for run in runs} == {"linear"}
     assert len({run.identity for run in runs}) == 1
@@ -78,6 +85,19 @@ def test_where_runs_go(sweep_of, tmp_path):
     assert sweep_of('recipe = "digits"').output == Path("runs/grid")
     run = sweep_of(f'recipe = "digits"\noutput = "{tmp_path}/here"\ngrid.averager = ["Mean(TopK(0.01))"]').runs[0]
     assert run.folder == tmp_path / "here" / f"mean-topk-0.01-{run.identity[:8]}"
+
+
+def test_a_recipe_is_a_value_like_others(sweep_of):
+    (run,) = sweep_of('[grid]\nrecipe = ["digits"]').runs
+    assert run.config == recipes()["digits"]() and run.folder.name == f"digits-{run.identity[:8]}"
+    for twice in (
+        'recipe = "digits"\n[grid]\nrecipe = ["digits"]',
+        '[fixed]\nrecipe = "digits"\n[[list]]\nrecipe = "digits"',
+    ):
+        with pytest.raises(ValueError, match="recipe is given twice"):
+            sweep_of(twice)
+    with pytest.raises(ValueError, match="did you mean 'digits'.* \\(in the run recipe = \"digit\"\\)"):
+        sweep_of('[grid]\nrecipe = ["digit"]')
 
 
 def test_consensus_one_averager_and_one_step_size_a_run(sweep_of):
@@ -102,7 +122,10 @@ def test_consensus_one_averager_and_one_step_size_a_run(sweep_of):
     "changes, same",
     [
         ({}, True),
-        ({"threads": 2, "port": 12345, "log_every": 1, "output": Path("/elsewhere"), "name": "x", "overwrite": True}, True),
+        (
+            {"threads": 2, "port": 12345, "log_every": 1, "output": Path("/elsewhere"), "name": "x", "overwrite": True},
+            True,
+        ),
         ({"averager": "Mean( TopK( 0.01 ) )"}, True),
         ({"averager": "Mean(TopK(ratio=0.02))"}, False),
         ({"seed": 1}, False),
@@ -125,7 +148,7 @@ def test_every_nested_value_counts():
 
 
 def test_what_does_not_count_exists():
-    known = RunConfig("digits").as_dict().keys() | {"json", "figure", "processes", "resume", "keep"}
+    known = RunConfig("digits").as_dict().keys() | {"json", "figure", "processes", "interface", "requeue"}
     assert IMMATERIAL <= known
 
 
@@ -166,7 +189,10 @@ class Thing:
         ({"form.side": 5, "form.kind": "Square"}, Thing(form=Square(5))),
         ({"form.kind": "Square", "form.colours": ["red", "blue"]}, Thing(form=Square(colours=("red", "blue")))),
         ({"form.kind": "Square", "form.colours": "red"}, Thing(form=Square(colours=("red",)))),
-        ({"limit": 3, "where": "a/b", "flag": True, "pair": [4, 5]}, Thing(limit=3, where=Path("a/b"), flag=True, pair=(4, 5.0))),
+        (
+            {"limit": 3, "where": "a/b", "flag": True, "pair": [4, 5]},
+            Thing(limit=3, where=Path("a/b"), flag=True, pair=(4, 5.0)),
+        ),
         ({"limit": "none"}, Thing()),
     ],
 )
@@ -181,7 +207,10 @@ def test_values_become_what_the_fields_are(values, wanted):
         ({"form.side": 2}, "unknown field 'form.side'; known are radius"),
         ({"form.kind": "Squaer"}, "unknown form.kind 'Squaer'; did you mean 'Square'?"),
         ({"form": "Square"}, "form must be a table; choose with .kind one of Round, Square, got 'Square'"),
-        ({"form.kind": "Square", "form.kind_of_edge": "soff"}, "one of 'sharp', 'soft', got 'soff'; did you mean 'soft'?"),
+        (
+            {"form.kind": "Square", "form.kind_of_edge": "soff"},
+            "one of 'sharp', 'soft', got 'soff'; did you mean 'soft'?",
+        ),
         ({"limit": "many"}, "limit must be a whole number or 'none', got 'many'"),
         ({"limit": 1.5}, "limit must be a whole number or 'none', got 1.5"),
         ({"limit": True}, "limit must be a whole number or 'none', got True"),
@@ -219,7 +248,10 @@ def test_wrong_values_get_one_line(values, complaint):
         ("recipe = 'digits'\n[fixed]\nseed = 1\n[grid]\nseed = [1]", "seed is given twice"),
         ("recipe = 'digits'\n[fixed]\nname = 'x'", "name is set by the sweep"),
         ("recipe = 'digits'\n[fixed]\noutput = 'x'", "write output = ... at the top of the file"),
-        ("recipe = 'digits'\n[grid]\naverager = ['Mean(TopKK(0.1))']", "averager: unknown name 'TopKK'; did you mean 'TopK'?"),
+        (
+            "recipe = 'digits'\n[grid]\naverager = ['Mean(TopKK(0.1))']",
+            "averager: unknown name 'TopKK'; did you mean 'TopK'?",
+        ),
         ("recipe = 'digits'\n[grid]\naverager = ['TopK(0.1)']", "did you mean 'Mean(TopK(0.1))'?"),
         ("recipe = 'digits'\n[grid]\nthreads = [1, 2]", "threads = 1 and threads = 2 are the same run"),
         ("recipe = 'digits'\n[grid]\nseed = [1, 1]", "seed = 1 and seed = 1 are the same run"),
@@ -240,6 +272,8 @@ def test_a_file_that_is_not_there(tmp_path):
         read_sweep(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("examples/sweeps/*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(Path(__file__).parents[1].glob("examples/sweeps/*.toml")), ids=lambda file: file.stem
+)
 def test_every_example_can_be_read(file):
     assert len(read_sweep(file).runs) > 1

@@ -58,6 +58,7 @@ def sweep_command(options: list[str]) -> None:
         show_failures(sweep)
     else:
         _run_here(sweep, asked.local or 1)
+        _collect(sweep)
         if show_failures(sweep):
             sys.stdout.flush()
             raise SystemExit(1)
@@ -93,3 +94,13 @@ def _submit(sweep: Sweep, options: str) -> None:
         print(f"{sweep.output}: {len(left)} runs submitted, {jobs[0]} to {jobs[-1]}")
     print(f"  {len(sweep.runs) - len(left)} runs are finished, running or queued already")
     print(f"  thinwire sweep {sweep.file} --status")
+
+
+def _collect(sweep: Sweep) -> None:
+    """Write what the finished runs make together, if anything."""
+    from ..sweep.status import finished_summary
+
+    folders = [run.folder for run in sweep.runs if finished_summary(run) is not None]
+    collected = sweep.runs[0].task.collect(folders, sweep.output)
+    if collected is not None:
+        print(f"  {collected}")

@@ -16,10 +16,14 @@ from pathlib import Path
 from ..train.records import write_json
 from .file import PlannedRun, planned
 from .status import finished_summary, locked
-from .tasks import TASKS, read_json
+from .tasks import read_json
 
-# Set by whatever has started the sweep itself (torchrun, srun, mpirun); a run starts workers of its own.
-LAUNCHERS = r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_\w+|MASTER_\w+|TORCHELASTIC_\w+|(SLURM|OMPI|PMI|PMIX|MPI)_\w+"
+# Variables by which a launcher that started the sweep itself (torchrun, srun, mpirun) makes a process one of its workers.
+# A run is none: it starts workers of its own.
+LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_\w+|MASTER_\w+|TORCHELASTIC_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_\w+)|OMPI_\w+|PMI_\w+|PMIX_\w+|MPI_\w+"
+)
 
 
 def start(run: PlannedRun) -> subprocess.Popen | None:
@@ -29,7 +33,7 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
         if not locked(lock):
             return None
         (run.records / "ended.json").unlink(missing_ok=True)
-        outer = {name: value for name, value in os.environ.items() if not re.fullmatch(LAUNCHERS, name)}
+        outer = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "thinwire.sweep", str(run.records / "run.json")],
             stdin=subprocess.DEVNULL,
@@ -49,7 +53,7 @@ def write_down(run: PlannedRun) -> None:
     """
     try:
         run.records.mkdir(parents=True, exist_ok=True)
-        plain = {"command": run.command, "recipe": run.recipe, "values": run.values, "varied": run.varied}
+        plain = {"command": run.command, "values": run.values, "varied": run.varied}
         write_json(run.records / "run.json", plain | {"folder": str(run.folder)})
     except OSError as error:
         raise ValueError(f"cannot write to {run.folder.parent}: {error.strerror}; choose another output") from None
@@ -60,9 +64,8 @@ def read_run(path: Path) -> PlannedRun:
     plain = read_json(path)
     if plain is None:
         raise ValueError(f"{path} holds no run of a sweep")
-    command, recipe, varied = plain["command"], plain["recipe"], plain["varied"]
-    fixed = {name: value for name, value in plain["values"].items() if name not in varied}
-    return planned(command, recipe, TASKS[command].base(recipe), fixed, varied, Path(plain["folder"]).parent)
+    fixed = {name: value for name, value in plain["values"].items() if name not in plain["varied"]}
+    return planned(plain["command"], None, fixed, plain["varied"], Path(plain["folder"]).parent)
 
 
 def execute(path: Path) -> int:

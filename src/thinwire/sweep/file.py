@@ -8,7 +8,7 @@
 
     [grid]                         field path = list of values; all combinations are run
     averager = ["Mean()", "Mean(QSGD(bits=4))"]
-    seed = [1, 2, 3]
+    seed = [1, 2, 3]               (recipe = [...] too)
 
     [[list]]                       values that belong together; every such table is combined with the whole grid
     optimizer.learning_rate = 0.1
@@ -48,8 +48,7 @@ class PlannedRun:
 
     Args:
         command: "train" or "consensus".
-        recipe: where its configuration began.
-        values: field path -> value, all that the file says of this run.
+        values: field path -> value, all that the file says of this run, with its recipe.
         varied: those of them in which runs of the sweep may differ.
         config: the configuration itself.
         identity: see `identity`.
@@ -57,7 +56,6 @@ class PlannedRun:
     """
 
     command: str
-    recipe: str | None
     values: Values
     varied: Values
     config: Any
@@ -109,11 +107,10 @@ def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
     command, recipe = table.get("command", "train"), table.get("recipe")
     require(command in TASKS, f"unknown command {command!r}{suggestion(command, TASKS)}")
     output = Path(table.get("output", Path("runs") / file.stem))
-    base = TASKS[command].base(recipe)
     fixed = _unique(flat(table.get("fixed", {})))
     runs: dict[str, PlannedRun] = {}
     for varied in points(table.get("grid", {}), table.get("list", [])):
-        run = planned(command, recipe, base, fixed, varied, output)
+        run = planned(command, recipe, fixed, varied, output)
         other = runs.setdefault(run.identity, run)
         same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
         require(other is run, same)
@@ -140,26 +137,25 @@ def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[V
             yield _unique([*flat(row), *(item for path, value in chosen for item in flat({path: value}))])
 
 
-def planned(
-    command: str, recipe: str | None, base: Any, fixed: Mapping[str, Any], varied: Values, output: Path
-) -> PlannedRun:
+def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: Values, output: Path) -> PlannedRun:
     """The run with these values.
 
     Raises:
         ValueError: they make no run.
     """
     task = TASKS[command]
-    values = _unique([*fixed.items(), *varied.items()])
+    values = _unique([*({"recipe": recipe} if recipe else {}).items(), *fixed.items(), *varied.items()])
+    recipe = values.get("recipe")
     for path in values:
         where = "write output = ... at the top of the file" if path == "output" else "leave it out"
         require(path not in task.reserved, f"{path} is set by the sweep; {where}")
     try:
-        config = overridden(base, values)
+        config = overridden(task.base(recipe), {path: value for path, value in values.items() if path != "recipe"})
         plain = task.as_dict(config)
     except ValueError as error:
         raise ValueError(f"{error}{f' (in the run {in_words(varied)})' if varied else ''}") from None
     name = f"{readable(varied) or recipe or command}-{identity(plain)[:8]}"
-    return PlannedRun(command, recipe, values, varied, config, identity(plain), output / name)
+    return PlannedRun(command, values, varied, config, identity(plain), output / name)
 
 
 def _unique(items: Any) -> Values:

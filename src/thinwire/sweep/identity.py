@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 IMMATERIAL = {
-    *("output", "name", "overwrite", "resume", "keep", "log_every", "port", "threads"),  # of a training run
+    *("output", "name", "overwrite", "resume", "keep", "log_every"),  # of a training run
+    *("interface", "port", "requeue", "threads"),
     *("json", "figure", "processes"),  # of a consensus experiment
 }
 

@@ -23,7 +23,7 @@ from .identity import identity
 from .tasks import read_json
 
 State = Literal["waiting", "running", "stopped", "failed", "finished"]
-STOPPED_CODES = (130, 143)  # after Ctrl-C, after SIGTERM
+STOPPED_CODES = (75, 130, 143)  # after SIGTERM with a checkpoint saved, after Ctrl-C, after SIGTERM before the first step
 TAIL_BYTES = 16384
 
 
@@ -45,7 +45,7 @@ def status_of(run: PlannedRun) -> Status:
     ended = read_json(run.records / "ended.json")
     if ended is not None and ended["code"] in STOPPED_CODES:
         return Status("stopped", _progress(run))
-    if ended is not None:
+    if ended is not None and ended["code"] != 0:  # after a good end, somebody has taken the result away
         return Status("failed", _reason(run, ended["code"]))
     job = read_json(run.records / "job.json")
     return Status("waiting", f"job {job['id']}" if job else "")

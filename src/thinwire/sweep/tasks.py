@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ class Task(ABC):
     def run(self, config: Any, folder: Path) -> None:
         """Run to the end, or go on where it was stopped; `summary.json` in `folder` says that it was finished."""
 
+    def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
+        """What the finished runs in these folders make together, if anything; returns the file."""
+        return None
+
     @abstractmethod
     def workers(self, config: Any) -> int:
         """Processes of a run."""
@@ -57,7 +61,7 @@ class Task(ABC):
 class Train(Task):
     """`thinwire train`."""
 
-    reserved = frozenset({"recipe", "output", "name", "overwrite", "resume"})
+    reserved = frozenset({"output", "name", "overwrite", "resume", "requeue"})
 
     def base(self, recipe: str | None) -> Any:
         from ..recipes import recipes
@@ -76,9 +80,7 @@ class Train(Task):
     def run(self, config: Any, folder: Path) -> None:
         from ..train import train
 
-        # Goes on from the last checkpoint; a run that was stopped before the first one begins again.
-        again = "resume" if "resume" in {field.name for field in fields(config)} else "overwrite"
-        train(replace(config, output=folder.parent, name=folder.name, **{again: True}))
+        train(replace(config, output=folder.parent, name=folder.name, overwrite=True))
 
     def workers(self, config: Any) -> int:
         return config.workers
@@ -136,6 +138,14 @@ class Consensus(Task):
             | {f"{key}_to_target": reached and reached[key] for key in ("round", "bits_sent")}
             | {"bits_sent": last["bits_sent"], "error_left": left},
         )
+
+    def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
+        """All rows, as one `thinwire consensus --json` with many averagers and step sizes writes them."""
+        from ..train.records import write_json
+
+        rows = [row for folder in folders for row in read_json(folder / "consensus.json") or []]
+        write_json(output / "consensus.json", rows)
+        return output / "consensus.json"
 
     def workers(self, config: Any) -> int:
         return config.workers if config.processes else 1
