@@ -38,7 +38,7 @@ Each explains its options with --help. To start with:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 1 where a worker failed, 2 after a mistake of the user's, 130 after Ctrl-C."""
+    """Run a command; returns 0, 2 after a mistake of the user's, 130 after Ctrl-C; `train` has codes of its own."""
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         named(COMMANDS, command, "command", "thinwire --help")(options)

@@ -26,6 +26,7 @@ from . import checkpoint
 from .config import RunConfig
 from .data import Dataset
 from .evaluation import evaluate
+from .interrupt import Interrupted, Interruption
 from .meter import Meter
 from .optimize import set_learning_rate
 from .order import count_steps, steps
@@ -35,8 +36,12 @@ from .strategy import Strategy
 from .training import prepare
 
 
-def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
-    """Train as `config` says and leave the records in `folder`; all workers call this together."""
+def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption) -> None:
+    """Train as `config` says and leave the records in `folder`; all workers call this together.
+
+    Raises:
+        Interrupted: on all workers, after the same step: a signal asked for it, and the run was saved.
+    """
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     data = config.data.load()
@@ -57,15 +62,19 @@ def run(config: RunConfig, folder: Path, comm: Communicator) -> None:
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
-            if step.number % config.log_every and not step.ends_epoch:
-                continue
-            row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
-            if step.ends_epoch:
+            row_is_due = step.number % config.log_every == 0 or step.ends_epoch
+            # Workers without rounds meet at rows alone.
+            stop = interruption.requested(comm) if training.strategy.in_rounds or row_is_due else 0
+            if row_is_due:
+                row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
+            if step.ends_epoch or stop:
                 checkpoint.save(folder / "checkpoints", step.number, training, comm)
-                if round(step.epoch) % config.evaluate_every == 0 or step.number == num_steps:
-                    row |= evaluate(config, data, training.model, training.strategy, comm)
-            for watcher in watchers:
+            if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
+                row |= evaluate(config, data, training.model, training.strategy, comm)
+            for watcher in watchers if row_is_due else []:
                 watcher.row(row)
+            if stop and step.number < num_steps:
+                raise Interrupted(stop, folder / "checkpoints" / f"step-{step.number:06d}")
     finally:
         for watcher in watchers:
             watcher.close()

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ...kernels import mix_key
+from ..interrupt import ignore_requests
 from ..models import apply
 
 AUGMENTATION_STREAM = zlib.crc32(b"augmentation of examples")
@@ -192,6 +193,7 @@ def loaded(batches: Any, numbers: range, num_loaders: int) -> Iterator[Batch]:
         sampler=numbers,
         num_workers=num_loaders,
         collate_fn=_as_it_is,
+        worker_init_fn=ignore_requests,
         # Forked, loaders start at once, and PyTorch's watchdog ends them within seconds of their parent, however that ends.
         # Started by a fork server, as the worker's own start method would have it, they'd outlive it.
         multiprocessing_context="fork",
