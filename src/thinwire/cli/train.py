@@ -77,9 +77,9 @@ def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "")
 
 def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
     """The command that goes on with a run that was stopped."""
-    kept = [option for option in options if option not in ("--overwrite", "--resume")]
+    kept = [option for option in options if option != "--overwrite"]
     name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name]
-    return shlex.join(["thinwire", "train", recipe, *kept, *name, "--resume"])
+    return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])
 
 
 def _listed(tasks: list[Any]) -> str:
