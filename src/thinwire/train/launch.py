@@ -29,7 +29,10 @@ from ..comm import ProcessGroupCommunicator
 from ..comm.process_world import worker_context
 from . import loop
 from .config import RunConfig
-from .records import make_folder, write_json
+from .interrupt import Interruption
+from .records import write_json
+from .run_folder import finished_run, make_folder
+from .weights_and_biases import check_installed
 
 HOST = "127.0.0.1"
 RENDEZVOUS = timedelta(seconds=120)  # time enough to import PyTorch on a busy machine
@@ -45,12 +48,15 @@ class WorkerError(RuntimeError):
 def train(config: RunConfig) -> Path:
     """Run to the end; returns the run's folder. Under torchrun, each of its processes calls this.
 
+    With `config.resume` it goes on where it left off, and what is finished isn't run again.
+
     Raises:
         ValueError: the configuration is wrong; nothing was started.
         WorkerError: a worker ended badly; all others have been stopped.
     """
     config.parsed_averager()
-    return _join(config) if torchrun_size() else _spawn(config)
+    check_installed(config)
+    return finished_run(config) or (_join(config) if torchrun_size() else _spawn(config))
 
 
 def torchrun_size() -> int | None:
@@ -67,7 +73,9 @@ def _join(config: RunConfig) -> Path:
         dist.init_process_group("gloo", timeout=RENDEZVOUS)
         with ProcessGroupCommunicator() as comm:
             folder = Path(comm.gather_objects(str(folder))[0])
-            loop.run(config, folder, comm)
+            interruption = Interruption()
+            loop.run(config, folder, comm, interruption)
+            interruption.settle()
         dist.destroy_process_group()
     except Exception as error:
         raise WorkerError(f"worker {rank} failed: {_in_one_line(error)}") from error
@@ -186,7 +194,9 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
         store = dist.TCPStore(HOST, port, is_master=False, timeout=RENDEZVOUS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=config.workers)
         with ProcessGroupCommunicator() as comm:
-            loop.run(config, folder, comm)
+            interruption = Interruption()
+            loop.run(config, folder, comm, interruption)
+            interruption.settle()
         dist.destroy_process_group()
     except BaseException as error:
         if isinstance(error, Exception):

@@ -22,16 +22,22 @@ class Strategy:
         handle: what `compress_gradients` or `gossip_parameters` returned.
         models_differ: whether every worker has a model of its own.
         phases_in_step: which phases of `handle.seconds` lie within the time of a training step, not beside it.
+        in_rounds: whether workers keep step with each other.
     """
 
     handle: GradientCompression | ParameterGossip | AsynchronousGossip
     models_differ: bool
     phases_in_step: tuple[str, ...]
-
+    in_rounds: bool = True
 
     def accumulating(self) -> AbstractContextManager:
         """Context of a backward pass after which another of the same step follows."""
         return self.handle.no_sync() if isinstance(self.handle, GradientCompression) else nullcontext()
+
+    def absorb(self) -> None:
+        """Let messages in flight come into the model; workers without rounds have always some. All call this together."""
+        if isinstance(self.handle, ParameterGossip):
+            self.handle.synchronize()
 
 
 def attach(
@@ -40,7 +46,7 @@ def attach(
     """Attach the configuration's averager to model and optimizer; all workers call this together."""
     averager, shared = config.parsed_averager(), {"seed": config.seed, "scaler": scaler}
     if isinstance(averager, Pairwise):
-        return Strategy(gossip_parameters(model, optimizer, averager, **shared), True, ("publish",))
+        return Strategy(gossip_parameters(model, optimizer, averager, **shared), True, ("publish",), False)
     if not isinstance(averager, Gossip):
         handle = compress_gradients(model, averager, **shared)
         handle.check_optimizer(optimizer)
