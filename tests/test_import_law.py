@@ -29,8 +29,9 @@ FLOORS = {
     "bench": 7,
     "report": 0,
     "recipes": 7,
-    "cli": 8,
-    "__main__": 9,
+    "sweep": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 CORE = {
     *("algorithm", "allocator", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average"),

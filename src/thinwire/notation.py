@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import average, codec, memory, schedule, topology
@@ -70,12 +70,12 @@ class _Reader:
             case ast.Name(id=name) if name in self.names:
                 raise self._error(node, f"{name} needs parentheses: {name}()")
             case ast.Name(id=name):
-                raise self._error(node, f"unknown name {name!r}{_suggest(name, self.names)}")
+                raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
         raise self._error(node, "only names of algorithms, their arguments and literals are understood here")
 
     def _call(self, node: ast.Call, name: str) -> Any:
         if name not in self.names:
-            raise self._error(node, f"unknown name {name!r}{_suggest(name, self.names)}")
+            raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
         build = self.names[name]
         options = list(inspect.signature(build).parameters)
         keywords = {}
@@ -83,7 +83,7 @@ class _Reader:
             if keyword.arg is None:
                 raise self._error(node, "** is not understood here; write the options out")
             if keyword.arg not in options:
-                raise self._error(keyword, f"{name} has no option {keyword.arg!r}{_suggest(keyword.arg, options)}")
+                raise self._error(keyword, f"{name} has no option {keyword.arg!r}{suggestion(keyword.arg, options)}")
             keywords[keyword.arg] = self.read(keyword.value)
         arguments = [self.read(a) for a in node.args]
         try:
@@ -97,7 +97,13 @@ class _Reader:
         return ValueError(f"{message} (at column {node.col_offset + 1} of {self.text!r})")
 
 
-def _suggest(name: str, known: Any) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What was probably meant by a misspelt name, or else all that is known; to be put behind a message.
+
+    Example:
+        >>> suggestion("TopKK", ["TopK", "QSGD"])
+        "; did you mean 'TopK'?"
+    """
     close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(known))}"

@@ -1,0 +1,94 @@
+"""A sweep on this machine: a few runs at a time, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from .execute import start
+from .file import PlannedRun
+from .status import Status, status_of
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 60  # in which a run that is asked to stop may finish its step and save a checkpoint
+
+Running = list[tuple[PlannedRun, subprocess.Popen]]
+
+
+class Watcher(Protocol):
+    """Is told how a sweep goes."""
+
+    def tick(self) -> None:
+        """Some time has gone by."""
+
+    def ended(self, run: PlannedRun, status: Status) -> None:
+        """A run has ended, in whatever way."""
+
+
+def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> None:
+    """Begin, or go on with, all runs that are neither finished nor running, `at_once` at a time; a failed one stops no other.
+
+    Args:
+        runs: in this order.
+        at_once: how many run at a time; each of them starts its own workers.
+        watcher: is told.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.
+    """
+    running: Running = []
+    with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+        try:
+            for run in runs:
+                while len(running) >= at_once:
+                    running = _still_running(running, watcher)
+                process = None if status_of(run).state == "finished" else start(run)
+                if process is not None:
+                    running.append((run, process))
+            while running:
+                running = _still_running(running, watcher)
+        except KeyboardInterrupt:
+            stop([process for _, process in running])
+            raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
+
+
+def _still_running(running: Running, watcher: Watcher) -> Running:
+    time.sleep(POLL_SECONDS)
+    watcher.tick()
+    for run, process in running:
+        if process.poll() is not None:
+            watcher.ended(run, status_of(run))
+    return [(run, process) for run, process in running if process.returncode is None]
+
+
+def stop(processes: Sequence[subprocess.Popen]) -> None:
+    """SIGTERM to all; SIGKILL, workers included, to those that stay."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def _interrupted_by(*numbers: int) -> Iterator[None]:
+    """These signals do as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

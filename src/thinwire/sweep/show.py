@@ -1,0 +1,143 @@
+"""What a sweep shows: a table of its runs, live on a terminal, and what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from .file import PlannedRun, Sweep, in_words
+from .status import Status, log_tail, status_of
+
+Statuses = Mapping[str, Status]
+
+STYLES = {"finished": "green", "running": "bold", "stopped": "yellow", "failed": "red", "waiting": "dim"}
+URGENT = ("failed", "running", "stopped", "waiting", "finished")  # who is left out last where the screen is small
+REFRESH_SECONDS = 1.0
+TAIL_LINES = 8
+FRAME_LINES = 7  # of a table that are no runs
+
+
+def statuses_of(runs: Sequence[PlannedRun]) -> dict[str, Status]:
+    """The state of each run, by the name of its folder."""
+    return {run.folder.name: status_of(run) for run in runs}
+
+
+def counted(statuses: Statuses) -> str:
+    """How many runs there are of each state.
+
+    Example:
+        >>> counted({"a": Status("finished"), "b": Status("waiting"), "c": Status("waiting")})
+        '3 runs: 1 finished, 2 waiting'
+    """
+    numbers = Counter(status.state for status in statuses.values())
+    return f"{len(statuses)} runs: " + ", ".join(f"{numbers[state]} {state}" for state in STYLES if numbers[state])
+
+
+def status_table(sweep: Sweep, statuses: Statuses, height: int | None = None) -> Table:
+    """A row per run: its folder, its state, and how far it is, what it found or why it failed.
+
+    Args:
+        sweep: gives title and order.
+        statuses: by the name of the run's folder.
+        height: lines of the screen; runs that do not fit are only counted.
+    """
+    table = Table(title=f"{sweep.output}: {counted(statuses)}", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("run", "state", ""):
+        table.add_column(column, overflow="fold", no_wrap=height is not None)
+    names = list(statuses)
+    if height is not None and len(names) > max(1, height - FRAME_LINES):
+        by_urgency = sorted(names, key=lambda name: URGENT.index(statuses[name].state))
+        names = [name for name in names if name in by_urgency[: max(1, height - FRAME_LINES)]]
+        table.caption, table.caption_justify = f"and {len(statuses) - len(names)} more", "left"
+    for name in names:
+        status = statuses[name]
+        table.add_row(name, f"[{STYLES[status.state]}]{status.state}", _escaped(status.detail))
+    return table
+
+
+def plan_table(sweep: Sweep, statuses: Statuses) -> Table:
+    """What would run: a row per run with what varies."""
+    table = Table(title=f"{sweep.output}: {counted(statuses)}", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("run", "state", "what varies"):
+        table.add_column(column, overflow="fold")
+    for run in sweep.runs:
+        state = statuses[run.folder.name].state
+        table.add_row(run.folder.name, f"[{STYLES[state]}]{state}", _escaped(in_words(run.varied)))
+    return table
+
+
+def watch(sweep: Sweep) -> None:
+    """Print the table of states: once, or on a terminal again and again until all runs have ended, or Ctrl-C."""
+    console = Console()
+    if not console.is_terminal:
+        Console(width=140).print(status_table(sweep, statuses_of(sweep.runs)))
+        return
+    with LiveTable(sweep, console) as table, contextlib.suppress(KeyboardInterrupt):
+        while table.may_change:
+            time.sleep(REFRESH_SECONDS)
+            table.tick()
+
+
+class LiveTable:
+    """The table of states in one place of the terminal, while runs go on."""
+
+    def __init__(self, sweep: Sweep, console: Console):
+        self._sweep, self._live = sweep, Live(console=console, auto_refresh=False)
+        self._drawn = -math.inf
+        self.may_change = True
+
+    def __enter__(self) -> LiveTable:
+        self._live.__enter__()
+        self.tick()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._drawn = -math.inf
+        self.tick()
+        self._live.__exit__(*error)
+
+    def tick(self) -> None:
+        """Read the states anew, where the last time is long enough ago."""
+        if time.monotonic() - self._drawn < REFRESH_SECONDS:
+            return
+        statuses = statuses_of(self._sweep.runs)
+        self._live.update(status_table(self._sweep, statuses, self._live.console.height), refresh=True)
+        self._drawn = time.monotonic()
+        self.may_change = any(status.state not in ("finished", "failed") for status in statuses.values())
+
+    def ended(self, run: PlannedRun, status: Status) -> None:
+        """The table says it."""
+
+
+class Lines:
+    """A line for each run that has ended, where there is no terminal."""
+
+    def tick(self) -> None:
+        """Nothing to say."""
+
+    def ended(self, run: PlannedRun, status: Status) -> None:
+        """Say how."""
+        print(f"  {status.state:8}  {run.folder.name}  {status.detail}", flush=True)
+
+
+def show_failures(sweep: Sweep) -> int:
+    """Print the last lines of each failed run's log; returns how many there are."""
+    console = Console(highlight=False, soft_wrap=True)
+    failed = [run for run in sweep.runs if status_of(run).state == "failed"]
+    for run in failed:
+        console.print(f"\n[red]failed[/]: {run.folder.name}; the end of {run.records / 'log.txt'}:")
+        for line in log_tail(run, TAIL_LINES):
+            console.print(f"  {_escaped(line)}")
+    return len(failed)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,110 @@
+"""How far a run has come, told by its files alone, so that it can be asked from anywhere while the sweep goes on.
+
+    finished    summary.json is in its folder, and config.json there has the run's identity
+    running     its lock is held
+    stopped     it was ended on purpose, and goes on when the sweep does
+    failed      it ended otherwise; the last line of its log says why
+    waiting     none of these
+
+The lock is a file that the run's process holds with `flock`: the system lets go of it however the process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from .file import PlannedRun
+from .identity import identity
+from .tasks import read_json
+
+State = Literal["waiting", "running", "stopped", "failed", "finished"]
+STOPPED_CODES = (75, 130, 143)  # after SIGTERM with a checkpoint saved, after Ctrl-C, after SIGTERM before the first step
+TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run's state, and in a few words how far it is, what it found or why it failed."""
+
+    state: State
+    detail: str = ""
+
+
+def status_of(run: PlannedRun) -> Status:
+    """What the files say of a run."""
+    summary = finished_summary(run)
+    if summary is not None:
+        return Status("finished", run.task.result(summary))
+    if is_locked(run.records / "lock"):
+        return Status("running", _progress(run))
+    ended = read_json(run.records / "ended.json")
+    if ended is not None and ended["code"] in STOPPED_CODES:
+        return Status("stopped", _progress(run))
+    if ended is not None and ended["code"] != 0:  # after a good end, somebody has taken the result away
+        return Status("failed", _reason(run, ended["code"]))
+    job = read_json(run.records / "job.json")
+    return Status("waiting", f"job {job['id']}" if job else "")
+
+
+def finished_summary(run: PlannedRun) -> Any:
+    """`summary.json` of this very configuration, or None."""
+    config = read_json(run.folder / "config.json")
+    if config is None or identity(config) != run.identity:
+        return None
+    return read_json(run.folder / "summary.json")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds this lock; only looks."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def locked(file: IO[str]) -> bool:
+    """Take the lock that is this file; False where somebody holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def log_tail(run: PlannedRun, num_lines: int) -> list[str]:
+    """The last lines of a run's log that are not empty."""
+    return _last_lines(run.records / "log.txt")[-num_lines:]
+
+
+def _progress(run: PlannedRun) -> str:
+    for line in reversed(_last_lines(run.folder / "metrics.jsonl")):
+        try:
+            return run.task.progress(run.config, json.loads(line))
+        except (ValueError, KeyError):  # half a line, at either end of what was read
+            continue
+    return ""
+
+
+def _reason(run: PlannedRun, code: int | None) -> str:
+    if code is None:
+        return "ended without a word: killed, or out of memory?"
+    return "".join(log_tail(run, 1)).removeprefix("thinwire: ") or f"exit code {code}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
