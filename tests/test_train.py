@@ -13,12 +13,13 @@ import torch
 from thinwire.comm import LocalWorld
 from thinwire.report import read_run
 from thinwire.report.tables import times
-from thinwire.train import RunConfig, WorkerError, checkpoint, train
+from thinwire.train import RunConfig, WorkerError, train
 from thinwire.train.data import Digits, Images, Split, num_batches, shard, uneven_shard
 from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import SGD, LearningRateSchedule
 from thinwire.train.order import steps
-from thinwire.train.records import COLUMNS, Records, make_folder, write_json
+from thinwire.train.records import COLUMNS, Records, write_json
+from thinwire.train.run_folder import make_folder
 
 
 @pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
@@ -186,18 +187,6 @@ def test_a_row_can_be_read_at_once_and_a_loss_that_diverged_is_null(tmp_path):
     assert list(row) == list(COLUMNS)
     assert (row["step"], row["bytes_sent"], row["test_loss"]) == ("1", "7", "")
     records.close()
-
-
-def test_a_checkpoint_appears_whole_and_replaces_the_one_before(tmp_path):
-    def worker(comm):
-        for step in (1, 2):
-            checkpoint.write(tmp_path, step, {"model": {"w": torch.ones(2)}}, {"averager": {"step": comm.rank}}, comm)
-
-    LocalWorld(2).run(worker)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["step-000002"]
-    shared = torch.load(tmp_path / "step-000002" / "shared.pt", weights_only=True)
-    assert shared["step"] == 2
-    assert torch.load(tmp_path / "step-000002" / "worker-1.pt", weights_only=True) == {"averager": {"step": 1}}
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path):

@@ -112,6 +112,15 @@ class Ledger:
         added = {name: traffic for name, traffic in added.items() if traffic.calls}
         return Ledger(self.size, self.dense_numel - snapshot.dense_numel, added)
 
+    def state_dict(self) -> dict:
+        """All counts as plain values, to be restored."""
+        return asdict(self.snapshot())
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Restore what `state_dict` returned: counts go on from there."""
+        self.dense_numel = saved["dense_numel"]
+        self.collectives = {name: Traffic(**traffic) for name, traffic in saved["collectives"].items()}
+
     def as_dict(self) -> dict:
         """Plain values, ready for JSON."""
         return {

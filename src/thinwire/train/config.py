@@ -101,6 +101,8 @@ class RunConfig:
     """Replace the run that has this name, instead of refusing."""
     log_every: int = 10
     """Steps between two rows of metrics; lower => finer curves, larger files."""
+    wandb: str | None = None
+    """Project of Weights & Biases to send the rows to as well; needs its package, and an account or WANDB_MODE=offline."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """What carries messages; "auto" is NCCL where every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that
@@ -125,6 +127,8 @@ class RunConfig:
             require(value is None or value >= 1, f"{name} must be 1 or more, got {value}")
         clips = self.clip_norm is None or self.clip_norm > 0
         require(clips, f"clip_norm must be above 0, got {self.clip_norm}; leave it out for no clipping")
+        both = self.resume and self.overwrite
+        require(not both, "resume goes on with the run of this name, and overwrite replaces it; leave one of them out")
         require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0

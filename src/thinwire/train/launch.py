@@ -17,14 +17,19 @@ from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
-from .records import make_folder, write_json
+from .records import write_json
+from .run_folder import finished_run, make_folder
 from .spawn import WorkerError, in_one_line, spawn
+from .together import SharedMistake, together
+from .weights_and_biases import check_installed
 
 OnStop = Callable[[Interrupted], None] | None
 
 
 def train(config: RunConfig, on_stop: OnStop = None) -> Path:
     """Run to the end; returns the run's folder. Under a launcher, each of its processes calls this.
+
+    With `config.resume` it goes on where it left off, and what is finished isn't run again.
 
     Args:
         config: everything that determines the run.
@@ -37,9 +42,12 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
         Interrupted: SIGINT, SIGTERM or SIGUSR1 asked the run to stop, and it was saved.
     """
     config.parsed_averager()
+    check_installed(config)
     if config.backend == "mpi":
         check_mpi()
     environment = adopt()
+    if finished := finished_run(config):
+        return finished
     return _join(config, environment, on_stop) if environment else _spawn(config, on_stop)
 
 
@@ -60,28 +68,19 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
         with Interruption() as interruption, connected(config, environment) as comm:
-            folder, mistake = comm.gather_objects(_prepared(config) if rank == 0 else None)[0]
-            if not mistake:
-                _run(config, folder, comm, interruption, on_stop)
-    except Interrupted:
+            made = together(comm, lambda: _prepare(config) if rank == 0 else None)
+            folder = Path(comm.gather_objects(str(made))[0])
+            _run(config, folder, comm, interruption, on_stop)
+    except (Interrupted, SharedMistake):
         raise
     except Exception as error:
         raise WorkerError(f"worker {rank} failed: {in_one_line(error)}") from error
-    require(not mistake, mistake)
-    return Path(folder)
+    return folder
 
 
-def _prepared(config: RunConfig) -> tuple[str, str]:
-    """The run's folder; or the user's mistake, over which all workers shall end."""
+def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption, on_stop: OnStop) -> None:
     try:
-        return str(_prepare(config)), ""
-    except ValueError as error:
-        return "", str(error)
-
-
-def _run(config: RunConfig, folder: str, comm: Communicator, interruption: Interruption, on_stop: OnStop) -> None:
-    try:
-        loop.run(config, Path(folder), comm, interruption)
+        loop.run(config, folder, comm, interruption)
         interruption.settle()
     except Interrupted as stop:
         if comm.rank == 0:

@@ -3,11 +3,13 @@
     1. data and model    the same on every worker, from the seed
     2. strategy          one line: `compress_gradients`, or `gossip_parameters`, as the averager asks for (`strategy.py`)
     3. steps             batches (`order.py`); forward, backward, clip, optimizer (`training.py`)
-    4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`) and a checkpoint
-    5. summary           what was learned, and what it cost on the wire
+    4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
+    5. checkpoint        after an epoch, every so many steps where asked for, and when the run is to stop (`checkpoint.py`)
+    6. summary           what was learned, and what it cost on the wire
 
-All workers run this alike; rank 0 also shows the progress and writes the files. Metrics travel over a communicator of
-their own, so that the ledger counts training alone.
+Where the folder has a checkpoint, the run goes on from the last one, with the same bits as if it had never stopped. All
+workers run this alike; rank 0 also shows the progress and writes the files. Metrics travel over a communicator of their
+own, so that the ledger counts training alone.
 """
 
 from __future__ import annotations
@@ -33,26 +35,31 @@ from .order import count_steps, steps
 from .progress import Progress
 from .records import Records, write_json
 from .strategy import Strategy
+from .together import together
 from .training import prepare
+from .weights_and_biases import WandB
 
 
 def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption) -> None:
     """Train as `config` says and leave the records in `folder`; all workers call this together.
 
     Raises:
-        Interrupted: on all workers, after the same step: a signal asked for it, and the run was saved.
+        Interrupted: the run was asked to stop, and can go on from its checkpoint.
+        ValueError: data, configuration or checkpoint are wrong, on all workers alike.
     """
     torch.set_num_threads(config.threads)
     keep_freed_memory()
-    data = config.data.load()
+    data = together(comm, config.data.load)
     _, num_steps = count_steps(config, data, comm.size)
-    training = prepare(config, data, choose_device(config))
+    training = prepare(config, data, together(comm, lambda: choose_device(config)))
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
+    meter = Meter(data, training.strategy, comm)
+    checkpoints = folder / "checkpoints"
+    done, row = checkpoint.load_latest(checkpoints, training, meter, comm)
 
-    watchers = [Progress(folder.name, num_steps, data.best_metric), Records(folder)] if comm.rank == 0 else []
+    watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
     try:
-        meter = Meter(data, training.strategy, comm)
-        for step in steps(config, data, comm, clock=meter.clock):
+        for step in steps(config, data, comm, done, meter.clock):
             if step.begins_epoch is not None:
                 training.strategy.handle.set_epoch(step.begins_epoch)
                 training.carried = None
@@ -65,23 +72,37 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
             row_is_due = step.number % config.log_every == 0 or step.ends_epoch
             # Workers without rounds meet at rows alone.
             stop = interruption.requested(comm) if training.strategy.in_rounds or row_is_due else 0
+            is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
+            if is_saved:
+                training.strategy.absorb()  # so that what is tested is what is saved
             if row_is_due:
                 row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
-            if step.ends_epoch or stop:
-                checkpoint.save(folder / "checkpoints", step.number, training, comm)
-            if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
-                row |= evaluate(config, data, training.model, training.strategy, comm)
-            for watcher in watchers if row_is_due else []:
-                watcher.row(row)
-            if stop and step.number < num_steps:
-                raise Interrupted(stop, folder / "checkpoints" / f"step-{step.number:06d}")
+                if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
+                    row |= evaluate(config, data, training.model, training.strategy, comm)
+                for watcher in watchers:
+                    watcher.row(row)
+            if is_saved:
+                checkpoint.save(checkpoints, step.number, training, meter, row, comm)
+                if comm.rank == 0:
+                    checkpoint.tidy(checkpoints, config, data.best_metric)
+            if stop:
+                break
     finally:
         for watcher in watchers:
             watcher.close()
 
-    if comm.rank == 0:
+    finished = row.get("step") == num_steps
+    if finished and comm.rank == 0:
         write_json(folder / "summary.json", summary(config, data, row, training.strategy))
     training.strategy.handle.detach()
+    if not finished:
+        raise Interrupted(stop, checkpoints / checkpoint.name_of(step.number))
+
+
+def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
+    """What each row of metrics goes to: has `row(values)` and `close()`."""
+    watchers = [Progress(folder.name, num_steps, metric, done), Records(folder, done)]
+    return [*watchers, WandB(config, folder)] if config.wandb else watchers
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,10 @@ class Meter:
         data: says what its sums mean.
         strategy: whose ledger and clock are read.
         comm: connects the workers for the metrics' own sums.
-        before: the last row of the run that this one goes on with; its bytes and seconds count too.
     """
 
-    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator, before: dict[str, float] | None = None):
+    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator):
         self._data, self._strategy, self._comm = data, strategy, comm
-        self._before = {key: (before or {}).get(key, 0) for key in (*COUNTS, "seconds")}
         self._began = time.perf_counter()
         self.clock = Clock()
         """Times the phases "data" and "step"."""
@@ -54,16 +53,25 @@ class Meter:
         totals = self._comm.all_reduce(torch.cat([self._sums, counts.double()])).wait()
         sent = (totals[4:7] / self._comm.size).round().long().tolist()
         row = self._data.metrics(totals[:4])
-        row |= {key: self._before[key] + value for key, value in zip(COUNTS, sent, strict=True)}
-        row |= {
-            "examples_per_second": totals[7].item() / (now - self._row_began),
-            "seconds": self._before["seconds"] + now - self._began,
-        }
+        row |= dict(zip(COUNTS, sent, strict=True))
+        row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
         row |= self._seconds_by_phase()
         if self._strategy.models_differ:
             row["consensus_distance"] = self._strategy.handle.consensus_distance(self._comm)
         self._start_row()
         return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: this worker's sums since the last row, and its ledger."""
+        seconds, ledger = time.perf_counter() - self._began, self._strategy.handle.ledger
+        return {"seconds": seconds, "sums": self._sums, "num_examples": self._num_examples, "ledger": ledger.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. What was sent to start again doesn't count."""
+        self._began = time.perf_counter() - saved["seconds"]
+        self._start_row()
+        self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
+        self._strategy.handle.ledger.load_state_dict(saved["ledger"])
 
     def _seconds_by_phase(self) -> dict[str, float]:
         took = {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}

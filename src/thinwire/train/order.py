@@ -26,7 +26,7 @@ class Step(NamedTuple):
     Args:
         number: 1 for the first.
         epoch: passes over the data when it is done, with a fraction.
-        begins_epoch: the epoch's number, from 0, if this is its first step, or the first after a restart.
+        begins_epoch: the epoch's number, from 0, if this is its first step.
         ends_epoch: whether it is the epoch's last, or the run's.
         batches: as many as are accumulated.
     """
@@ -69,14 +69,13 @@ def steps(
     clock, batches = clock or Clock(), iter(())
     for i in range(done, num_steps):
         epoch, position = divmod(i, per_epoch)
-        begins = epoch if position == 0 or i == done else None
         with clock("data"):
-            if begins is not None:
+            if position == 0 or i == done:
                 plan = data.plan(share_of(config, data, comm, epoch), config.batch_size)[: per_epoch * config.accumulate]
                 batches = data.batches(plan, config.seed, comm.rank, epoch, first=position * config.accumulate)
             taken = list(islice(batches, config.accumulate))
         ends_epoch = i + 1 in ((epoch + 1) * per_epoch, num_steps)
-        yield Step(i + 1, (i + 1) / per_epoch, begins, ends_epoch, taken)
+        yield Step(i + 1, (i + 1) / per_epoch, None if position else epoch, ends_epoch, taken)
 
 
 def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int) -> Tensor:

@@ -13,11 +13,12 @@ class Progress:
         title: what stands before the bar.
         num_steps: steps of the whole run.
         metric: what to show beside the loss.
+        done: steps after which the run goes on.
     """
 
-    def __init__(self, title: str, num_steps: int, metric: str = "accuracy"):
+    def __init__(self, title: str, num_steps: int, metric: str = "accuracy", done: int = 0):
         self._metric = metric
-        self._title, self._num_steps, self._tenths_shown = title, num_steps, 0
+        self._title, self._num_steps, self._tenths_shown = title, num_steps, 10 * done // num_steps
         self._console = Console(highlight=False)
         self._bar = progress.Progress(
             progress.TextColumn("[bold]{task.description}"),
@@ -27,7 +28,9 @@ class Progress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=num_steps, metrics="")
+        self._task = self._bar.add_task(title, total=num_steps, completed=done, metrics="")
+        if done:
+            self._console.print(f"{title}: goes on after step {done}/{num_steps}", soft_wrap=True)
         self._bar.start()
 
     def row(self, values: dict[str, float]) -> None:

@@ -4,7 +4,7 @@
     metrics.jsonl     a row per log step; `COLUMNS` says what they hold. Written row by row: a run that was
     metrics.csv       stopped keeps the rows that it had
     tensorboard/      the same numbers as TensorBoard events
-    checkpoints/      the last checkpoint, see `checkpoint.py`
+    checkpoints/      the last checkpoints and the best, see `checkpoint.py`
     summary.json      the result; its presence says that the run was finished
 """
 
@@ -14,12 +14,8 @@ import csv
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
-
-from ..algorithm import require
-from .config import RunConfig
 
 COLUMNS = {
     "step": "optimizer steps so far",
@@ -53,56 +49,36 @@ COLUMNS = {
 }
 
 
-def make_folder(config: RunConfig) -> Path:
-    """Make the run's folder: a name that was given must be free, unless it may be overwritten; ours is numbered.
-
-    Raises:
-        ValueError: the folder is taken, or cannot be made or written.
-    """
-    folder = config.output / (config.name or config.default_name)
-    try:
-        if config.overwrite and folder.exists():
-            require((folder / "config.json").is_file(), f"{str(folder)!r} is not a run; --overwrite leaves it alone")
-            shutil.rmtree(folder)
-        return _claim(folder, numbered=config.name is None)
-    except OSError as error:
-        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror}"
-        raise ValueError(f"{reason}; choose another with --output") from None
-
-
-def _claim(folder: Path, numbered: bool) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 10_000):
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        try:
-            candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
-            return candidate
-        except FileExistsError:
-            require(numbered, f"{str(folder)!r} exists; choose another --name, or replace it with --overwrite")
-    raise ValueError(f"{str(folder)!r} and 9999 numbered ones exist; choose a --name")
-
-
 class Records:
     """Writes a run's metrics; for rank 0 alone.
 
     Args:
         folder: the run's own folder.
+        done: steps after which the run goes on; rows of later ones are dropped.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, done: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder = folder
-        self._jsonl = (folder / "metrics.jsonl").open("w", buffering=1)
-        self._csv_file = (folder / "metrics.csv").open("w", buffering=1, newline="")
+        kept = read_rows(folder / "metrics.jsonl", done)
+        # Beside the files of old, which are replaced when these have their rows.
+        self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
+        self._csv_file = (folder / "metrics.csv.tmp").open("w", buffering=1, newline="")
         self._csv = csv.DictWriter(self._csv_file, COLUMNS)
         self._csv.writeheader()
-        self._events = SummaryWriter(folder / "tensorboard")
+        for row in kept:
+            self._write(row)
+        for file in (self._jsonl, self._csv_file):
+            os.replace(file.name, file.name.removesuffix(".tmp"))
+        self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._jsonl.write(json.dumps(row) + "\n")
+        self._csv.writerow(row)
 
     def row(self, values: dict[str, float]) -> None:
         """Append a row; keys are among `COLUMNS`."""
-        self._jsonl.write(json.dumps(plain(values)) + "\n")
-        self._csv.writerow(values)
+        self._write(plain(values))
         for name, value in values.items():
             if name != "step":
                 self._events.add_scalar(name, value, values["step"])
@@ -111,6 +87,17 @@ class Records:
         """Flush and close all files."""
         for file in (self._jsonl, self._csv_file, self._events):
             file.close()
+
+
+def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl` up to a step; a run that was killed may have left half a row at the end."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return [row for row in rows if row["step"] <= done]
 
 
 def write_json(path: Path, value: Any) -> None:

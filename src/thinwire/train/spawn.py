@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ..comm.process_world import worker_context
 from . import loop
+from .checkpoint import latest
 from .config import RunConfig
 from .connect import RENDEZVOUS, connected
 from .environment import LOOPBACK, Environment
@@ -153,11 +154,7 @@ def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests) -> Non
         if running and time.monotonic() > requests.deadline:
             raise WorkerError(_too_slow(workers.index(running[0]), requests.signal, folder))
     if workers[0].exitcode:
-        raise Interrupted(workers[0].exitcode - 128, latest_checkpoint(folder))
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    return max((folder / "checkpoints").glob("step-*"))
+        raise Interrupted(workers[0].exitcode - 128, latest(folder / "checkpoints"))
 
 
 def _too_slow(rank: int, number: int, folder: Path) -> str:

@@ -34,6 +34,11 @@ class Strategy:
         """Context of a backward pass after which another of the same step follows."""
         return self.handle.no_sync() if isinstance(self.handle, GradientCompression) else nullcontext()
 
+    def absorb(self) -> None:
+        """Let messages in flight come into the model; workers without rounds have always some. All call this together."""
+        if isinstance(self.handle, ParameterGossip):
+            self.handle.synchronize()
+
 
 def attach(
     config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None

@@ -74,6 +74,61 @@ class Training:
         """Where the model is."""
         return next(self.model.parameters()).device
 
+    # ---- what a checkpoint holds ----
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all workers; within `average_model`, where models differ their mean."""
+        model = {"model": self.model.state_dict()}
+        return model if self.strategy.models_differ else model | {"optimizer": self.optimizer.state_dict()}
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this worker's own."""
+        averager = self.strategy.handle.state_dict()  # first: it absorbs messages in flight into the model
+        model = self.model.state_dict()
+        own = {"averager": averager, "scaler": self.scaler.state_dict(), "carried": self.carried, "random": random_state()}
+        if self.strategy.models_differ:
+            return own | {"model": model, "optimizer": self.optimizer.state_dict()}
+        return own | {"buffers": {name: model[name] for name, _ in self.model.named_buffers() if name in model}}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Restore what the two returned, in place.
+
+        Raises:
+            ValueError, RuntimeError, KeyError: they are another model's, optimizer's or averager's.
+        """
+        whole = own if self.strategy.models_differ else shared
+        self.model.load_state_dict(whole["model"] | own.get("buffers", {}))
+        self.optimizer.load_state_dict(whole["optimizer"])
+        self.scaler.load_state_dict(own["scaler"])
+        self.strategy.handle.load_state_dict(own["averager"])
+        self.carried = moved(own["carried"], self.device)
+        set_random_state(own["random"])
+
+
+def random_state() -> dict[str, Tensor]:
+    """PyTorch's generators: the only ones that a run draws from."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def set_random_state(saved: dict[str, Tensor]) -> None:
+    """Restore what `random_state` returned; of a GPU, only where there is one."""
+    torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """A recurrent model's state on a device: a tensor, a tuple of such, or None.
+
+    Example:
+        >>> moved((torch.ones(1), None), torch.device("cpu"))
+        (tensor([1.]), None)
+    """
+    if isinstance(state, tuple):
+        return tuple(moved(part, device) for part in state)
+    return state.to(device) if isinstance(state, Tensor) else state
+
 
 def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
     """The model, the same on all workers, from the seed, with optimizer and averager; all workers call this together.

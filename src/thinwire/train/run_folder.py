@@ -1,0 +1,115 @@
+"""The folder of a run: made anew, or found again where the run goes on, which it does only as it began."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..algorithm import require
+from .checkpoint import describe, latest
+from .config import RunConfig
+
+FREE = (
+    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "wandb"),
+    *("test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
+)
+"""Fields that may change when a run goes on: they don't change what it learns, but for rounding."""
+
+
+def folder_of(config: RunConfig) -> Path:
+    """The folder of a run's name, or of our name for it, without a number."""
+    return config.output / (config.name or config.default_name)
+
+
+def make_folder(config: RunConfig) -> Path:
+    """Make the run's folder: a name that was given must be free, unless it may be overwritten; ours is numbered.
+
+    With `resume` it is the folder of that name, or of ours without a number, as far as it is the same run's.
+
+    Raises:
+        ValueError: the folder is taken, or another run's, or cannot be made or written.
+    """
+    folder = folder_of(config)
+    try:
+        if config.resume and folder.exists():
+            check_same_run(config, folder)
+            return folder
+        if config.overwrite and folder.exists():
+            require((folder / "config.json").is_file(), f"{str(folder)!r} is not a run; --overwrite leaves it alone")
+            shutil.rmtree(folder)
+        return _claim(folder, numbered=config.name is None and not config.resume)
+    except OSError as error:
+        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror}"
+        raise ValueError(f"{reason}; choose another with --output") from None
+
+
+def _claim(folder: Path, numbered: bool) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 10_000):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
+            return candidate
+        except FileExistsError:
+            require(numbered, f"{str(folder)!r} exists; choose another --name, or replace it with --overwrite")
+    raise ValueError(f"{str(folder)!r} and 9999 numbered ones exist; choose a --name")
+
+
+def finished_run(config: RunConfig) -> Path | None:
+    """The folder of the run that `resume` asks for, if that run is finished.
+
+    Raises:
+        ValueError: it is another run.
+    """
+    folder = folder_of(config)
+    if not (config.resume and (folder / "summary.json").is_file()):
+        return None
+    check_same_run(config, folder)
+    return folder
+
+
+def check_same_run(config: RunConfig, folder: Path) -> None:
+    """See that a folder's run, and its last checkpoint, are of this configuration.
+
+    A run that ended before it had a row is nobody's: a mistake in its configuration can be mended.
+
+    Raises:
+        ValueError: a field differs, or the folder is no run.
+    """
+    began = (folder / "config.json").is_file()
+    require(began or not any(folder.iterdir()), f"{str(folder)!r} is not a run; choose another --name")
+    if (folder / "metrics.jsonl").exists():
+        check_same(config, json.loads((folder / "config.json").read_text()), folder)
+    checkpoint = latest(folder / "checkpoints")
+    if checkpoint is not None:
+        check_same(config, describe(checkpoint)["config"], checkpoint)
+
+
+def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
+    """See that what a run began with is what it shall go on with.
+
+    Raises:
+        ValueError: it names the fields that differ, with both values.
+    """
+    before, now = _flat(saved), _flat(config.as_dict())
+    names = [name for name in {**now, **before} if name.split(".")[0] not in FREE and name not in FREE]
+    differing = [
+        f"{name} {before.get(name, 'nothing')!r}, not {now.get(name, 'nothing')!r}"
+        for name in names
+        if before.get(name, "nothing") != now.get(name, "nothing")
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    require(
+        not differing,
+        f"{where} has {'; '.join(differing[:3])}{more}. A run goes on as it began; give it the same options, or another --name",
+    )
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields within fields, as the command line names them: {"model": {"width": 8}} -> {"model.width": 8}."""
+    flat = {}
+    for name, value in fields.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,0 +1,54 @@
+"""Weights & Biases: the rows of metrics, sent to a project there. Its package is asked for only where the project is."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .config import RunConfig
+from .records import plain
+
+
+def check_installed(config: RunConfig) -> None:
+    """See that the package is there, if the configuration asks for it.
+
+    Raises:
+        ValueError: it isn't.
+    """
+    if config.wandb is not None:
+        _package(config.wandb)
+
+
+def _package(project: str) -> Any:
+    try:
+        return import_module("wandb")
+    except ImportError as error:
+        raise ValueError(
+            f"wandb {project!r} needs a package that cannot be imported ({error}); pip install wandb, or leave --wandb out"
+        ) from None
+
+
+class WandB:
+    """Sends a run's metrics to Weights & Biases; for rank 0 alone. A run that goes on does so there, too.
+
+    Args:
+        config: of the run; `wandb` names the project.
+        folder: the run's own.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path):
+        remembered = folder / "wandb-id.txt"
+        before = {"id": remembered.read_text(), "resume": "allow"} if remembered.exists() else {}
+        self._run = _package(config.wandb).init(
+            project=config.wandb, name=folder.name, dir=str(folder), config=config.as_dict(), **before
+        )
+        remembered.write_text(self._run.id)
+
+    def row(self, values: dict[str, float]) -> None:
+        """Send a row."""
+        self._run.log(plain(values), step=values["step"])
+
+    def close(self) -> None:
+        """Wait until all rows are sent."""
+        self._run.finish()
