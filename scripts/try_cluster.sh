@@ -15,6 +15,7 @@ main() {
     command -v thinwire > /dev/null || die "thinwire is not there: make setup"
     trap stop EXIT
     install slurm-wlm munge openmpi-bin mpich
+    pip install --quiet --constraint constraints.txt submitit || die "cannot install submitit"
     start_munge
     start_slurm
     cd "$work"
@@ -24,9 +25,7 @@ main() {
     check "mpirun of MPICH, four processes" by_mpirun mpich mpich.sh
     check "a job is signalled, requeues and ends as if undisturbed" requeued
     check "a batch script without srun starts its own workers" by_itself
-    if thinwire sweep --help > /dev/null 2>&1; then
-        check "a sweep as a job array" sweep
-    fi
+    check "a sweep as a job array" swept
     exit "$failed"
 }
 
@@ -56,6 +55,26 @@ by_itself() {
     printf '#!/bin/bash\nthinwire train %s --workers 2 --max-steps 4 --name own\n' digits > own.sbatch
     sbatch --wait --ntasks=4 --output=own.log own.sbatch || { cat own.log; return 1; }
     grep -q '"workers": 2' runs/own/summary.json
+}
+
+swept() {
+    cat > grid.toml << 'TOML'
+recipe = "digits"
+output = "sweep"
+[fixed]
+workers = 2
+max_steps = 12
+[grid]
+seed = [1, 2]
+TOML
+    thinwire sweep grid.toml --slurm partition=all,time=10 || return 1
+    grep -qE '^[^-]+_[01]$' <(squeue --noheader --array --format=%i) || { echo "no job array in the queue"; return 1; }
+    wait_for 120 sweep_ended || { thinwire sweep grid.toml --status; return 1; }
+    [ "$(ls sweep/*/summary.json | wc -l)" = 2 ]
+}
+
+sweep_ended() {
+    [ -z "$(squeue --noheader)" ]
 }
 
 # ---- what checks are made of ----
