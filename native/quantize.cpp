@@ -32,8 +32,10 @@ struct Uniform {
         for (size_t i = 0; i < n; ++i, counter += kCounterStep) {
             const float u = uniform_of(key, counter);
             const float t = (x[i] * inv + steps) * 0.5f;
-            // t > -1, so truncation is floor or already clamped.
-            const int32_t code = std::min(static_cast<int32_t>(t + u), last);
+            // Scales stop short of the largest float, so that x may lie beyond: by less than a code up to 8 bits, where
+            // t > -1 and truncation does what floor and clamping do, but by up to eight codes of 16 bits.
+            int32_t code = std::min(static_cast<int32_t>(t + u), last);
+            if (sizeof(Code) > 1) code = std::max(code, 0);
             codes[i] = static_cast<Code>(code);
             if (with_residual) residual[i] = x[i] - static_cast<float>(2 * code - last) * step;
         }

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.train.data import IGNORE
 from thinwire.train.loss import CrossEntropy
 from thinwire.train.models import CIFARResNet
-from thinwire.train.optimize import SGD, Adam, LearningRateSchedule, set_learning_rate
+from thinwire.train.optimize import DGCSGD, SGD, Adam, LearningRateSchedule, set_learning_rate
 
 
 def rates_of(shape: str, num_steps: int = 100, num_workers: int = 1, **fields) -> list[float]:
@@ -152,3 +152,28 @@ def test_values_out_of_range_are_refused(make, message):
 )
 def test_repr_rebuilds_the_configuration(config):
     assert eval(repr(config)) == config
+
+
+def test_points_are_joined_by_straight_lines_and_two_at_once_make_a_jump():
+    schedule = LearningRateSchedule(0.0, "points", points=((0, 1), (0.5, 3), (0.5, 1), (1, 0)))
+    assert [schedule.at(step, 8) for step in range(8)] == [1, 1.5, 2, 2.5, 1, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((0, 1),), ((0.1, 1), (1, 1)), ((0, 1), (0.5, 1)), ((0, 1), (0.7, 1), (0.6, 1), (1, 1))]
+)
+def test_points_go_from_start_to_end(points):
+    with pytest.raises(ValueError, match="points must ascend from 0 to 1"):
+        LearningRateSchedule(shape="points", points=points)
+
+
+def test_the_optimizer_for_gradients_that_carry_momentum_has_none_of_its_own():
+    model = torch.nn.Linear(2, 3)
+    optimizer = DGCSGD(0.1, 1e-4, nesterov=True).build(model)
+    assert type(optimizer).__module__.startswith("thinwire.parallel")
+    assert [(group["weight_decay"], group["decay_momentum"], group["nesterov"]) for group in optimizer.param_groups] == [
+        (1e-4, 0.9, True),
+        (0.0, 0.9, True),
+    ]
+    with pytest.raises(ValueError, match="momentum"):
+        DGCSGD(momentum=1.0)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_kernels_backends import assert_backends_agree, clones, segments
 
@@ -52,12 +52,18 @@ def test_levels_backends_agree(xs, levels, data):
     assert_backends_agree(compute)
 
 
+LARGEST = torch.finfo(torch.float32).max
+
+
 @settings(max_examples=100, deadline=None)
-@given(segments(), st.integers(9, 16), st.data())
-def test_wide_codes_backends_agree(xs, bits, data):
-    num_steps = data.draw(st.integers(1, 2**bits - 1))
-    bucket_size = data.draw(st.sampled_from([1, 3, 100, 512, 5000]))
-    keys = [data.draw(st.integers(0, 2**64 - 1)) for _ in xs]
+@given(
+    segments(), st.integers(9, 16), st.floats(0, 1), st.sampled_from([1, 3, 100, 512, 5000]), st.integers(0, 2**64 - 1)
+)
+@example([torch.tensor([-LARGEST])], 15, 0.5, 1, 0)  # scales end below the largest float, so that it lies beyond them
+@example([torch.tensor([-LARGEST, LARGEST, 1e38, 1.0])], 16, 1.0, 512, 7)
+def test_wide_codes_backends_agree(xs, bits, part, bucket_size, key):
+    num_steps = max(1, round(part * (2**bits - 1)))
+    keys = [key + i & 2**64 - 1 for i in range(len(xs))]
 
     def compute():
         work, outs = clones(xs), clones(xs)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from thinwire.comm import LocalWorld
-from thinwire.recipes import recipes
 from thinwire.report import read_run
 from thinwire.report.tables import times
 from thinwire.train import RunConfig, WorkerError, checkpoint, train
@@ -158,13 +157,6 @@ def test_schedules_at_their_limits(warmup_fraction, num_steps):
 def test_a_wrong_field_is_named(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(RunConfig("digits"), **changes)
-
-
-def test_every_recipe_is_a_configuration_that_knows_its_name():
-    for name, build in recipes().items():
-        assert build().recipe == name
-        assert build.__doc__
-        json.dumps(build().as_dict())
 
 
 def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_path):

@@ -20,26 +20,25 @@ Train a network, one process a worker, and leave the records in runs/. The same 
 
 `thinwire train RECIPE --help` shows the options and the recipe's values.
 
-recipes:
 """
 
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
-    from ..recipes import recipes
+    from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
     from ..train.launch import torchrun_size
 
     known = recipes()
     recipe, *options = options or ["--help"]
     if recipe in ("-h", "--help", "--list"):
-        print(TRAIN_USAGE * (recipe != "--list") + _listed(known), end="")
+        print(TRAIN_USAGE * (recipe != "--list") + _listed(tasks()), end="")
         return
     if recipe.startswith("-"):
         raise ValueError(f"the recipe comes first, as in: thinwire train {next(iter(known))} {recipe} ...")
-    default = named(known, recipe, "recipe", "thinwire train --list")()
+    default = named(known, recipe, "recipe", "thinwire train --list").config
     default = replace(default, workers=torchrun_size() or default.workers)
-    config = parsed(type(default), options, f"thinwire train {recipe}", default, known[recipe].__doc__)
+    config = parsed(type(default), options, f"thinwire train {recipe}", default, known[recipe].about)
     folder = trained(config)
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
@@ -59,5 +58,14 @@ def trained(config: Any) -> Path:
         os._exit(1)  # at once: under torchrun, threads that wait for other workers would hold up an ordinary exit
 
 
-def _listed(known: dict[str, Any]) -> str:
-    return "".join(f"  {name:<14}  {build.__doc__.splitlines()[0]}\n" for name, build in known.items())
+def _listed(tasks: list[Any]) -> str:
+    """Each task's title, then a line for each of its recipes."""
+    from ..recipes import SMALL
+
+    suffixes = ["" if task.small is None else f"[{SMALL}]" for task in tasks]
+    width = max(len(task.name(end) + suffix) for task, suffix in zip(tasks, suffixes, strict=True) for end in task.methods)
+    lines = [f"NAME[{SMALL}]: as published under NAME, and a twin that takes minutes on two cores under NAME{SMALL}"]
+    for task, suffix in zip(tasks, suffixes, strict=True):
+        lines += ["", task.title]
+        lines += [f"  {task.name(end) + suffix:<{width}}  {method.about}" for end, method in task.methods.items()]
+    return "\n".join(lines) + "\n"

@@ -28,7 +28,7 @@ def adapted(codec: Codec, state: Any) -> Codec:
 
     Example:
         >>> import thinwire as tw
-        >>> codec = tw.chain(tw.TopK(0.1), tw.ALQ(bits=2))
+        >>> codec = tw.chain(tw.TopK(0.1), tw.AMQ(bits=2, multiplier=0.5))
         >>> adapted(codec, adaptive_part(codec).init_state())
         chain(TopK(ratio=0.1), Quantize(levels=(-1.0, -0.5, 0.5, 1.0), bucket_size=8192, norm='l2'))
     """

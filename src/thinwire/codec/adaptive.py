@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 from ..algorithm import require
 from .base import AdaptiveCodec, Key
 from .distributions import TruncatedNormal, TruncatedNormalMixture
-from .gradient_statistics import BucketStatistics, mixture, pooled, sample_buckets
-from .level_search import alq, alq_gd, amq, exponential_levels
+from .gradient_statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
+from .level_search import alq, alq_gd, amq, exponential_levels, fixed_multiplier
 from .levels import Quantize
 from .quantize import check_buckets
 
@@ -95,6 +96,9 @@ class AdaptiveLevels(AdaptiveCodec):
             f"{name}: update_steps and update_every must be positive integers, got {self.update_steps} and "
             f"{self.update_every!r}; the first round has no gradients to learn from",
         )
+
+    def _start_multiplier(self) -> float:
+        return _multiplier_for(self.bits, self.bucket_size, self.norm, self.zero)
 
     @abstractmethod
     def _start(self) -> Tensor:
@@ -173,9 +177,11 @@ class ALQ(AdaptiveLevels):
     exponential and quantile levels (`search="gradient"`: all levels at once, by clipped gradient steps, the variant
     ALQ-GD).
 
-    Levels start as `+-(1/2)^j`. In `Mean` they are updated as rounds `update_steps` and every multiple of
-    `update_every` begin, from what was encoded in the round before, by one all-gather of 32 `num_buckets` bytes
-    (pooled: 32) and a broadcast. Statistics that are all zero or not finite leave the levels as they are. Used outside
+    Levels start as `+-p^j` with the p that suits buckets of normal numbers. (With p = 1/2, as published, an encoding at
+    the defaults errs by 120 times the gradient's square, which can ruin a network before the first update.) In `Mean`
+    they are updated as rounds `update_steps` and every multiple of `update_every` begin, from what was encoded in the
+    round before, by one all-gather of 32 `num_buckets` bytes (pooled: 32) and a broadcast. Statistics that are all zero
+    or not finite leave the levels as they are. Used outside
     of `Mean`, the codec has the levels of the start.
 
     Args:
@@ -224,7 +230,7 @@ class ALQ(AdaptiveLevels):
         )
 
     def _start(self) -> Tensor:
-        return exponential_levels(self.bits, zero=self.zero)
+        return exponential_levels(self.bits, self._start_multiplier(), self.zero)
 
     def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
         search = alq if self.search == "coordinate" else alq_gd
@@ -243,7 +249,7 @@ class AMQ(AdaptiveLevels):
 
     Args:
         bits, bucket_size, norm, distribution, weighting, num_buckets, zero, update_steps, update_every: as in `ALQ`.
-        multiplier: p before the first update, in (0, 1).
+        multiplier: p before the first update, in (0, 1); None for one that suits buckets of normal numbers.
 
     Raises:
         ValueError: a field out of range.
@@ -257,24 +263,30 @@ class AMQ(AdaptiveLevels):
         (-1.0, -0.25, 0.25, 1.0)
     """
 
-    multiplier: float = 0.5
+    multiplier: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
         require(
-            isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1,
-            f"AMQ: multiplier must be between 0 and 1, got {self.multiplier!r}",
+            self.multiplier is None or (isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1),
+            f"AMQ: multiplier must be between 0 and 1, or None, got {self.multiplier!r}",
         )
         self.at(self.init_state())  # refuses levels that are not distinct
 
     def _start(self) -> Tensor:
-        return torch.tensor([self.multiplier], dtype=torch.float64)
+        multiplier = self._start_multiplier() if self.multiplier is None else self.multiplier
+        return torch.tensor([multiplier], dtype=torch.float64)
 
     def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
         return torch.tensor([amq(learned.item(), dist, self.bits, self.zero)], dtype=torch.float64)
 
     def _levels(self, learned: Tensor) -> Tensor:
         return exponential_levels(self.bits, learned.squeeze(), self.zero)
+
+
+@lru_cache
+def _multiplier_for(bits: int, bucket_size: int, norm: str, zero: bool) -> float:
+    return fixed_multiplier(prior(bucket_size, norm), bits, zero)
 
 
 def _float32(levels: Tensor) -> Tensor:

@@ -184,6 +184,21 @@ def pooled(stats: BucketStatistics) -> TruncatedNormal:
     return TruncatedNormal(every.means[0], every.stds[0])
 
 
+def prior(bucket_size: int, norm: str) -> TruncatedNormal:
+    """What to expect of normalised coordinates before any was seen: those of a bucket of independent normal numbers.
+
+    Of d numbers the L2 norm is about `sqrt(d)` standard deviations, and the largest magnitude about the quantile of
+    `1 - 1 / (2 (d + 1))`.
+
+    >>> round(prior(400, "l2").std.item(), 3), round(prior(400, "max").std.item(), 3)
+    (0.05, 0.331)
+    """
+    if norm == "l2":
+        return TruncatedNormal(0.0, bucket_size**-0.5)
+    largest = torch.special.ndtri(torch.tensor(1 - 0.5 / (bucket_size + 1), dtype=torch.float64))
+    return TruncatedNormal(0.0, 1 / largest)
+
+
 def _check_informative(stats: BucketStatistics) -> None:
     if not stats.informative:
         raise ValueError("every bucket is zero or not finite; keep the levels and sample a later gradient")

@@ -1,25 +1,34 @@
-"""Recipes: functions without arguments that return a full run configuration; one module per task.
+"""Recipes: full run configurations under names; one module per kind of data, `base` says what a recipe is made of.
 
-Every public function of a module in this folder is a recipe, named for the command line with hyphens in place of
-underscores; the first line of its docstring is what `thinwire train --list` says of it.
+Every module of this folder that has `TASKS` adds them, in the order of the modules' names.
 """
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
-from collections.abc import Callable
 from importlib import import_module
 
-from ..train import RunConfig
+from .base import SMALL, Method, Recipe, Task
+
+__all__ = ["SMALL", "Method", "Recipe", "Task", "recipes", "tasks"]
 
 
-def recipes() -> dict[str, Callable[[], RunConfig]]:
-    """All recipes by name."""
+def tasks() -> list[Task]:
+    """All tasks."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return {
-        name.replace("_", "-"): function
-        for module in modules
-        for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-    }
+    return [task for module in modules for task in getattr(module, "TASKS", ())]
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name.
+
+    Raises:
+        ValueError: two have the same name.
+    """
+    made: dict[str, Recipe] = {}
+    for task in tasks():
+        for name, recipe in task.recipes().items():
+            if name in made:
+                raise ValueError(f"two recipes are called {name!r}; tasks of one name must not share methods")
+            made[name] = recipe
+    return made

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from ..train import RunConfig
+from .base import Method, Task
 
 
 def digits() -> RunConfig:
     """A small convolutional network on scikit-learn's 8x8 handwritten digits; seconds on two cores."""
     return RunConfig(recipe="digits")
 
+
+TASKS = (
+    Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any averager")}),
+)
 
 DEMO = {
     "dense": "Mean()",

@@ -26,7 +26,7 @@ from .models import (
     ResNet9,
     Transformer,
 )
-from .optimize import SGD, Adam
+from .optimize import DGCSGD, SGD, Adam
 
 DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
 ModelConfig = (
@@ -71,7 +71,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=Digits)
     model: ModelConfig = field(default_factory=DigitsNet)
     loss: CrossEntropy = field(default_factory=CrossEntropy)
-    optimizer: SGD | Adam = field(default_factory=SGD)
+    optimizer: SGD | Adam | DGCSGD = field(default_factory=SGD)
     clip_norm: float | None = None
     """Largest norm of the gradient that a step may follow: of the mean where gradients are averaged, of each worker's own
     where parameters are. (`MomentumCorrection` clips before it adds up, and has an option of its own for that.)"""

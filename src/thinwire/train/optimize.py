@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from .. import parallel
 from ..algorithm import require
 
-Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt"]
+Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class LearningRateSchedule:
         cosine        (1 + cos(pi p)) / 2
         steps         drop_factor^(number of `drops` that (s - 1) / n has reached)
         inverse_sqrt  sqrt(w / s)
+        points        straight lines from each of the `points` (p, multiple) to the next
 
     With `scale_by_workers` all this is multiplied by the number of workers W, and warm-up starts at 1 instead of 0.
 
@@ -49,6 +51,8 @@ class LearningRateSchedule:
     """Shares of the run after which a learning rate in steps drops; the default is 30, 60 and 80 of 90 epochs."""
     drop_factor: float = 0.1
     """What it is multiplied by at each of them."""
+    points: tuple[tuple[float, float], ...] = ()
+    """Pairs of p, from 0 to 1, and the multiple there, for "points"; two of the same p make a jump."""
     scale_by_workers: bool = False
     """Whether it grows with the number of workers, as the batch of all workers together does."""
 
@@ -61,6 +65,13 @@ class LearningRateSchedule:
         fractions = list(self.drops)
         inside = all(0 < drop < 1 for drop in fractions) and fractions == sorted(fractions)
         require(inside, f"optimizer.schedule.drops must ascend between 0 and 1, got {self.drops}")
+
+        at = [p for p, _ in self.points]
+        whole = at == sorted(at) and at[:1] == [0] and at[-1:] == [1]
+        require(
+            whole or self.shape != "points",
+            f"optimizer.schedule.points must ascend from 0 to 1, such as ((0, 1), (1, 0)), got {self.points}",
+        )
 
     def at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
         """The multiple at a step, 0..num_steps-1."""
@@ -84,6 +95,13 @@ class LearningRateSchedule:
                 return self.drop_factor ** sum(step >= round(drop * num_steps) for drop in self.drops)
             case "inverse_sqrt":
                 return math.sqrt(max(1, warmup_steps) / (step + 1))
+            case "points":
+                return self._between_points(progress)
+
+    def _between_points(self, progress: float) -> float:
+        passed = sum(p <= progress for p, _ in self.points)
+        (p, multiple), (next_p, next_multiple) = self.points[passed - 1], self.points[passed]
+        return multiple + (next_multiple - multiple) * (progress - p) / (next_p - p)
 
 
 @dataclass(frozen=True)
@@ -185,6 +203,37 @@ class Adam(Optimizer):
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.groups(model), self.learning_rate, (self.beta1, self.beta2), self.eps)
+
+
+@dataclass(frozen=True)
+class DGCSGD(Optimizer):
+    """`thinwire.DGCSGD`, for averagers that apply momentum to gradients themselves: `b = m b + d x; x -= r (g + b)`.
+
+    r is the learning rate, m the momentum, d the weight decay; g carries momentum already, and weight decay gets a buffer of
+    its own. Where nothing is lost on the wire it does what `SGD` does.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887, in the authors' implementation.
+    """
+
+    learning_rate: float = 0.05
+    """What one worker uses after warm-up; higher => faster, until it diverges."""
+    weight_decay: float = 5e-4
+    """Pull of the weights towards zero; higher => smaller weights."""
+    momentum: float = 0.9
+    """Of weight decay alone; the averager's own, so that both act alike."""
+    nesterov: bool = False
+    """Whether the averager's momentum is Nesterov's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        options = {"momentum": self.momentum, "nesterov": self.nesterov}
+        return parallel.DGCSGD(self.groups(model), self.learning_rate, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

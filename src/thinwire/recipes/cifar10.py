@@ -1,0 +1,97 @@
+"""CIFAR-10, as the layer-wise study, Deep Gradient Compression, ALQ and PowerGossip trained on it.
+
+Learning rates are those of one worker where they grow with the workers (`scale_by_workers`), and else of all together.
+Small twins train for three epochs in bf16, with the learning rate that did best in runs of that length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..train import RunConfig
+from ..train.data import CIFAR10, Augmentation
+from ..train.models import VGG16, AlexNet, CIFARResNet, ResNet9
+from ..train.optimize import SGD, LearningRateSchedule
+from . import adaptive, dgc, layerwise, power_gossip
+from .base import Task
+
+SMALL_SGD = SGD(0.05, 1e-4, schedule=LearningRateSchedule(1 / 3, "linear", scale_by_workers=True))
+
+
+def small(full: RunConfig, batch_size: int = 64, **changes) -> RunConfig:
+    """The twin of a configuration: 256 images a step, as many as four workers with 64 each have, and three epochs."""
+    schedule = replace(SMALL_SGD.schedule, scale_by_workers=True)
+    optimizer = replace(
+        SMALL_SGD, momentum=full.optimizer.momentum, nesterov=full.optimizer.nesterov, schedule=schedule
+    )
+    return replace(
+        full, epochs=3, max_steps=None, batch_size=batch_size, optimizer=optimizer, precision="bf16", **changes
+    )
+
+
+def _layerwise(prefix: str, model) -> RunConfig:
+    """A batch of 512 on all workers together, so that four take as many steps as the one of DAWNBench's 94 %."""
+    schedule = LearningRateSchedule(5 / 24, "linear")
+    optimizer = SGD(0.4, 5e-4, decay_vectors=True, schedule=schedule)
+    data = CIFAR10(augmentation=Augmentation(padding=4, flip=True, cutout=8, border="reflect"))
+    return RunConfig(prefix, workers=4, epochs=24, batch_size=128, data=data, model=model, optimizer=optimizer)
+
+
+def _layerwise_tasks() -> tuple[Task, ...]:
+    tasks = []
+    for name, model, twin in (
+        ("ResNet-9", ResNet9(), ResNet9(16)),
+        ("AlexNet", AlexNet(), None),
+        ("VGG-16", VGG16(), None),
+    ):
+        full = _layerwise(f"cifar10-{name.lower().replace('-', '')}", model)
+        slow = replace(full.optimizer, schedule=replace(full.optimizer.schedule, warmup_fraction=5 / 40))
+        methods = layerwise.methods({"epochs": 40, "optimizer": slow})
+        tasks.append(Task(f"{name} on CIFAR-10: {layerwise.SOURCE}", full, methods, small(full, model=twin or model)))
+    return tuple(tasks)
+
+
+def _dgc_task(depth: int) -> Task:
+    schedule = LearningRateSchedule(5 / 200, "cosine", scale_by_workers=True)
+    optimizer = SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule, nesterov=False)
+    full = RunConfig(
+        f"cifar10-resnet{depth}",
+        workers=4, epochs=200, batch_size=128, data=CIFAR10(), model=CIFARResNet(depth), optimizer=optimizer,
+    )  # fmt: skip
+    twin = small(full, model=CIFARResNet(min(depth, 20)))
+    return Task(f"ResNet-{depth} on CIFAR-10: {dgc.SOURCE}", full, dgc.methods(), twin)
+
+
+def _adaptive_task(depth: int, num_buckets: int, bucket_size: int, dense: str) -> Task:
+    schedule = LearningRateSchedule(0.0, "steps", drops=(0.5, 0.75))
+    optimizer = SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule, nesterov=False)
+    full = RunConfig(
+        f"cifar10-resnet{depth}",
+        workers=4, epochs=825, max_steps=80_000, batch_size=128,
+        data=CIFAR10(), model=CIFARResNet(depth), optimizer=optimizer,
+    )  # fmt: skip
+    methods = adaptive.methods(num_buckets, bucket_size, dense)
+    twin = small(full, model=CIFARResNet(min(depth, 32)))
+    return Task(f"ResNet-{depth} on CIFAR-10: {adaptive.SOURCE}", full, methods, twin)
+
+
+def _power_gossip_task() -> Task:
+    schedule = LearningRateSchedule(5 / 300, "steps", drops=(0.5, 0.75), scale_by_workers=True)
+    full = RunConfig(
+        "cifar10-resnet20",
+        workers=8, epochs=300, batch_size=128, data=CIFAR10(), model=CIFARResNet(20),
+        optimizer=SGD(1.13 / 8, 1e-4, schedule=schedule),
+    )  # fmt: skip
+    twin = small(full, batch_size=32)
+    twin = replace(twin, optimizer=replace(twin.optimizer, learning_rate=SMALL_SGD.learning_rate / 2))
+    return Task(f"ResNet-20 on CIFAR-10, a ring of 8: {power_gossip.SOURCE}", full, power_gossip.methods(full), twin)
+
+
+TASKS = (
+    *_layerwise_tasks(),
+    _dgc_task(20),
+    _dgc_task(110),
+    _adaptive_task(32, num_buckets=50, bucket_size=8192, dense="dense"),
+    _adaptive_task(110, num_buckets=350, bucket_size=16384, dense="alq-dense"),
+    _power_gossip_task(),
+)

@@ -1,0 +1,27 @@
+"""Deep Gradient Compression beside its baseline."""
+
+from __future__ import annotations
+
+from .base import Method
+
+SOURCE = "Lin et al. 2018, DGC, arXiv 1712.01887"
+
+
+def methods(dense: str = "dense", nesterov: bool = False, warmup_epochs: int = 5) -> dict[str, Method]:
+    """A thousandth of the coordinates, and the baseline.
+
+    Args:
+        dense: end of the baseline's name.
+        nesterov: whether momentum is Nesterov's.
+        warmup_epochs: epochs over which the ratio falls to 0.001; the small twin has 2 at most.
+    """
+
+    def averager(epochs: int) -> str:
+        options = ", nesterov=True" * nesterov
+        return f"dgc(0.001, warmup_epochs={epochs}{options})"
+
+    about = f"0.1 % of the coordinates{', after a warm-up' * (warmup_epochs > 0)}; momentum is corrected and masked"
+    return {
+        dense: Method("the gradients themselves"),
+        "dgc": Method(about, averager(warmup_epochs), averager(min(warmup_epochs, 2))),
+    }

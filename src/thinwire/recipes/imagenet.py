@@ -1,0 +1,110 @@
+"""ImageNet, as the layer-wise study, Deep Gradient Compression, SGP and ALQ trained on it.
+
+The layer-wise study's images grow from 128 to 288 pixels. Its batch shrank with them, 512, 224 and 128 on each of 8 GPUs, and
+its learning rate with the batch; here the batch is 224 throughout, and an image counts for as much as in the original. Its
+random regions showed at least half of an image in the last three epochs; here they show at least 8 % throughout.
+
+Small twins take any folder of images in class folders, and at most 1200 steps with it, on images of 16, 24 and 32 pixels. For
+ResNet-50 the twin is a ResNet-18, and for VGG-16 it has the small head, because the weights of the large ones, rather than the
+images, would take the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..train import RunConfig
+from ..train.data import ImageFolder
+from ..train.models import VGG16, ResNet
+from ..train.optimize import SGD, LearningRateSchedule
+from . import adaptive, dgc, layerwise
+from .base import Method, Task
+
+SGP_SOURCE = "Assran et al. 2019, SGP, arXiv 1811.10792"
+
+SMALL_DATA = ImageFolder(sizes=((0, 16), (1, 24), (2, 32)), test_size=32, min_area=0.35, num_loaders=1)
+
+# Epochs of the study's schedule for 8 GPUs, and the learning rate there as a multiple of that of the first epoch.
+PHASES = ((0, 1), (5, 2), (5, 1), (16, 1), (16, 0.1), (27, 0.1), (27, 0.01), (33, 0.01), (33, 0.001), (35, 0.001))
+
+
+def small(full: RunConfig, **changes) -> RunConfig:
+    """The twin of a configuration."""
+    schedule = LearningRateSchedule(1 / 6, "linear", scale_by_workers=True)
+    optimizer = replace(full.optimizer, learning_rate=0.025, schedule=schedule)
+    return replace(
+        full, workers=4, epochs=3, max_steps=1200, batch_size=32,
+        data=SMALL_DATA, optimizer=optimizer, precision="bf16", **changes,
+    )  # fmt: skip
+
+
+def _layerwise_task() -> Task:
+    points = tuple((epoch / 35, multiple) for epoch, multiple in PHASES)
+    optimizer = SGD(224 / 512, 5e-5, schedule=LearningRateSchedule(0.0, "points", points=points), nesterov=False)
+    full = RunConfig(
+        "imagenet-resnet50",
+        workers=8, epochs=35, batch_size=224, precision="fp16", model=ResNet(50), optimizer=optimizer,
+        data=ImageFolder(sizes=((0, 128), (14, 224), (32, 288)), test_size=288),
+    )  # fmt: skip
+    methods = layerwise.methods({})
+    return Task(f"ResNet-50 on ImageNet: {layerwise.SOURCE}", full, methods, small(full, model=ResNet(18)))
+
+
+def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, Method], **options) -> Task:
+    schedule = LearningRateSchedule(5 / 90, "steps", scale_by_workers=True)
+    optimizer = SGD(0.0125 * batch_size / 32, schedule=schedule, **options)
+    full = RunConfig(
+        f"imagenet-{name.lower().replace('-', '')}",
+        workers=8, epochs=90, batch_size=batch_size, data=ImageFolder(), model=model, optimizer=optimizer,
+    )  # fmt: skip
+    return Task(f"{name} on ImageNet: {dgc.SOURCE}", full, methods, small(full, model=twin))
+
+
+def _sgp_task() -> Task:
+    schedule = LearningRateSchedule(5 / 90, "steps", scale_by_workers=True)
+    full = RunConfig(
+        "imagenet-resnet50",
+        workers=8, epochs=90, batch_size=256, data=ImageFolder(), model=ResNet(50),
+        optimizer=SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule),
+    )  # fmt: skip
+    after = {"order": "adapt_then_combine"}
+    late = after | {"overlap": True, "staleness": 1}
+    methods = {
+        "sgp-dense": Method("gradients, averaged over all workers (AR-SGD in the paper)"),
+        "sgp": _gossip("push-sum, one peer a step, exponential graph", "PushSum(Exponential())", after),
+        "osgp": _gossip("likewise, messages fly during the next step", "PushSum(Exponential())", late),
+        "sgp-2peer": _gossip("push-sum, two peers a step", "PushSum(Exponential(peers=2))", after),
+        "dpsgd": _gossip("D-PSGD, both ways with one peer a step", "Mix(BipartiteExponential())", {}),
+        "adpsgd": _gossip("AD-PSGD: with one neighbour, whenever it answers", "Pairwise()", {}),
+    }
+    return Task(f"ResNet-50 on ImageNet, 8 nodes: {SGP_SOURCE}", full, methods, small(full, model=ResNet(18)))
+
+
+def _gossip(about: str, averager: str, changes: dict) -> Method:
+    return Method(about, averager, changes=changes, small_changes=changes)
+
+
+def _adaptive_task() -> Task:
+    schedule = LearningRateSchedule(0.0, "steps", drops=(0.5, 0.75))
+    full = RunConfig(
+        "imagenet-resnet18",
+        workers=4, epochs=120, max_steps=600_000, batch_size=64, data=ImageFolder(), model=ResNet(18, False),
+        optimizer=SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule, nesterov=False),
+    )  # fmt: skip
+    methods = adaptive.methods(num_buckets=350, dense="alq-dense")
+    return Task(f"ResNet-18 on ImageNet: {adaptive.SOURCE}", full, methods, small(full))
+
+
+TASKS = (
+    _layerwise_task(),
+    _dgc_task(
+        "ResNet-18", ResNet(18), ResNet(18), 64, dgc.methods(), weight_decay=5e-5, decay_vectors=True, nesterov=False
+    ),
+    _dgc_task("ResNet-50", ResNet(50), ResNet(18), 32, dgc.methods("dgc-dense", nesterov=True), weight_decay=1e-4),
+    _dgc_task(
+        "VGG-16", VGG16("imagenet"), VGG16(), 32, dgc.methods(warmup_epochs=0),
+        weight_decay=5e-5, decay_vectors=True, nesterov=False,
+    ),
+    _sgp_task(),
+    _adaptive_task(),
+)  # fmt: skip

@@ -1,0 +1,33 @@
+"""PowerGossip on a ring, beside what it was compared with, for data split at random and by class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..train import RunConfig
+from .base import Method
+
+SOURCE = "Vogels et al. 2020, PowerGossip, arXiv 2008.01425"
+
+_METHODS = {
+    "powergossip-dense": ("gradients, averaged over all workers", "Mean()", None),
+    "dpsgd": ("D-PSGD: models, averaged with those of both neighbours", "Mix(Ring())", None),
+    "powergossip": ("differences along edges, rank 1", "PowerGossip(Ring())", None),
+    "powergossip-2it": ("likewise, two iterations a step", "PowerGossip(Ring(), iterations=2)", None),
+    "choco": ("CHOCO, signs of differences, tuned", "Choco(Ring(), SignNorm(), gamma=0.45)", 1.6),
+    "choco-topk": ("CHOCO, top 1 % of differences, tuned", "Choco(Ring(), TopK(0.01), gamma=0.0375)", None),
+    "deepsqueeze": ("DeepSqueeze, signs of models, tuned", "DeepSqueeze(Ring(), SignNorm(), eta=0.01)", 0.48),
+    "moniqua": ("Moniqua, 2 bits modulo a bound, tuned", "Moniqua(Ring(), theta=0.25, bits=2, gamma=0.005)", 0.4),
+}
+"""End of the name -> what is sent, averager, and the learning rate of all workers together, if not the task's own."""
+
+
+def methods(full: RunConfig) -> dict[str, Method]:
+    """All methods, for data that is split evenly and by class; learning rates as tuned by the paper."""
+    made = {}
+    for end, (how, fields) in {"": ("", {}), "-by-class": (", data split by class", {"split": "by-class"})}.items():
+        for name, (about, averager, total_rate) in _METHODS.items():
+            rate = total_rate / full.workers if total_rate else full.optimizer.learning_rate
+            changes = fields | {"optimizer": replace(full.optimizer, learning_rate=rate)}
+            made[name + end] = Method(about + how, averager, changes=changes, small_changes=fields)
+    return made
