@@ -217,7 +217,7 @@ def test_values_become_what_the_fields_are(values, wanted):
     "values, complaint",
     [
         ({"from.radius": 2}, "unknown field 'from'; did you mean 'form'?"),
-        ({"form.side": 2}, "unknown field 'form.side'; known are radius"),
+        ({"form.kind": "Square", "form.size": 2}, "unknown field 'form.size'; did you mean 'form.side'"),
         ({"form.kind": "Squaer"}, "unknown form.kind 'Squaer'; did you mean 'Square'?"),
         ({"form": "Square"}, "form must be a table; choose with .kind one of Round, Square, got 'Square'"),
         (
