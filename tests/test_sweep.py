@@ -78,7 +78,7 @@ def test_all_ways_to_write_a_path_mean_the_same(sweep_of):
 
 def test_without_grid_and_list_one_run(sweep_of):
     (run,) = sweep_of('recipe = "digits"').runs
-    assert run.config == recipes()["digits"]() and run.folder.name.startswith("digits-")
+    assert run.config == recipes()["digits"].config and run.folder.name.startswith("digits-")
 
 
 def test_where_runs_go(sweep_of, tmp_path):
@@ -89,7 +89,7 @@ def test_where_runs_go(sweep_of, tmp_path):
 
 def test_a_recipe_is_a_value_like_others(sweep_of):
     (run,) = sweep_of('[grid]\nrecipe = ["digits"]').runs
-    assert run.config == recipes()["digits"]() and run.folder.name == f"digits-{run.identity[:8]}"
+    assert run.config == recipes()["digits"].config and run.folder.name == f"digits-{run.identity[:8]}"
     for twice in (
         'recipe = "digits"\n[grid]\nrecipe = ["digits"]',
         '[fixed]\nrecipe = "digits"\n[[list]]\nrecipe = "digits"',
