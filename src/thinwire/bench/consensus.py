@@ -23,6 +23,7 @@ from ..algorithm import require
 from ..average import Averager
 from ..comm import Communicator, LocalWorld, ProcessWorld
 from ..parallel import ConsensusRecord, consensus
+from ..report.consensus import best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
@@ -75,8 +76,6 @@ class ConsensusBench:
         groups = [candidates(averager, self.step_sizes) for averager in given]
         start_values(self.data, self.shape, 0, self.workers, self.seed)  # before any worker starts
         if self.figure is not None:
-            from ..report.consensus import check_kind
-
             check_kind(self.figure)
         for path in (self.json, self.figure):
             check_writable(path)
@@ -99,8 +98,6 @@ class ConsensusBench:
             "Mbit (10^6 bits) sent by all workers together; error left: the final squared error over that at the start.",
         )
         if self.figure is not None:
-            from ..report.consensus import error_against_bits
-
             error_against_bits(runs, self.figure, self.target, where)
             print(f"  {self.figure}")
 
@@ -117,22 +114,6 @@ def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager
     if name is None or not step_sizes:
         return [averager]
     return [dataclasses.replace(averager, **{name: step_size}) for step_size in step_sizes]
-
-
-def best(runs: list[list[Row]], target: float) -> list[Row]:
-    """The run that reaches the target for the fewest bits, or of those that do not the one with the smallest error."""
-
-    def cost(run: list[Row]) -> tuple[float, float]:
-        reached, last = reaching(run, target), run[-1]["squared_error"]
-        return (math.inf if reached is None else reached["bits_sent"], math.inf if last is None else last)
-
-    return min(runs, key=cost)
-
-
-def reaching(run: list[Row], target: float) -> Row | None:
-    """The first row whose error is at most `target` times that at the start; None if there is none."""
-    enough = target * run[0]["squared_error"]
-    return next((row for row in run if row["squared_error"] is not None and row["squared_error"] <= enough), None)
 
 
 def _step_size_field(averager: Averager) -> str | None:
