@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .bars import scaling, step_times
-from .consensus import best_of_each, error_lines
+from .consensus import FLOOR, best_of_each, error_lines
 from .curves import Row
 from .groups import Group, what_was_run
 from .lines import along_bytes, along_epochs, along_seconds, levels, lines
@@ -81,7 +81,8 @@ CURVES = (
     ),
 )
 LEVELS = (
-    "Levels to which gradients, in units of their bucket's norm, are rounded, as they adapt; a line a level and seed."
+    "Levels to which gradients, in units of their bucket's norm, are rounded, as they adapt; a line a level and seed. "
+    "Logarithmic on either side of zero."
 )
 STEP_TIME = (
     "Mean milliseconds of a step on rank 0, by phase, over the whole run. Where bytes travel beside the backward pass, phases "
@@ -100,7 +101,7 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Drawing]:
         num_rounds = max(row["round"] for row in rows)
         about = (
             f"Averaging alone, {num_rounds} rounds: squared distance to the mean over that at the start; of each "
-            f"averager the step size that reaches {TARGET:g} for the fewest bits. Dotted: {TARGET:g}. From {path.name}."
+            f"averager the step size that reaches {TARGET:g} for the fewest bits. Dotted: {TARGET:g}. Errors below {FLOOR:g} are drawn there. From {path.name}."
         )
         for x in ("bits", "rounds"):
             figure = error_lines(runs, x, TARGET)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,8 @@ def what_was_run(runs: Sequence[Run]) -> str:
     configs = [flat(run.config) for run in runs]
 
     def listed(key: str) -> str:
-        values = [config[key] for config in configs if config.get(key) is not None]
-        *others, last = map(str, sorted(set(values))) if values else [""]
+        values = {str(config[key]) for config in configs if config.get(key) is not None}
+        *others, last = sorted(values, key=lambda text: (len(text), text)) or [""]  # 2 comes before 10
         return f"{', '.join(others)} and {last}" if others else last
 
     last = [run.rows[-1] for run in runs]
@@ -127,13 +127,13 @@ def what_was_run(runs: Sequence[Run]) -> str:
         f"{listed('workers')} workers",
         length,
         f"batches of {listed('batch_size')} a worker",
-        f"data dealt out {listed('split')}" if listed("split") else "",
+        f"split {listed('split')}" if listed("split") else "",
         f"data: {data}" if data else "",
         f"seeds {listed('seed')}" if " and " in listed("seed") else f"seed {listed('seed')}",
     ]
     return "; ".join(part for part in parts if part)
 
 
-def _range(values) -> str:
-    values = sorted(values)
-    return f"{values[0]:g}" if values[0] == values[-1] else f"{values[0]:g} to {values[-1]:g}"
+def _range(values: Iterable[float]) -> str:
+    low, *_, high = [*sorted(values)] * 2
+    return f"{low:.10g}" if low == high else f"{low:.10g} to {high:.10g}"

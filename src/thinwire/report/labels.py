@@ -105,8 +105,9 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
         "right": max(widths) + 20 if beside else 12.0,
         "height": max(72 * height, sum(h + GAP for h in heights)),
     }
-    frame = _frame(axes, top=8, **margins)
-    flags = _flags(axes, above)
+    names = [_text(axes, wrapped(end.label, 34), end) for end in above]
+    _make_room(axes, _frame(axes, top=8, **margins), above, names)
+    flags = _flags(axes, above, names)
     frame = _frame(axes, top=8 + max((flag.box.bottom + flag.box.height for flag in flags), default=0), **margins)
     _draw_column(axes, frame, beside, texts, heights)
     _draw_flags(axes, frame, above, flags)
@@ -148,6 +149,20 @@ def _within(centres: Sequence[float], heights: Sequence[float], frame: Box) -> l
     return moved
 
 
+def _make_room(axes: Axes, frame: Box, ends: Sequence[End], texts: Sequence[Text]) -> None:
+    """Begin a logarithmic axis further to the left, where names would not fit to the left of their poles."""
+    if axes.get_xscale() != "log":
+        return
+    widths, _ = _sizes(texts)
+    transform = axes.xaxis.get_transform()
+    low, high = transform.transform(axes.get_xlim())
+    lows = [low]
+    for end, width in zip(ends, widths, strict=True):
+        share = min(0.4, (width + 8 - frame.left) / frame.width)  # of the axis, to the left of this pole
+        lows.append((transform.transform([end.x])[0] - share * high) / (1 - share))
+    axes.set_xlim(transform.inverted().transform([min(lows), high]))
+
+
 class Flag(NamedTuple):
     """A name above the axes: its text, the x of its pole, and its box, in points from the top of the axes."""
 
@@ -156,9 +171,8 @@ class Flag(NamedTuple):
     box: Box
 
 
-def _flags(axes: Axes, ends: Sequence[End]) -> list[Flag]:
+def _flags(axes: Axes, ends: Sequence[End], texts: Sequence[Text]) -> list[Flag]:
     """Names extend to the left of their poles. The leftmost is the lowest, so that other poles pass to its right."""
-    texts = [_text(axes, wrapped(end.label, 34), end) for end in ends]
     widths, heights = _sizes(texts)
     poles = spread([_in_points(axes, end)[0] for end in ends], [POLES_APART] * len(ends))
     boxes: dict[int, Box] = {}

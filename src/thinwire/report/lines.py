@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ from .curves import Curve, curve, reading
 from .groups import Group
 from .labels import End, label_ends
 from .metrics import Metric
+from .runs import Run
 from .style import COLOURS, GREY, SMALL, WIDTH, line_style, logarithmic, new_figure, plain_axes
 
 if TYPE_CHECKING:
@@ -124,21 +126,44 @@ def _look_at_the_end(axes: Axes, y: Metric, curves: Sequence[Curve]) -> None:
 
 
 def levels(groups: Sequence[Group]) -> Figure | None:
-    """Adaptive levels over the steps, a panel a method; a line a level and seed."""
-    known = [(i, group) for i, group in enumerate(groups) if any("levels" in row for run in group.runs for row in run.rows)]
+    """Adaptive levels over the steps, a panel a method; a line a level and seed.
+
+    They gather around zero, so that the axis is logarithmic on either side of the smallest level that is not zero.
+    """
+    found = [(i, group.label, list(filter(None, map(_levels_of, group.runs)))) for i, group in enumerate(groups)]
+    known = [(i, label, runs) for i, label, runs in found if runs]
     if not known:
         return None
-    figure = new_figure(WIDTH, 0.5 + 1.7 * len(known), layout="constrained")
+    smallest = min(np.abs(heights[heights != 0]).min() for _, _, runs in known for _, heights in runs)
+    figure = new_figure(WIDTH, 0.5 + 1.9 * len(known), layout="constrained")
     panels = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (i, group) in zip(panels, known, strict=True):
-        for run in group.runs:
-            rows = [row for row in run.rows if isinstance(row.get("levels"), list)]
-            if rows and len({len(row["levels"]) for row in rows}) == 1:
-                heights = np.array([row["levels"] for row in rows], dtype=float)
-                # Levels hold from an update to the next.
-                axes.plot([row["step"] for row in rows], heights, color=COLOURS[i % 7], linewidth=1.1, drawstyle="steps-post")
-        axes.set_title(group.label, fontsize=SMALL, loc="left", color=GREY)
+    for axes, (i, label, runs) in zip(panels, known, strict=True):
+        for steps, heights in runs:  # levels hold from an update to the next
+            axes.plot(steps, heights, color=COLOURS[i % len(COLOURS)], linewidth=1.1, drawstyle="steps-post")
+        axes.set_title(label, fontsize=SMALL, loc="left", color=GREY)
         axes.set_ylabel("level")
+        _on_both_sides(axes, float(smallest))
         plain_axes(axes)
     panels[-1].set_xlabel("steps")
     return figure
+
+
+def _levels_of(run: Run) -> tuple[list[int], np.ndarray] | None:
+    """Steps, and the levels at each of them."""
+    rows = [row for row in run.rows if isinstance(row.get("levels"), list) and row["levels"]]
+    if not rows or len({len(row["levels"]) for row in rows}) > 1:
+        return None
+    return [row["step"] for row in rows], np.array([row["levels"] for row in rows], dtype=float)
+
+
+def _on_both_sides(axes: Axes, smallest: float) -> None:
+    """A logarithmic axis for numbers of both signs, up to 1, that is linear below the smallest."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    least = math.floor(math.log10(smallest))
+    axes.set_yscale("symlog", linthresh=10.0**least, linscale=0.5)
+    powers = [10.0**e for e in range(least, 1)][:: max(1, -(least // 4))]
+    axes.yaxis.set_major_locator(FixedLocator([*(-p for p in powers), 0.0, *powers]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(-1.2, 1.2)
