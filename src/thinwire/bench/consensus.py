@@ -59,7 +59,7 @@ class ConsensusBench:
     processes: bool = False
     """Run workers as processes, over Gloo, and not as threads."""
     json: Path | None = None
-    """Write all rows to this file: averager, step size, round, bits sent, messages, squared error."""
+    """Write all rows to this file: averager, step size, round, bits sent, messages, squared error, workers, data."""
     figure: Path | None = None
     """Draw the error against bits and against rounds to this file (.png, .svg or .pdf)."""
 
@@ -131,13 +131,14 @@ def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: 
     records = consensus(
         [("x", x)], averager, bench.rounds, comm, bench.seed, bench.every, lambda record: show(averager, record)
     )
-    return [_row(averager, record) for record in records]
+    return [_row(bench, averager, record) for record in records]
 
 
-def _row(averager: Averager, record: ConsensusRecord) -> Row:
+def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
     """As JSON has it: an error that is not finite is None."""
     field = _step_size_field(averager)
     named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
+    named |= {"workers": bench.workers, "data": bench.data, "shape": list(bench.shape), "seed": bench.seed}
     return named | {"squared_error": record.squared_error if math.isfinite(record.squared_error) else None}
 
 

@@ -60,6 +60,23 @@ def _tried(row: Row) -> str:
     return "" if step_size is None else f", step size {step_size:g}"
 
 
+def experiment(rows: Sequence[Row]) -> str:
+    """What was run, in a sentence.
+
+    Example:
+        >>> experiment([{"round": 9, "workers": 8, "data": "digits", "shape": [64, 64], "seed": 0}])
+        '9 rounds, 8 workers, 64 x 64 of digits data, seed 0'
+    """
+    row = rows[0]
+    parts = [
+        f"{max(row['round'] for row in rows)} rounds",
+        f"{row['workers']} workers" if "workers" in row else "",
+        f"{' x '.join(map(str, row['shape']))} of {row['data']} data" if {"shape", "data"} <= row.keys() else "",
+        f"seed {row['seed']}" if "seed" in row else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Figure:
     """Squared error over that at the start, against "bits" or "rounds"; names stand where lines are apart."""
     figure = new_figure()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .bars import scaling, step_times
-from .consensus import FLOOR, best_of_each, error_lines
+from .consensus import FLOOR, best_of_each, error_lines, experiment
 from .curves import Row
 from .groups import Group, what_was_run
 from .lines import along_bytes, along_epochs, along_seconds, levels, lines
@@ -98,10 +98,10 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Drawing]:
     for number, (path, rows) in enumerate(consensus.items()):
         runs = best_of_each(rows, TARGET)
         suffix = "" if len(consensus) == 1 else f"-{number + 1}"
-        num_rounds = max(row["round"] for row in rows)
         about = (
-            f"Averaging alone, {num_rounds} rounds: squared distance to the mean over that at the start; of each "
-            f"averager the step size that reaches {TARGET:g} for the fewest bits. Dotted: {TARGET:g}. Errors below {FLOOR:g} are drawn there. From {path.name}."
+            f"Averaging alone: squared distance to the mean over that at the start; errors below {FLOOR:g} are drawn there. "
+            f"The dotted line is at {TARGET:g}; of each averager it is the step size that reaches it for the fewest bits. "
+            f"What was run: {experiment(rows)}; from {path.name}."
         )
         for x in ("bits", "rounds"):
             figure = error_lines(runs, x, TARGET)
