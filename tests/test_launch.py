@@ -77,7 +77,8 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
         for host, namespace in enumerate(lab.namespaces):
             # The name of this machine, which both hosts have, leads to neither.
             own = ("--local-addr", lab.address(host), "--rdzv-conf", f"is_host={int(host == 0)}")
-            command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, *own, *THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
+            agent = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, *own]
+            command = [*agent, *THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
             agents.append(started(stack, ["ip", "netns", "exec", namespace, *command], tmp_path))
         said = ended(agents, 240)
     assert ["runs/two" in words for words in said].count(True) == 1  # rank 0 alone reports
