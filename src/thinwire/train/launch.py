@@ -32,6 +32,7 @@ from .config import RunConfig
 from .interrupt import Interruption
 from .records import write_json
 from .run_folder import finished_run, make_folder
+from .together import SharedMistake
 from .weights_and_biases import check_installed
 
 HOST = "127.0.0.1"
@@ -77,6 +78,8 @@ def _join(config: RunConfig) -> Path:
             loop.run(config, folder, comm, interruption)
             interruption.settle()
         dist.destroy_process_group()
+    except SharedMistake:
+        raise  # rank 0 tells
     except Exception as error:
         raise WorkerError(f"worker {rank} failed: {_in_one_line(error)}") from error
     return folder
