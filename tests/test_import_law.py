@@ -84,7 +84,7 @@ def test_only_comm_and_the_launcher_import_torch_distributed():
         for path, _ in rooms()
         if any(name == "torch.distributed" or name.startswith("torch.distributed.") for name, _ in imports(path))
     }
-    allowed = {u for u in users if u.startswith("comm/") or u in ("train/launch.py", "bench/step.py")}
+    allowed = {u for u in users if u.startswith("comm/") or u in ("train/connect.py", "train/spawn.py", "bench/step.py")}
     assert users == allowed, users - allowed
 
 

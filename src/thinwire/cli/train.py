@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .options import fail, named, parsed, show
+
+if TYPE_CHECKING:
+    from ..train import Interrupted
 
 TRAIN_USAGE = """\
 usage: thinwire train RECIPE [OPTIONS]
        thinwire train --list
 
-Train a network, one process a worker, and leave the records in runs/. The same command works under torchrun:
+Train a network, one process a worker, and leave the records in runs/. The same command works under torchrun, srun and
+mpirun, which then start the workers:
 
   torchrun --nproc-per-node 4 --no-python thinwire train digits
+
+Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` goes on. Exit codes: 0 finished,
+1 a worker failed, 2 a mistake in the command, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
 `thinwire train RECIPE --help` shows the options and the recipe's values.
 
@@ -27,7 +36,7 @@ def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
-    from ..train.launch import torchrun_size
+    from ..train.environment import adopt
 
     known = recipes()
     recipe, *options = options or ["--help"]
@@ -37,25 +46,40 @@ def train_command(options: list[str]) -> None:
     if recipe.startswith("-"):
         raise ValueError(f"the recipe comes first, as in: thinwire train {next(iter(known))} {recipe} ...")
     default = named(known, recipe, "recipe", "thinwire train --list").config
-    default = replace(default, workers=torchrun_size() or default.workers)
+    environment = adopt()
+    default = replace(default, workers=environment.size if environment else default.workers)
     config = parsed(type(default), options, f"thinwire train {recipe}", default, known[recipe].about)
-    folder = trained(config)
+    folder = trained(config, lambda stop: f"; go on with: {_again(recipe, options, config, stop)}")
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
         print(f"  {folder}")
 
 
-def trained(config: Any) -> Path:
-    """Train; where a worker fails, one line says so and this process ends."""
-    from ..train import WorkerError, train
+def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "") -> Path:
+    """Train; where a worker fails or a signal stops the run, one line says so and this process ends.
+
+    Args:
+        config: the run's configuration.
+        advice: what to say beside that the run was saved.
+    """
+    from ..train import Interrupted, WorkerError, train
 
     try:
-        return train(config)
+        return train(config, lambda stop: fail(f"{stop}{advice(stop)}", stop.exit_code))
+    except Interrupted as stop:
+        sys.exit(stop.exit_code)
     except WorkerError as error:
         fail(error, 1)
         sys.stdout.flush()
         os._exit(1)  # at once: under torchrun, threads that wait for other workers would hold up an ordinary exit
+
+
+def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
+    """The command that goes on with a run that was stopped."""
+    kept = [option for option in options if option != "--overwrite"]
+    name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name]
+    return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])
 
 
 def _listed(tasks: list[Any]) -> str:

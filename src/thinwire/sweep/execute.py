@@ -85,11 +85,14 @@ def execute(path: Path) -> int:
 
 
 def _code_of(run: PlannedRun) -> int:
-    from ..train import WorkerError
+    from ..train import Interrupted, WorkerError
 
     try:
         run.task.run(run.config, run.folder)
         return 0
+    except Interrupted as stop:
+        print(f"thinwire: {stop}", flush=True)
+        return stop.exit_code
     except (ValueError, WorkerError, KeyboardInterrupt) as error:
         print(f"thinwire: {' '.join(str(error).split()) or 'stopped'}", flush=True)
         return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError) else 1

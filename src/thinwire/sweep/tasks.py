@@ -69,7 +69,7 @@ class Train(Task):
         known = recipes()
         require(recipe is not None, 'which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
         require(recipe in known, f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}")
-        return known[recipe]()
+        return known[recipe].config
 
     def as_dict(self, config: Any) -> dict[str, Any]:
         try:

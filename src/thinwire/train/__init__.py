@@ -1,6 +1,8 @@
 """Training runs: configuration, the loop, the processes it runs in, and the files it leaves behind."""
 
 from .config import RunConfig
-from .launch import WorkerError, train
+from .interrupt import Interrupted
+from .launch import train
+from .spawn import WorkerError
 
-__all__ = ["RunConfig", "WorkerError", "train"]
+__all__ = ["Interrupted", "RunConfig", "WorkerError", "train"]

@@ -50,7 +50,7 @@ class RunConfig:
     order: Literal["combine_then_adapt", "adapt_then_combine"] = "combine_then_adapt"
     """Averagers of parameters: whether a step first mixes and then updates, or the other way round."""
     workers: int = 4
-    """Number of worker processes on this machine; under torchrun, its number of processes."""
+    """Number of worker processes on this machine; under torchrun, srun and mpirun, their number of tasks."""
     seed: int = 0
     """Seed of weights, data order and codecs; the same seed gives the same result."""
 
@@ -101,11 +101,20 @@ class RunConfig:
     """Replace the run that has this name, instead of refusing."""
     log_every: int = 10
     """Steps between two rows of metrics; lower => finer curves, larger files."""
+    variance: bool = False
+    """Also record what a lossy codec loses of a gradient, for one more encoding a row."""
     wandb: str | None = None
     """Project of Weights & Biases to send the rows to as well; needs its package, and an account or WANDB_MODE=offline."""
 
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """What carries messages; "auto" is NCCL where every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that
+    was built with it; under mpirun the others serve as well."""
+    interface: str | None = None
+    """Network interface that reaches the other nodes, such as eth0; None leaves it to the backend."""
     port: int = 0
-    """TCP port where workers meet; 0 takes a free one. Under torchrun it has no effect."""
+    """TCP port where workers of this machine meet; 0 takes a free one. Launchers choose by themselves, or take MASTER_PORT."""
+    requeue: bool = False
+    """Under SLURM: after SIGUSR1, put the job back into the queue; the same command then goes on with --resume."""
     threads: int = 1
     """Threads of each worker; higher pays only with more cores than workers."""
 
@@ -127,6 +136,8 @@ class RunConfig:
         even = self.split == "even" and self.shuffled > 0
         require(not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position")
         require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
+        again = self.resume and self.name is not None
+        require(again or not self.requeue, "requeue starts the same command again, which needs --resume and a --name")
         require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
