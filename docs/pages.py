@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import thinwire
+import thinwire.recipes
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -61,10 +62,13 @@ def _home() -> str:
 
 def _room(title: str, room: ModuleType) -> str:
     """A page: the text of the room, its contracts, its public names."""
-    folder = Path(room.__file__).parent
-    bases = sorted(f"{room.__name__}.{path.stem}" for path in folder.glob("*base.py")) if hasattr(room, "__path__") else []
-    texts = [_text(name) for name in [room.__name__, *bases]]
-    return "\n\n".join([f"# {title}", *texts, *(f"::: {_address(room, name)}" for name in _names(room))]) + "\n"
+    parts = [f"# {title}", _text(room.__name__)]
+    for path in sorted(Path(room.__file__).parent.glob("*base.py")) if hasattr(room, "__path__") else []:
+        parts += [f"## The contract (`{path.name}`)", _text(f"{room.__name__}.{path.stem}")]
+    addresses = [_address(getattr(room, name), name, room) for name in _names(room)]
+    if room is thinwire.recipes:
+        addresses += [_address(recipe, recipe.__name__, room) for recipe in room.recipes().values()]
+    return "\n\n".join([*parts, *(f"::: {address}" for address in addresses)]) + "\n"
 
 
 def _text(module: str) -> str:
@@ -82,9 +86,9 @@ def _names(room: ModuleType) -> list[str]:
     return sorted(own, key=lambda name: known.get(name, len(known)))
 
 
-def _address(room: ModuleType, name: str) -> str:
-    """Where a name is defined; in its room, `chain` would mean the file."""
-    return f"{getattr(getattr(room, name), '__module__', room.__name__)}.{name}"
+def _address(value: object, name: str, room: ModuleType) -> str:
+    """Where a public name is defined; in its room, `chain` would mean the file."""
+    return f"{getattr(value, '__module__', room.__name__)}.{name}"
 
 
 class Examples(griffe.Extension):

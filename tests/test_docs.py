@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import test_codecs
 import test_gossip_averagers
+
+import thinwire as tw
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 BLOCK = re.compile(r'^```python(?: title="(?P<file>[^"]+)")?\n(?P<code>.*?)^```', re.MULTILINE | re.DOTALL)
@@ -91,3 +94,12 @@ def test_the_script_of_the_guide_saves_a_hundredfold(tmp_path):
     accuracy, factor = re.search(r"accuracy ([\d.]+)%, .* MB sent, (\d+) times", done.stdout).groups()
     assert float(accuracy) > 95
     assert int(factor) >= 100
+
+
+def test_the_reference_has_every_public_name():
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`")
+    spec = importlib.util.spec_from_file_location("pages", GUIDE.parent / "pages.py")
+    spec.loader.exec_module(pages := importlib.util.module_from_spec(spec))
+    rooms = [pages._room(title, importlib.import_module(name)) for title, name in pages.ROOMS.items()]
+    shown = {line.rpartition(".")[2] for room in rooms for line in room.splitlines() if line.startswith("::: ")}
+    assert set(tw.__all__) <= shown
