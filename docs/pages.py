@@ -16,7 +16,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import thinwire
-import thinwire.recipes
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -33,6 +32,7 @@ ROOMS = {
     "Models": "thinwire.train.models",
     "Optimizers": "thinwire.train.optimize",
     "Recipes": "thinwire.recipes",
+    "Sweeps": "thinwire.sweep",
     "Reports": "thinwire.report",
 }
 
@@ -66,8 +66,6 @@ def _room(title: str, room: ModuleType) -> str:
     for path in sorted(Path(room.__file__).parent.glob("*base.py")) if hasattr(room, "__path__") else []:
         parts += [f"## The contract (`{path.name}`)", _text(f"{room.__name__}.{path.stem}")]
     addresses = [_address(getattr(room, name), name, room) for name in _names(room)]
-    if room is thinwire.recipes:
-        addresses += [_address(recipe, recipe.__name__, room) for recipe in room.recipes().values()]
     return "\n\n".join([*parts, *(f"::: {address}" for address in addresses)]) + "\n"
 
 
