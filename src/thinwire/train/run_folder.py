@@ -12,8 +12,8 @@ from .checkpoint import describe, latest
 from .config import RunConfig
 
 FREE = (
-    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "wandb"),
-    *("test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
+    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
 )
 """Fields that may change when a run goes on: they don't change what it learns, but for rounding."""
 
