@@ -155,6 +155,21 @@ def test_a_sweep_is_stopped_in_good_order_and_continued(number, tmp_path, monkey
     assert status_of(first).state == "stopped" and "step" in status_of(first).detail
     wait_until(lambda: processes_of(tmp_path) in ([], [os.getpid()]), 20)
 
+    # It goes on where it was: rows are kept with the seconds that they took, and more are added.
+    before = rows_of(first)
+    process = subprocess.Popen([*COMMAND, "grid.toml"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(rows_of(first)) > len(before))
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    after = rows_of(first)
+    assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, len(after) + 1))
+
+
+def rows_of(planned) -> list[dict]:
+    return [
+        json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
+
 
 def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_path, monkeypatch):
     # That the data are not there is found out by the workers.

@@ -80,7 +80,7 @@ class Train(Task):
     def run(self, config: Any, folder: Path) -> None:
         from ..train import train
 
-        train(replace(config, output=folder.parent, name=folder.name, overwrite=True))
+        train(replace(config, output=folder.parent, name=folder.name, resume=True))
 
     def workers(self, config: Any) -> int:
         return config.workers
