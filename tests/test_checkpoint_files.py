@@ -207,7 +207,7 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_path):
     options = ["--averager", "Mean(TopK(0.05), MomentumCorrection(0.9))", "--optimizer.momentum", "0"]
-    options += ["--max-steps", "40", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
+    options += ["--max-steps", "20", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
     command = [sys.executable, "-m", "thinwire", "train", "digits", "--workers", "4", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -216,7 +216,7 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
         [*command, "--name", "killed"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     folder = tmp_path / "runs" / "killed"
-    while not (latest(folder / "checkpoints") or Path()).name > "step-000004":
+    while not (latest(folder / "checkpoints") or Path()).name > "step-000002":
         assert killed.poll() is None
         time.sleep(0.01)
     below = [int(child) for child in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
@@ -232,7 +232,7 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
     assert "goes on after step" in resumed.stdout
     assert without_times(folder) == without_times(tmp_path / "runs" / "whole")
     models = [
-        torch.load(tmp_path / "runs" / name / "checkpoints" / "step-000040" / "shared.pt", weights_only=True)["model"]
+        torch.load(tmp_path / "runs" / name / "checkpoints" / "step-000020" / "shared.pt", weights_only=True)["model"]
         for name in ("whole", "killed")
     ]
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())

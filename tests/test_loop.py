@@ -179,7 +179,7 @@ def tasks(folder: Path) -> dict[str, RunConfig]:
     }
 
 
-def tested_together(comm, configs: dict[str, RunConfig]) -> list[tuple]:
+def evaluated_everywhere(comm, configs: dict[str, RunConfig]) -> list[tuple]:
     """On every worker: for each task what workers find together, and what one finds by itself."""
     found = []
     for name, config in configs.items():
@@ -211,7 +211,7 @@ def tested_together(comm, configs: dict[str, RunConfig]) -> list[tuple]:
 
 
 def test_what_workers_find_together_is_what_one_finds_alone(tmp_path, cache):
-    results = spawn(3, tested_together, tasks(tmp_path), timeout_seconds=200)
+    results = spawn(3, evaluated_everywhere, tasks(tmp_path), timeout_seconds=200)
     for found in zip(*results, strict=True):
         name, models_differ, together, _ = found[0]
         assert all(each[2] == together for each in found), name

@@ -52,7 +52,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     data = together(comm, config.data.load)
-    _, num_steps = count_steps(config, data, comm.size)
+    _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
     training = prepare(config, data, together(comm, lambda: choose_device(config)))
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)
