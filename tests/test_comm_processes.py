@@ -167,6 +167,40 @@ def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[tensor([1.])]\n"), done.stderr
 
 
+ORPHANED = """
+import os, sys, time
+from pathlib import Path
+import thinwire as tw
+
+def work(comm, folder):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    tw.ProcessWorld(2).run(work, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+def test_workers_end_quietly_when_their_parent_is_killed(tmp_path):
+    script, pids = tmp_path / "orphaned.py", tmp_path / "pids"
+    script.write_text(ORPHANED)
+    pids.mkdir()
+    with subprocess.Popen([sys.executable, script, pids], stderr=subprocess.PIPE, text=True) as parent:
+        wait_until(lambda: len(list(pids.iterdir())) == 2 or parent.poll() is not None)
+        workers = [int(path.name) for path in pids.iterdir()]
+        parent.kill()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+        assert len(workers) == 2 and parent.stderr.read() == ""
+
+
+def wait_until(holds, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
 # ---- the ledger against the operating system ----
 
 

@@ -15,6 +15,7 @@ from thinwire.bench.start_values import KINDS, start_values
 from thinwire.cli import main
 
 COLUMNS = ["averager", "step_size", "round", "bits_sent", "messages", "squared_error"]
+COLUMNS += ["workers", "data", "shape", "seed"]
 
 
 def test_rows_of_a_known_graph(tmp_path, capsys):

@@ -65,6 +65,19 @@ def test_tables_of_a_list_each_with_the_whole_grid(sweep_of):
     assert found == [("TopK", 0.2, 0.5, 1), ("TopK", 0.2, 0.5, 2), ("QSGD", 0.3, 0.9, 1), ("QSGD", 0.3, 0.9, 2)]
 
 
+def test_several_grids_one_after_the_other(sweep_of):
+    grids = """
+        [[grid]]
+        averager = ["Mean()"]
+        [[grid]]
+        averager = ["Mean(QSGD(bits=2))", "Mean(QSGD(bits=4))"]
+        seed = [1, 2]
+    """
+    runs = sweep_of('recipe = "digits"\n' + grids).runs
+    both = [("Mean(QSGD(bits=2))", 1), ("Mean(QSGD(bits=2))", 2), ("Mean(QSGD(bits=4))", 1), ("Mean(QSGD(bits=4))", 2)]
+    assert [(run.config.averager, run.config.seed) for run in runs] == [("Mean()", 0), *both]
+
+
 def test_all_ways_to_write_a_path_mean_the_same(sweep_of):
     ways = [
         'optimizer.schedule.shape = "linear"',
@@ -78,7 +91,7 @@ def test_all_ways_to_write_a_path_mean_the_same(sweep_of):
 
 def test_without_grid_and_list_one_run(sweep_of):
     (run,) = sweep_of('recipe = "digits"').runs
-    assert run.config == recipes()["digits"]() and run.folder.name.startswith("digits-")
+    assert run.config == recipes()["digits"].config and run.folder.name.startswith("digits-")
 
 
 def test_where_runs_go(sweep_of, tmp_path):
@@ -89,7 +102,7 @@ def test_where_runs_go(sweep_of, tmp_path):
 
 def test_a_recipe_is_a_value_like_others(sweep_of):
     (run,) = sweep_of('[grid]\nrecipe = ["digits"]').runs
-    assert run.config == recipes()["digits"]() and run.folder.name == f"digits-{run.identity[:8]}"
+    assert run.config == recipes()["digits"].config and run.folder.name == f"digits-{run.identity[:8]}"
     for twice in (
         'recipe = "digits"\n[grid]\nrecipe = ["digits"]',
         '[fixed]\nrecipe = "digits"\n[[list]]\nrecipe = "digits"',
@@ -148,8 +161,14 @@ def test_every_nested_value_counts():
 
 
 def test_what_does_not_count_exists():
-    known = RunConfig("digits").as_dict().keys() | {"json", "figure", "processes", "interface", "requeue"}
-    assert IMMATERIAL <= known
+    known = {name.split(".")[0] for name in RunConfig("digits").as_dict()} | {"json", "figure", "processes"}
+    assert {name.split(".")[0] for name in IMMATERIAL} <= known
+
+
+def test_fields_within_fields_may_not_count_either():
+    loaders = {"data": {"kind": "ImageFolder", "num_loaders": 4, "test_size": 224}}
+    assert identity(loaders) == identity({"data": loaders["data"] | {"num_loaders": 0}})
+    assert identity(loaders) != identity({"data": loaders["data"] | {"test_size": 128}})
 
 
 # ---- values at field paths, whatever the dataclasses are ----
@@ -204,7 +223,7 @@ def test_values_become_what_the_fields_are(values, wanted):
     "values, complaint",
     [
         ({"from.radius": 2}, "unknown field 'from'; did you mean 'form'?"),
-        ({"form.side": 2}, "unknown field 'form.side'; known are radius"),
+        ({"form.kind": "Square", "form.size": 2}, "unknown field 'form.size'; did you mean 'form.side'"),
         ({"form.kind": "Squaer"}, "unknown form.kind 'Squaer'; did you mean 'Square'?"),
         ({"form": "Square"}, "form must be a table; choose with .kind one of Round, Square, got 'Square'"),
         (
@@ -239,6 +258,7 @@ def test_wrong_values_get_one_line(values, complaint):
         ("command = 'consensu'", "unknown command 'consensu'; did you mean 'consensus'?"),
         ("recipe = 'digits'\n[gird]\nseed = [1]", "unknown entry 'gird'; did you mean 'grid'?"),
         ("recipe = 'digits'\nfixed = 3", "fixed must be a table, [fixed], got 3"),
+        ("recipe = 'digits'\ngrid = 3", "grid must be a table, [grid], or several, [[grid]], got 3"),
         ("recipe = 'digits'\n[list]\nseed = 3", "list must be a list of tables, [[list]]"),
         ("recipe = 'digits'\n[fixed]\nsede = 1", "unknown field 'sede'; did you mean 'seed'?"),
         ("recipe = 'digits'\n[fixed]\nepochs = 'ten'", "epochs must be a whole number, got 'ten'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.sweep import read_sweep, status_of
-from thinwire.sweep.slurm import Job, minutes, parsed_options, queued, submit
+from thinwire.sweep.execute import start, write_down
+from thinwire.sweep.slurm import minutes, parsed_options, queued, submit
 
 submitit = pytest.importorskip("submitit")
 
@@ -62,24 +64,31 @@ def test_what_is_waiting_names_its_job(sweep_of):
     assert [status_of(run).detail for run in sweep.runs] == ["job 17_0", ""]
 
 
-def test_a_job_that_is_about_to_end_stops_its_run_and_can_be_requeued(sweep_of, tmp_path):
-    from thinwire.sweep.execute import start, write_down
+JOB = """
+import pickle, signal, sys
+from thinwire.sweep.execute import start, write_down
+from thinwire.sweep.slurm import Job
 
+def checkpoint(number, frame):
+    again = job.checkpoint(sys.argv[1])
+    sys.exit(7 if pickle.loads(pickle.dumps(again)).args == (sys.argv[1],) else 8)
+
+job = Job()
+signal.signal(signal.SIGUSR2, checkpoint)
+job(sys.argv[1])
+"""
+
+
+def test_a_job_that_is_about_to_end_stops_its_run_and_can_be_requeued(sweep_of):
     run = sweep_of(steps=100_000).runs[0]
     write_down(run)
-    job = Job()
-    job.process = start(run)
+    job = subprocess.Popen([sys.executable, "-c", JOB, str(run.records / "run.json")])
     deadline = time.monotonic() + 90
     while "step" not in status_of(run).detail and time.monotonic() < deadline:
         time.sleep(0.1)
     assert start(run) is None  # a second job for the same run leaves it alone
-    again = job.checkpoint(str(run.records / "run.json"))
-    assert job.process.returncode not in (None, 0) and status_of(run).state == "stopped"
-    assert (
-        isinstance(again.function, Job)
-        and again.function.process is None
-        and again.args == (str(run.records / "run.json"),)
-    )
+    job.send_signal(signal.SIGUSR2)  # as submitit's handler gets it, in the midst of waiting
+    assert job.wait(50) == 7 and status_of(run).state == "stopped"
 
 
 # ---- what sbatch is told ----

@@ -23,6 +23,7 @@ from ..algorithm import require
 from ..average import Averager
 from ..comm import Communicator, LocalWorld, ProcessWorld
 from ..parallel import ConsensusRecord, consensus
+from ..report.consensus import best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
@@ -58,7 +59,7 @@ class ConsensusBench:
     processes: bool = False
     """Run workers as processes, over Gloo, and not as threads."""
     json: Path | None = None
-    """Write all rows to this file: averager, step size, round, bits sent, messages, squared error."""
+    """Write all rows to this file: averager, step size, round, bits sent, messages, squared error, workers, data."""
     figure: Path | None = None
     """Draw the error against bits and against rounds to this file (.png, .svg or .pdf)."""
 
@@ -75,8 +76,6 @@ class ConsensusBench:
         groups = [candidates(averager, self.step_sizes) for averager in given]
         start_values(self.data, self.shape, 0, self.workers, self.seed)  # before any worker starts
         if self.figure is not None:
-            from ..report.consensus import check_kind
-
             check_kind(self.figure)
         for path in (self.json, self.figure):
             check_writable(path)
@@ -99,8 +98,6 @@ class ConsensusBench:
             "Mbit (10^6 bits) sent by all workers together; error left: the final squared error over that at the start.",
         )
         if self.figure is not None:
-            from ..report.consensus import error_against_bits
-
             error_against_bits(runs, self.figure, self.target, where)
             print(f"  {self.figure}")
 
@@ -119,22 +116,6 @@ def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager
     return [dataclasses.replace(averager, **{name: step_size}) for step_size in step_sizes]
 
 
-def best(runs: list[list[Row]], target: float) -> list[Row]:
-    """The run that reaches the target for the fewest bits, or of those that do not the one with the smallest error."""
-
-    def cost(run: list[Row]) -> tuple[float, float]:
-        reached, last = reaching(run, target), run[-1]["squared_error"]
-        return (math.inf if reached is None else reached["bits_sent"], math.inf if last is None else last)
-
-    return min(runs, key=cost)
-
-
-def reaching(run: list[Row], target: float) -> Row | None:
-    """The first row whose error is at most `target` times that at the start; None if there is none."""
-    enough = target * run[0]["squared_error"]
-    return next((row for row in run if row["squared_error"] is not None and row["squared_error"] <= enough), None)
-
-
 def _step_size_field(averager: Averager) -> str | None:
     return next((field.name for field in dataclasses.fields(averager) if field.name in STEP_SIZES), None)
 
@@ -150,13 +131,14 @@ def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: 
     records = consensus(
         [("x", x)], averager, bench.rounds, comm, bench.seed, bench.every, lambda record: show(averager, record)
     )
-    return [_row(averager, record) for record in records]
+    return [_row(bench, averager, record) for record in records]
 
 
-def _row(averager: Averager, record: ConsensusRecord) -> Row:
+def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
     """As JSON has it: an error that is not finite is None."""
     field = _step_size_field(averager)
     named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
+    named |= {"workers": bench.workers, "data": bench.data, "shape": list(bench.shape), "seed": bench.seed}
     return named | {"squared_error": record.squared_error if math.isfinite(record.squared_error) else None}
 
 

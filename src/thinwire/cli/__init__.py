@@ -1,4 +1,4 @@
-"""The command line: `thinwire train`, `sweep`, `demo`, `consensus`, `topology` and `bench`.
+"""The command line: `thinwire train`, `sweep`, `report`, `demo`, `consensus`, `topology` and `bench`.
 
 A mistake of the user's gets one line on stderr that says what was meant, and no traceback. Rooms are imported by the
 commands that need them.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .options import fail, named
+from .report import report_command
 from .sweep import sweep_command
 from .topology import topology_command
 from .train import train_command
@@ -24,6 +25,7 @@ Train over a thin wire: workers agree while sending as few bytes as possible.
   train RECIPE    train a network, one process a worker
   train --list    show the recipes
   sweep FILE      many runs from one file, here or on a SLURM cluster
+  report RUNS     tables, figures and a page of finished runs
   demo            dense against compressed: four runs, one table, one figure
   consensus       average alone: the error against the bits sent
   topology GRAPH  the facts of a graph, and a picture of it
@@ -65,6 +67,7 @@ COMMANDS = {
     "train": train_command,
     "demo": demo_command,
     "sweep": sweep_command,
+    "report": report_command,
     "consensus": consensus_command,
     "topology": topology_command,
     "bench": bench_command,

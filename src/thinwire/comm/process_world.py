@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,7 +54,8 @@ class ProcessWorld:
         `fn`, `args` and the results must be picklable: a function at the top level of a module.
 
         Raises:
-            The first error that a worker raised, its rank put before its message; however it ends, no worker is left.
+            Exception: the first error that a worker raised, its rank put before its message; however it ends, no
+                worker is left.
         """
         context, task = worker_context(["thinwire"]), pickle.dumps((fn, args))
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -101,14 +103,23 @@ def _work(connection: Connection, rank: int, size: int, store: str, timeout_seco
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    watcher = threading.Thread(target=_end_with_parent, args=(connection,), daemon=True)
+    watcher.start()
     try:
         dist.init_process_group("gloo", store, timedelta(seconds=120), world_size=size, rank=rank)
         fn, args = pickle.loads(task)
         answer = (True, fn(ProcessGroupCommunicator(timeout_seconds=timeout_seconds), *args))
     except Exception as error:
         answer = (False, error)
-    connection.send_bytes(_dumps(answer))
-    connection.poll(None)  # until the parent has all answers and ends us: no early goodbyes
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        connection.send_bytes(_dumps(answer))
+    watcher.join()  # until the parent has all answers and ends us: no early goodbyes
+
+
+def _end_with_parent(connection: Connection) -> None:
+    """Its end closes when it has all answers, fails or is killed; nothing it sends would make the pipe readable before."""
+    connection.poll(None)
+    os._exit(0)
 
 
 def _dumps(answer: tuple[bool, Any]) -> bytes:

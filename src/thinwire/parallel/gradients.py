@@ -201,6 +201,11 @@ class GradientCompression:
         return dict(self._rounds.state.clock.seconds)
 
     @property
+    def averager(self) -> Averager:
+        """The averager at work."""
+        return self._rounds.averager
+
+    @property
     def codec(self) -> Codec | None:
         """The codec of the coming round; `handle.codec.levels` are the levels that ALQ or AMQ has found so far."""
         return self._rounds.averager.current_codec(self._rounds.state)

@@ -1,7 +1,8 @@
 """CIFAR-10, as the layer-wise study, Deep Gradient Compression, ALQ and PowerGossip trained on it.
 
 Learning rates are those of one worker where they grow with the workers (`scale_by_workers`), and else of all together.
-Small twins train for three epochs in bf16, with the learning rate that did best in runs of that length.
+Small twins train for three epochs in bf16, with 0.2 for all workers together, which did better than its half and its double in
+a few dozen steps of ResNet-9, and trains the others too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ SMALL_SGD = SGD(0.05, 1e-4, schedule=LearningRateSchedule(1 / 3, "linear", scale
 
 def small(full: RunConfig, batch_size: int = 64, **changes) -> RunConfig:
     """The twin of a configuration: 256 images a step, as many as four workers with 64 each have, and three epochs."""
-    schedule = replace(SMALL_SGD.schedule, scale_by_workers=True)
-    optimizer = replace(
-        SMALL_SGD, momentum=full.optimizer.momentum, nesterov=full.optimizer.nesterov, schedule=schedule
-    )
+    optimizer = replace(SMALL_SGD, momentum=full.optimizer.momentum, nesterov=full.optimizer.nesterov)
     return replace(
         full, epochs=3, max_steps=None, batch_size=batch_size, optimizer=optimizer, precision="bf16", **changes
     )

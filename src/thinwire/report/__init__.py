@@ -1,7 +1,8 @@
-"""From the files of finished runs to tables and figures. This room knows those files, and nothing else of ours."""
+"""From the files of runs to tables, figures and a page. This room knows those files, and nothing else of ours."""
 
 from .figures import accuracy_against_bytes
 from .runs import Run, read_run
-from .tables import summary_table
+from .tables import as_rich, summary_table
+from .write import Report, write_report
 
-__all__ = ["Run", "accuracy_against_bytes", "read_run", "summary_table"]
+__all__ = ["Report", "Run", "accuracy_against_bytes", "as_rich", "read_run", "summary_table", "write_report"]

@@ -1,29 +1,101 @@
-"""The figure of a consensus experiment: how close workers are to agreement, for how many bits and after how many rounds."""
+"""The figures of a consensus experiment: how close workers are to agreement, for how many bits and after how many rounds."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .figures import COLOURS, GREY
+from .labels import End, label_ends
+from .style import GREY, check_kind, line_style, logarithmic, new_figure, plain_axes, save, styled
 
-FORMATS = (".pdf", ".png", ".svg")
-STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)))  # when the colours are used up
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 FLOOR = 1e-13  # of the relative error: below it float32 has nothing to say
+STEP_SIZE = r"(?:gamma|eta|step_size)=[^,()]+"  # as an averager's repr has it
+
+Row = Mapping[str, Any]
 
 
-def check_kind(path: Path) -> None:
-    """Fail before the measurement where no figure can be drawn to `path`.
+def reaching(run: Sequence[Row], target: float) -> Row | None:
+    """The first row whose error is at most `target` times that at the start; None if there is none."""
+    enough = target * run[0]["squared_error"]
+    return next((row for row in run if row["squared_error"] is not None and row["squared_error"] <= enough), None)
 
-    Raises:
-        ValueError: it ends in something else than a format.
+
+def best(runs: Sequence[Sequence[Row]], target: float) -> Sequence[Row]:
+    """The run that reaches the target for the fewest bits, or of those that do not the one with the smallest error."""
+
+    def cost(run: Sequence[Row]) -> tuple[float, float]:
+        reached, last = reaching(run, target), run[-1]["squared_error"]
+        return (math.inf if reached is None else reached["bits_sent"], math.inf if last is None else last)
+
+    return min(runs, key=cost)
+
+
+def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]:
+    """From all rows of an experiment: each averager with its best step size, by what to call it."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if not runs or row["round"] <= runs[-1][-1]["round"]:
+            runs.append([])
+        runs[-1].append(row)
+    by_averager: dict[str, list[list[Row]]] = {}
+    for run in runs:
+        by_averager.setdefault(_without_step_size(run[0]["averager"]), []).append(run)
+    chosen = {name: best(tried, target) for name, tried in by_averager.items()}
+    return {name + _tried(run[0]): run for name, run in chosen.items()}
+
+
+def _without_step_size(averager: str) -> str:
+    return re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", averager)
+
+
+def _tried(row: Row) -> str:
+    step_size = row.get("step_size")
+    return "" if step_size is None else f", step size {step_size:g}"
+
+
+def experiment(rows: Sequence[Row]) -> str:
+    """What was run, in a sentence.
+
+    Example:
+        >>> experiment([{"round": 9, "workers": 8, "data": "digits", "shape": [64, 64], "seed": 0}])
+        '9 rounds, 8 workers, 64 x 64 of digits data, seed 0'
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"cannot draw to {path.name!r}: the file must end in {', '.join(FORMATS)}")
+    row = rows[0]
+    parts = [
+        f"{max(row['round'] for row in rows)} rounds",
+        f"{row['workers']} workers" if "workers" in row else "",
+        f"{' x '.join(map(str, row['shape']))} of {row['data']} data" if {"shape", "data"} <= row.keys() else "",
+        f"seed {row['seed']}" if "seed" in row else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
-def error_against_bits(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, target: float, title: str) -> None:
+def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Figure:
+    """Squared error over that at the start, against "bits" or "rounds"; names stand where lines are apart."""
+    figure = new_figure()
+    axes = figure.add_subplot()
+    ends = []
+    for number, (label, rows) in enumerate(runs.items()):
+        xs, errors = _points(rows, x)
+        style = line_style(number)
+        axes.plot(xs, errors, **style)
+        if xs:  # against bits lines are apart at their first round, against rounds at their last
+            at = 0 if x == "bits" else -1
+            ends.append(End(label, xs[at], errors[at], style["color"]))
+    _finish(axes, x, target)
+    axes.set_ylabel("squared error / that at the start")
+    label_ends(axes, ends, height=3.0)
+    return figure
+
+
+def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: float, title: str) -> None:
     """Squared error over that at the start, against bits on the left and against rounds on the right.
 
     Args:
@@ -32,41 +104,36 @@ def error_against_bits(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Pa
         target: relative error at which a dotted line is drawn.
         title: what stands above.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     check_kind(path)
-    height = 4.6 + 0.11 * len(runs)
-    figure = Figure(figsize=(10, height), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    by_bits, by_rounds = figure.subplots(1, 2, sharey=True)
-    for number, (label, rows) in enumerate(runs.items()):
-        turn = number // len(COLOURS)
-        style = {"color": COLOURS[(number + turn) % len(COLOURS)], "linestyle": STYLES[turn % len(STYLES)]}
-        known = [row for row in rows if row["squared_error"] is not None]
-        errors = [max(row["squared_error"] / rows[0]["squared_error"], FLOOR) for row in known]
-        # Round 0 has sent nothing, which a logarithmic axis cannot show.
-        by_bits.plot([row["bits_sent"] / 1e6 for row in known][1:], errors[1:], linewidth=1.8, label=label, **style)
-        by_rounds.plot([row["round"] for row in known], errors, linewidth=1.8, **style)
-    _style(by_bits, "sent by all workers together, in Mbit (log scale)", target)
-    _style(by_rounds, "rounds", target)
-    by_bits.set_xscale("log")
-    by_bits.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    by_bits.set_ylabel("squared error, as a part of that at the start")
-    figure.suptitle(title, fontsize=10.5, x=0.02, ha="left")
-    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with styled():
+        figure = new_figure(10, 4.6 + 0.11 * len(runs), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for number, (label, rows) in enumerate(runs.items()):
+            for axes, x in zip(panels, ("bits", "rounds"), strict=True):
+                axes.plot(*_points(rows, x), label=label, **line_style(number))
+        for axes, x in zip(panels, ("bits", "rounds"), strict=True):
+            _finish(axes, x, target)
+        panels[0].set_ylabel("squared error / that at the start")
+        figure.suptitle(title, fontsize=10.5, x=0.02, ha="left")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
+    save(figure, path)
 
 
-def _style(axes, label: str, target: float) -> None:
-    axes.set_yscale("log")
-    axes.set_ylim(FLOOR, 10)
+def _points(rows: Sequence[Row], x: str) -> tuple[list[float], list[float]]:
+    """Where a line goes; round 0 has sent nothing, which a logarithmic axis cannot show."""
+    known = [row for row in rows if row["squared_error"] is not None and (x == "rounds" or row["bits_sent"])]
+    xs = [row["round"] if x == "rounds" else row["bits_sent"] / 1e6 for row in known]
+    return xs, [max(row["squared_error"] / rows[0]["squared_error"], FLOOR) for row in known]
+
+
+def _finish(axes: Axes, x: str, target: float) -> None:
+    axes.margins(x=0.02)
+    low = min((min(line.get_ydata()) for line in axes.lines if len(line.get_ydata())), default=FLOOR)
+    axes.set_ylim(low / 3, 3)
+    logarithmic(axes, "y")
+    if x == "bits":
+        logarithmic(axes, "x")
     axes.axhline(target, color=GREY, linewidth=1, linestyle=":")
-    axes.set_xlabel(label)
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=GREY, which="both", length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#bbbbbb")
+    axes.set_xlabel("sent by all workers together (Mbit, log scale)" if x == "bits" else "rounds")
+    plain_axes(axes, "both")

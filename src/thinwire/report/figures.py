@@ -1,4 +1,4 @@
-"""Figures of runs: colour-blind-safe, labelled directly, ready for print."""
+"""The figure of a few single runs, such as the demo's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .runs import Run
+from .style import COLOURS, GREY, new_figure, plain_axes, save
 
-# Okabe and Ito's colours, which stay apart under all common kinds of colour blindness; the darker ones first.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 CROWDED_DECADES = 0.55  # ends that are closer have their labels turned away from each other
-GREY = "#666666"
 
 
 def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
@@ -21,11 +19,7 @@ def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
         runs: finished runs of more than one worker.
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 4.8), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.4, 4.8, layout="constrained")
     axes = figure.add_subplot()
     curves = [_curve(run) for run in runs]
     for curve, colour in zip(curves, COLOURS, strict=False):
@@ -33,8 +27,7 @@ def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
         axes.plot(curve[0][-1], curve[1][-1], "o", color=colour, markersize=8, markeredgecolor="white")
     _label_ends(axes, runs, curves)
     _style(axes, curves)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _curve(run: Run) -> tuple[list[float], list[float]]:
@@ -73,9 +66,4 @@ def _style(axes, curves: Sequence[tuple[list[float], list[float]]]) -> None:
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])
     axes.margins(x=0.08)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=GREY, which="both", length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#bbbbbb")
+    plain_axes(axes)

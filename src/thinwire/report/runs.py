@@ -1,26 +1,59 @@
-"""A run as read back from its folder."""
+"""Runs as read back from their folders: the finished, the unfinished, and what is wrong with the others.
+
+A run's folder holds `config.json` (the configuration), `metrics.jsonl` (a row per log step) and, once it is finished,
+`summary.json`. Nothing is expected of a row but its `step`: what a run did not measure is not there.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+FILES = ("config.json", "metrics.jsonl", "summary.json")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind.
+    """What a run left behind.
 
     Args:
         label: what to call it in tables and figures.
-        summary: `summary.json`.
+        summary: `summary.json`; empty where the run was not finished.
         rows: `metrics.jsonl`, a dictionary per log step.
+        config: `config.json`.
+        folder: where it lies.
     """
 
     label: str
     summary: dict[str, Any]
-    rows: list[dict[str, float]]
+    rows: list[dict[str, Any]]
+    config: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it left its result."""
+        return bool(self.summary)
+
+
+class Problem(NamedTuple):
+    """What is wrong with a folder or a file, in words."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in some folders: runs, rows of consensus experiments by file, and problems."""
+
+    runs: list[Run] = field(default_factory=list)
+    consensus: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def read_run(folder: Path, label: str | None = None) -> Run:
@@ -34,4 +67,110 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
         raise ValueError(f"{folder} holds no finished run: {Path(error.filename).name} is missing") from None
-    return Run(label or summary["averager"], summary, rows)
+    return Run(label or summary["averager"], summary, rows, folder=folder)
+
+
+def find(paths: Sequence[Path]) -> Found:
+    """All runs in these folders and below them, in the order of their paths; .json files are consensus experiments.
+
+    Raises:
+        ValueError: there is not one run and no experiment.
+    """
+    found = Found()
+    for path in paths:
+        if path.is_file():
+            _add_consensus(path, found)
+            continue
+        folders = sorted(set(_run_folders(path)))
+        for folder in folders:
+            _add_run(folder, found)
+        if not folders:
+            found.problems.append(Problem(path, "holds no run" if path.is_dir() else "does not exist"))
+    if not found.runs and not found.consensus:
+        reasons = "; ".join(f"{path} {text}" for path, text in found.problems[:3])
+        raise ValueError(f"no run to report on: {reasons or 'no folder was given'}")
+    return found
+
+
+def _run_folders(path: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(path, followlinks=True):
+        if set(FILES) & set(files):
+            below.clear()  # checkpoints and events: no runs in there
+            yield Path(folder)
+
+
+def _add_run(folder: Path, found: Found) -> None:
+    """Read what can be read, and say what cannot."""
+    if any(run.folder.resolve() == folder.resolve() for run in found.runs):
+        return
+    complaints: list[str] = []
+    config = _read_object(folder / "config.json", complaints)
+    rows = _read_rows(folder / "metrics.jsonl", complaints)
+    path = folder / "summary.json"  # what only finished runs have
+    summary = (_read_object(path, complaints) if path.exists() else None) or {}
+    if not summary and rows:
+        complaints.append(f"not finished: its last row is of step {rows[-1]['step']}")
+    usable = bool(config) and bool(rows)
+    if complaints:
+        found.problems.append(Problem(folder, "; ".join(complaints) + ("" if usable else "; left out")))
+    if usable:
+        found.runs.append(Run(str(config.get("averager", folder.name)), summary, rows, config, folder))
+
+
+def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        complaints.append(f"{path.name} is missing")
+    except (OSError, ValueError):
+        complaints.append(f"{path.name} cannot be read")
+    else:
+        if isinstance(value, dict):
+            return value
+        complaints.append(f"{path.name} does not hold what a run writes")
+    return None
+
+
+def _read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
+    """All rows that can be read: a run that was killed may have left half a line."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        complaints.append(f"{path.name} is missing")
+        return []
+    if not lines:
+        complaints.append(f"{path.name} is empty")
+    rows, broken = [], []
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        broken += [str(number)] * (row is None)
+        rows += [row] * (row is not None)
+    if broken:
+        complaints.append(f"line{'s' * (len(broken) > 1)} {_some(broken)} of {path.name} cannot be read")
+    return rows
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _some(words: Iterable[str]) -> str:
+    words = list(words)
+    return ", ".join(words[:5]) + (" ..." if len(words) > 5 else "")
+
+
+def _add_consensus(path: Path, found: Found) -> None:
+    """The rows that `thinwire consensus --json` writes."""
+    needed = {"averager", "round", "bits_sent", "squared_error"}
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError):
+        rows = None
+    if isinstance(rows, list) and rows and all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+        found.consensus[path] = rows
+    else:
+        found.problems.append(Problem(path, "is neither a run's folder nor what thinwire consensus --json writes; left out"))

@@ -1,33 +1,232 @@
-"""Runs side by side in the terminal."""
+"""Runs side by side: in the terminal, in Markdown, as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich import box
-from rich.table import Table
-
+from .groups import Group
+from .metrics import Metric, main_metric, metric, on_test_sets
 from .runs import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+BYTES = ("bytes_sent_per_worker", "compression_vs_fp32", "compression_vs_bf16")
+
+
+class Column(NamedTuple):
+    """What is compared, and how a run's number is read; None where it has none, NaN where it diverged."""
+
+    metric: Metric
+    read: Callable[[Run], float | None]
+
+
+class Cell(NamedTuple):
+    """Mean and standard deviation over seeds, in the column's unit, and how they are written."""
+
+    mean: float | None
+    std: float | None
+    text: str
+    is_best: bool = False
+
+
+class Line(NamedTuple):
+    """A method's line: its label, the seeds that it stands for, a cell for each column."""
+
+    label: str
+    num_runs: int
+    cells: list[Cell]
+
+
+class Comparison(NamedTuple):
+    """A table of methods, best first."""
+
+    columns: list[Metric]
+    lines: list[Line]
+
+
+def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
+    """Compare the finished runs of each group; columns that no run has are left out.
+
+    Args:
+        groups: those without a finished run get empty cells.
+        main: by which lines are sorted.
+    """
+    runs = [run for group in groups for run in group.runs if run.finished]
+    columns = [column for column in _columns(runs, main) if any(column.read(run) is not None for run in runs)]
+    lines = [_line(group, columns) for group in groups]
+    for place, column in enumerate(columns):
+        _mark_best(lines, place, column.metric)
+    order = next((place for place, column in enumerate(columns) if main and column.metric.key == main.key), None)
+    if order is not None and main.higher_is_better is not None:
+        lines.sort(key=lambda line: _rank(line.cells[order].mean, main.higher_is_better))
+    return Comparison([column.metric for column in columns], lines)
+
+
+def _columns(runs: Sequence[Run], main: Metric | None) -> list[Column]:
+    first = [main] if main else []
+    others = [m for m in [*on_test_sets(runs), metric("consensus_distance")] if m not in first]
+    return [
+        *map(_of_metric, first),
+        Column(Metric("bytes_sent_per_worker", "MB per worker", "", 1e-6, False), _sent),
+        Column(Metric("compression_vs_fp32", "vs fp32", "×", 1, True), lambda run: _fewer(run, "dense_fp32_bytes")),
+        Column(Metric("compression_vs_bf16", "vs bf16", "×", 1, True), lambda run: _fewer(run, "dense_bf16_bytes")),
+        Column(Metric("seconds", "seconds", "", 1, False), lambda run: _number(run.summary, "seconds")),
+        *map(_of_metric, others),
+    ]
+
+
+def _of_metric(shown: Metric) -> Column:
+    return Column(shown, lambda run: _final(run, shown.key))
+
+
+def _final(run: Run, key: str) -> float | None:
+    """From the summary, or else the last row that has it."""
+    rows = [run.summary.get("final") or {}, *reversed(run.rows)]
+    return next((_number(row, key) for row in rows if key in row), None)
+
+
+def _number(row: dict[str, Any], key: str) -> float | None:
+    if key not in row:
+        return None
+    return math.nan if row[key] is None else float(row[key])
+
+
+def _sent(run: Run) -> float | None:
+    return _number(run.summary, "bytes_sent_per_worker") or None  # a single worker sends none
+
+
+def _fewer(run: Run, key: str) -> float | None:
+    sent, dense = _sent(run), _number(run.summary, key)
+    return dense / sent if sent and dense else None
+
+
+def _line(group: Group, columns: Sequence[Column]) -> Line:
+    finished = [run for run in group.runs if run.finished]
+    cells = [_cell([column.read(run) for run in finished], column.metric) for column in columns]
+    return Line(group.label, len(finished), cells)
+
+
+def _cell(values: Sequence[float | None], shown: Metric) -> Cell:
+    """Mean and sample standard deviation of those that there are; a run that diverged leaves no mean."""
+    known = [shown.scale * value for value in values if value is not None]
+    diverged = sum(not math.isfinite(value) for value in known)
+    if diverged or not known:
+        return Cell(None, None, f"diverged in {diverged} of {len(known)}" if diverged else "–")
+    center, spread = mean(known), stdev(known) if len(known) > 1 else None
+    text = _text(center, shown.unit)
+    if spread is None or (shown.key in BYTES and spread < 1e-3 * center):
+        return Cell(center, spread, text)  # bytes that seeds hardly change
+    return Cell(center, spread, f"{text} ± {_text(spread, shown.unit, center)}")
+
+
+def _text(value: float, unit: str, like: float | None = None) -> str:
+    """Two decimals of a per cent, else three significant digits; a deviation has as many decimals as its mean."""
+    if unit == "%":
+        return f"{value:.2f}"
+    size = abs(value if like is None else like)
+    if size and not 1e-3 <= size < 1e6:
+        return f"{value:.2e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(size))) if size else 0}f}"
+
+
+def _mark_best(lines: list[Line], place: int, shown: Metric) -> None:
+    best = shown.best([line.cells[place].mean for line in lines if line.cells[place].mean is not None])
+    for line in lines:
+        cell = line.cells[place]
+        line.cells[place] = cell._replace(is_best=len(lines) > 1 and best is not None and cell.mean == best)
+
+
+def _rank(value: float | None, higher_is_better: bool) -> tuple[bool, float]:
+    return (value is None, 0.0 if value is None else -value if higher_is_better else value)
+
+
+def heads(table: Comparison) -> list[str]:
+    """The heads of all columns; arrows say which way is better."""
+    return ["method", "runs", *(m.label + m.arrow for m in table.columns)]
+
+
+def as_rich(table: Comparison, title: str) -> Table:
+    """For the terminal, as wide as it is: the first metric, bytes and seconds; the files have all columns."""
+    shown = _new_table(title)
+    places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES[:2], "seconds")]
+    shown.add_column("method", overflow="fold")
+    for head in [heads(table)[1], *(heads(table)[2 + i] for i in places)]:
+        shown.add_column(head, justify="right", no_wrap=True)
+    for line in table.lines:
+        cells = [line.cells[i] for i in places]
+        shown.add_row(_escaped(line.label), str(line.num_runs), *(f"[bold]{c.text}[/]" if c.is_best else c.text for c in cells))
+    return shown
+
+
+def as_markdown(table: Comparison) -> str:
+    """A table of GitHub's Markdown; the best of a column is bold."""
+    lines = ["| " + " | ".join(heads(table)) + " |", "|---|" + "--:|" * (1 + len(table.columns))]
+    for line in table.lines:
+        cells = [f"**{cell.text}**" if cell.is_best else cell.text for cell in line.cells]
+        label = line.label.replace("|", "\\|")
+        lines.append(f"| `{label}` | {line.num_runs} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(table: Comparison) -> str:
+    """Full precision: a column with the mean and one with the standard deviation for each metric, in the table's units."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [f"{m.key}_percent" if m.unit == "%" else _MEGABYTES.get(m.key, m.key) for m in table.columns]
+    writer.writerow(["method", "runs", *(f"{name}_{part}" for name in names for part in ("mean", "std"))])
+    for line in table.lines:
+        numbers = [number for cell in line.cells for number in (cell.mean, cell.std)]
+        writer.writerow([line.label, line.num_runs, *("" if number is None else number for number in numbers)])
+    return text.getvalue()
+
+
+_MEGABYTES = {"bytes_sent_per_worker": "megabytes_sent_per_worker"}
 
 
 def summary_table(runs: Sequence[Run], title: str) -> Table:
-    """A row per run: accuracy, bytes, and how many times fewer they are than in a dense ring all-reduce."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    """A row per run: its main metric, bytes, and how many times fewer they are than in a dense ring all-reduce."""
+    table, main = _new_table(title), main_metric(runs, None)
     table.add_column("method", overflow="fold")
-    for column in ("test accuracy", "MB per worker", "vs fp32", "vs bf16", "seconds"):
+    for column in ([main.words] if main else []) + ["MB per worker", "vs fp32", "vs bf16", "seconds"]:
         table.add_column(column, justify="right")
     for run in runs:
         summary = run.summary
         sent = summary["bytes_sent_per_worker"]
         table.add_row(
-            run.label,
-            f"{summary['final']['test_accuracy']:.2%}",
+            _escaped(run.label),
+            *([_with_unit(_final(run, main.key), main)] if main else []),
             f"{sent / 1e6:,.2f}",
             times(summary["dense_fp32_bytes"], sent),
             times(summary["dense_bf16_bytes"], sent),
             f"{summary['seconds']:.1f}",
         )
     return table
+
+
+def _with_unit(value: float | None, shown: Metric) -> str:
+    if value is None:
+        return "-"
+    return _text(shown.scale * value, shown.unit) + shown.unit if math.isfinite(value) else "diverged"
+
+
+def _new_table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
 
 
 def times(dense_bytes: float, sent_bytes: float) -> str:

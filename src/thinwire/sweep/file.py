@@ -13,6 +13,8 @@
     [[list]]                       values that belong together; every such table is combined with the whole grid
     optimizer.learning_rate = 0.1
     optimizer.momentum = 0.0
+
+Several grids, each a table [[grid]], are run one after the other.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ else:
     import tomli as tomllib
 
 TOP = ("recipe", "command", "output", "fixed", "grid", "list")
+SHAPES = {
+    "fixed": (dict, "a table, [fixed]"),
+    "grid": ((dict, list), "a table, [grid], or several, [[grid]]"),
+    "list": (list, "a list of tables, [[list]]"),
+}
 LONGEST_NAME = 80  # of a run's folder, without its hash
 
 Values = dict[str, Any]
@@ -99,22 +106,27 @@ def read_sweep(file: Path) -> Sweep:
 
 
 def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
-    for name, value in table.items():
-        require(name in TOP, f"unknown entry {name!r}{suggestion(name, TOP)}; values of runs go into [fixed] or [grid]")
-        kind = {"fixed": dict, "grid": dict, "list": list}.get(name, str)
-        shape = {dict: f"a table, [{name}]", list: "a list of tables, [[list]]", str: "text"}[kind]
-        require(isinstance(value, kind), f"{name} must be {shape}, got {value!r}")
-    command, recipe = table.get("command", "train"), table.get("recipe")
-    require(command in TASKS, f"unknown command {command!r}{suggestion(command, TASKS)}")
+    _check(table)
+    command, grids = table.get("command", "train"), table.get("grid", {})
     output = Path(table.get("output", Path("runs") / file.stem))
     fixed = _unique(flat(table.get("fixed", {})))
     runs: dict[str, PlannedRun] = {}
-    for varied in points(table.get("grid", {}), table.get("list", [])):
-        run = planned(command, recipe, fixed, varied, output)
-        other = runs.setdefault(run.identity, run)
-        same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
-        require(other is run, same)
+    for grid in grids if isinstance(grids, list) else [grids]:
+        for varied in points(grid, table.get("list", [])):
+            run = planned(command, table.get("recipe"), fixed, varied, output)
+            other = runs.setdefault(run.identity, run)
+            same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
+            require(other is run, same)
     return Sweep(file, output, tuple(runs.values()))
+
+
+def _check(table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        require(name in TOP, f"unknown entry {name!r}{suggestion(name, TOP)}; values of runs go into [fixed] or [grid]")
+        kind, shape = SHAPES.get(name, (str, "text"))
+        require(isinstance(value, kind), f"{name} must be {shape}, got {value!r}")
+    command = table.get("command", "train")
+    require(command in TASKS, f"unknown command {command!r}{suggestion(command, TASKS)}")
 
 
 def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[Values]:
@@ -128,7 +140,9 @@ def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[V
     """
     lists = _unique(flat(grid))
     for path, values in lists.items():
-        require(isinstance(values, list), f"grid.{path} must be a list of values, got {values!r}; else it goes into [fixed]")
+        require(
+            isinstance(values, list), f"grid.{path} must be a list of values, got {values!r}; else it goes into [fixed]"
+        )
         require(len(values) > 0, f"grid.{path} is an empty list; nothing would run")
     for row in rows or [{}]:
         require(isinstance(row, Mapping), f"list must hold tables, [[list]], got {row!r}")

@@ -1,8 +1,8 @@
 """What makes two runs the same run: a hash of everything in their configuration that determines the result.
 
-Left out are the fields of `IMMATERIAL`: where the records go, how often a row is written, what executes the run. All
-others count, also those that are new or whose effect is small, so that a sweep rather repeats a run than passes one
-off as another. The library's version does not count.
+Left out are the fields that a run may change when it is resumed (`thinwire.train.run_folder.FREE`): where the records
+go, how often a row is written, what executes the run. So a finished run is passed over exactly where an unfinished one
+would be gone on with. All other fields count, also those that are new; the library's version does not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-IMMATERIAL = {
-    *("output", "name", "overwrite", "resume", "keep", "log_every"),  # of a training run
-    *("interface", "port", "requeue", "threads"),
-    *("json", "figure", "processes"),  # of a consensus experiment
-}
+from ..train.run_folder import FREE
+from .overrides import flat
+
+IMMATERIAL = {*FREE, "json", "figure", "processes"}  # the last three are of consensus experiments
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -29,6 +28,6 @@ def identity(config: Mapping[str, Any]) -> str:
         >>> identity({"seed": 1, "threads": 1}) == identity({"seed": 1, "threads": 4}) != identity({"seed": 2})
         True
     """
-    material = {name: value for name, value in config.items() if name not in IMMATERIAL}
+    material = {path: value for path, value in flat(config) if not {path, path.split(".")[0]} & IMMATERIAL}
     text = json.dumps(material, sort_keys=True, default=str)  # paths as text; tuples as lists
     return hashlib.sha256(text.encode()).hexdigest()[:16]

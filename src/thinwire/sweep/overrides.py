@@ -69,11 +69,12 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def _replaced(node: Any, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     """`node` with the values of `tree`; `path` leads to it."""
     hints = get_type_hints(type(node))
-    known = [field.name for field in fields(node)]
+    known = {field.name for field in fields(node)}
     changes = {}
     for name, value in tree.items():
         here = (*path, name)
-        require(name in known, f"unknown field {'.'.join(here)!r}{suggestion(name, known)}")
+        paths = [".".join((*path, other)) for other in known]
+        require(name in known, f"unknown field {'.'.join(here)!r}{suggestion('.'.join(here), paths)}")
         current = getattr(node, name)
         if isinstance(value, Mapping):
             require(is_dataclass(current), f"{'.'.join(here)} has no fields; it is {current!r}")

@@ -6,9 +6,13 @@ the run is asked to stop, saves a checkpoint where it can, and is requeued; it t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ from ..algorithm import require
 from ..train.records import write_json
 from .execute import read_run, start, write_down
 from .file import PlannedRun
-from .local import stop
+from .local import GRACE_SECONDS, POLL_SECONDS
+from .status import is_locked
 from .tasks import read_json
 
 EXAMPLE = "--slurm partition=gpu,time=2:00:00"
@@ -38,11 +43,17 @@ class Job:
         return None if self.process is None else self.process.wait()
 
     def checkpoint(self, run_file: str) -> Any:
-        """End the run in good order, to be begun again."""
+        """End the run in good order, to be begun again; called by a signal's handler."""
         from submitit.helpers import DelayedSubmission
 
         if self.process is not None:
-            stop([self.process])
+            self.process.terminate()
+            # Its lock tells when it is gone: the wait that the signal has interrupted must not be entered a second time.
+            deadline = time.monotonic() + GRACE_SECONDS
+            while is_locked(Path(run_file).with_name("lock")) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         return DelayedSubmission(Job(), run_file)
 
 

@@ -23,7 +23,11 @@ from .identity import identity
 from .tasks import read_json
 
 State = Literal["waiting", "running", "stopped", "failed", "finished"]
-STOPPED_CODES = (75, 130, 143)  # after SIGTERM with a checkpoint saved, after Ctrl-C, after SIGTERM before the first step
+STOPPED_CODES = (
+    75,
+    130,
+    143,
+)  # after SIGTERM with a checkpoint saved, after Ctrl-C, after SIGTERM before the first step
 TAIL_BYTES = 16384
 
 

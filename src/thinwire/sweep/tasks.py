@@ -69,7 +69,7 @@ class Train(Task):
         known = recipes()
         require(recipe is not None, 'which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
         require(recipe in known, f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}")
-        return known[recipe]()
+        return known[recipe].config
 
     def as_dict(self, config: Any) -> dict[str, Any]:
         try:
@@ -80,7 +80,7 @@ class Train(Task):
     def run(self, config: Any, folder: Path) -> None:
         from ..train import train
 
-        train(replace(config, output=folder.parent, name=folder.name, overwrite=True))
+        train(replace(config, output=folder.parent, name=folder.name, resume=True))
 
     def workers(self, config: Any) -> int:
         return config.workers

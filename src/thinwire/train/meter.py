@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..clock import Clock
 from ..comm import Communicator
-from .data import Dataset, sums
+from .data import Dataset
 from .strategy import Strategy
 
 COUNTS = ("bytes_sent", "bytes_received", "messages")
@@ -43,7 +43,7 @@ class Meter:
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
         """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
-        self._sums += sums(scores, labels)
+        self._sums += self._data.sums(scores, labels)
         self._num_examples += len(labels)
 
     def row(self) -> dict[str, float]:

@@ -44,7 +44,7 @@ class LearningRateSchedule:
     """
 
     warmup_fraction: float = 0.1
-    """Share of the run in which the learning rate rises; higher => a gentler start."""
+    """Share of the run in which the learning rate rises; higher => a gentler start. `warmup_steps` goes before it."""
     shape: Shape = "cosine"
     """What it does after that."""
     drops: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
@@ -55,6 +55,8 @@ class LearningRateSchedule:
     """Pairs of p, from 0 to 1, and the multiple there, for "points"; two of the same p make a jump."""
     scale_by_workers: bool = False
     """Whether it grows with the number of workers, as the batch of all workers together does."""
+    warmup_steps: int | None = None
+    """Steps in which it rises, however long the run is; None => `warmup_fraction` of the run."""
 
     def __post_init__(self):
         known = get_args(Shape)
@@ -63,6 +65,8 @@ class LearningRateSchedule:
             value = getattr(self, name)
             require(0 <= value <= 1, f"optimizer.schedule.{name} must be in [0, 1], got {value}")
         fractions = list(self.drops)
+        rises = self.warmup_steps is None or self.warmup_steps >= 0
+        require(rises, f"optimizer.schedule.warmup_steps must be 0 or more, got {self.warmup_steps}")
         inside = all(0 < drop < 1 for drop in fractions) and fractions == sorted(fractions)
         require(inside, f"optimizer.schedule.drops must ascend between 0 and 1, got {self.drops}")
 
@@ -76,7 +80,7 @@ class LearningRateSchedule:
     def at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
         """The multiple at a step, 0..num_steps-1."""
         scale = num_workers if self.scale_by_workers else 1
-        warmup_steps = round(self.warmup_fraction * num_steps)
+        warmup_steps = round(self.warmup_fraction * num_steps) if self.warmup_steps is None else self.warmup_steps
         if step >= warmup_steps:
             return scale * self._after(step, warmup_steps, num_steps)
         start = 1 if self.scale_by_workers else 0

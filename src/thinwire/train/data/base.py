@@ -6,7 +6,7 @@ what a worker's share is made of: an image with its class, a window of text, or 
     plan = data.plan(share, batch_size)                    (num_batches, batch_size) indices of examples
     for batch in data.batches(plan, seed, rank, epoch):    from `first` on, where an epoch is resumed
         scores, state = apply(module, batch.inputs, state)
-        row_sums += sums(scores, batch.labels)
+        row_sums += data.sums(scores, batch.labels)
     data.metrics(comm.all_reduce(row_sums).wait())         {"loss": ..., "accuracy": ..., ...}
     data.metrics(comm.all_reduce(data.evaluate(module, rank, size, batch_size)).wait())
 
@@ -121,8 +121,12 @@ class Dataset(ABC):
         for batch in self.test_batches(rank, size, batch_size):
             batch = batch.to(device)
             scores, state = apply(module, batch.inputs, state)
-            total += sums(scores, batch.labels)
+            total += self.sums(scores, batch.labels)
         return total
+
+    def sums(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """A batch's sums for `metrics`, (4,) float64; see `sums`."""
+        return sums(scores, labels, top5="top5_accuracy" in self.metric_names)
 
     def metrics(self, sums_K: Tensor) -> dict[str, float]:
         """The metrics of `metric_names` from sums over batches and workers."""
@@ -137,24 +141,27 @@ def channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def sums(scores: Tensor, labels: Tensor) -> Tensor:
+def sums(scores: Tensor, labels: Tensor, top5: bool = True) -> Tensor:
     """Loss (nats), answers that are right, right among the first five, and all that count: (4,) float64 on the CPU.
 
     Args:
         scores: (..., num_classes).
         labels: (...) int64; those that are IGNORE don't count.
+        top5: whether to look for the first five; False => the third sum is 0, in half the time for a large vocabulary.
 
     Example:
         >>> sums(torch.eye(3) * 100, torch.tensor([0, 2, IGNORE])).tolist()
         [100.0, 1.0, 2.0, 2.0]
     """
     counted = labels != IGNORE
-    scores, labels = scores[counted].float(), labels[counted]
+    scores, labels = (x[counted] for x in (scores, labels)) if not counted.all() else (scores.flatten(0, -2), labels.flatten())
     if len(labels) == 0:
         return torch.zeros(4, dtype=torch.float64)
+    scores = scores.float()
     loss = F.cross_entropy(scores, labels, reduction="sum")
-    hits = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]
-    return torch.stack([loss.double(), hits[:, 0].sum(), hits.any(dim=1).sum(), counted.sum()]).double().cpu()
+    first = scores.max(dim=1).indices == labels
+    in_5 = (scores.topk(min(5, scores.shape[1])).indices == labels[:, None]).sum() if top5 else torch.zeros_like(loss)
+    return torch.stack([loss.double(), first.sum(), in_5, counted.sum()]).double().cpu()
 
 
 def batch_generator(seed: int, rank: int, epoch: int, number: int) -> torch.Generator:

@@ -1,0 +1,99 @@
+"""ResNet-20 on CIFAR-10 with seven ways to agree: accuracy against bytes, for docs/cifar10.md.
+
+    python benchmarks/cifar.py FOLDER [--output FOLDER] [--epochs N] [--only TEXT] [--docs FOLDER]
+
+FOLDER is one that CIFAR10 can load. Every run is the recipe cifar10-resnet20-dense-small with another averager, and nothing
+tuned for it. Runs that are finished in the output folder are not repeated, so that an interrupted command goes on where it
+was; `--only` trains but the methods whose names contain a text. With --docs, table and figure are written there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.recipes import recipes
+from thinwire.recipes.base import momentum_applied_once
+from thinwire.report import Run, accuracy_against_bytes, read_run
+from thinwire.report.tables import times
+from thinwire.train import RunConfig, train
+
+AFTER = {"order": "adapt_then_combine"}
+METHODS = {
+    "dense": ("Mean()", {}),
+    "top-k 1 %": ("Mean(TopK(0.01), ErrorFeedback())", {}),
+    "DGC 0.1 %": ("dgc(0.001, warmup_epochs=1)", {}),
+    "4 bits": ("Mean(QSGD(bits=4))", {}),
+    "SGP": ("PushSum(Exponential())", AFTER),
+    "PowerGossip": ("PowerGossip(Ring())", {}),
+    "ALQ, 3 bits": ("Mean(ALQ(bits=3, update_steps=(2, 10, 50, 200)))", {}),
+}
+"""Label -> averager, and what its paper does besides."""
+
+BEGIN, END = "<!-- table: begin, written by benchmarks/cifar.py -->", "<!-- table: end -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("runs/cifar10"))
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--docs", type=Path)
+    options = parser.parse_args()
+    base = recipes()["cifar10-resnet20-dense-small"].config
+    base = replace(base, data=replace(base.data, folder=options.folder), epochs=options.epochs, output=options.output)
+    runs = [finished(label, configured(base, *METHODS[label]), options.only in label) for label in METHODS]
+    runs = [run for run in runs if run is not None]
+    print("\n".join(table(runs)))
+    if options.docs:
+        write(options.docs, runs)
+
+
+def configured(base: RunConfig, averager: str, changes: dict) -> RunConfig:
+    """The recipe with another averager; where that applies momentum, the optimizer has none, and momentum is plain."""
+    optimizer = replace(base.optimizer, nesterov=False)
+    config = replace(base, averager=averager, optimizer=optimizer, **changes)
+    return replace(config, optimizer=momentum_applied_once(config))
+
+
+def finished(label: str, config: RunConfig, may_train: bool) -> Run | None:
+    """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
+    name = re.sub(r"[^\w.]+", "-", f"{config.averager}-epochs{config.epochs}").strip("-").lower()
+    folder = config.output / name
+    if not (folder / "summary.json").exists():
+        if not may_train:
+            return None
+        train(replace(config, name=name, overwrite=True))
+    return read_run(folder, label)
+
+
+def table(runs: Sequence[Run]) -> list[str]:
+    """Markdown, the most bytes first; of gossip, accuracy is the mean over the workers' own models."""
+    lines = [
+        "| method | averager | test accuracy | mean model | MB sent by a worker | fewer than fp32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in sorted(runs, key=lambda run: -run.summary["bytes_sent_per_worker"]):
+        final, sent = run.summary["final"], run.summary["bytes_sent_per_worker"]
+        mean = final.get("mean_model_test_accuracy")
+        lines.append(
+            f"| {run.label} | `{METHODS[run.label][0]}` | {final['test_accuracy']:.2%} | "
+            f"{'' if mean is None else f'{mean:.2%}'} | {sent / 1e6:,.2f} | {times(run.summary['dense_fp32_bytes'], sent)} |"
+        )
+    return lines
+
+
+def write(docs: Path, runs: Sequence[Run]) -> None:
+    """Put the table between the page's markers, and the figure beside the page."""
+    page = docs / "cifar10.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text("\n".join([before + BEGIN, *table(runs), END + rest.split(END)[1]]))
+    accuracy_against_bytes(runs, docs / "cifar10.png")
+
+
+if __name__ == "__main__":
+    main()

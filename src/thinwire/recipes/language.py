@@ -1,0 +1,94 @@
+"""Language modelling: the LSTM of PowerGossip on WikiText-2, and a small GPT on any plain text.
+
+PowerGossip (Vogels et al. 2020, arXiv 2008.01425) trained the LSTM of PowerSGD (arXiv 1905.13727) on 16 workers in a ring:
+64 streams each of their own part of the text, 30 words at a time, gradients of each worker clipped at 0.4, plain SGD at
+1.25 times a factor, which the authors' code has as 38, warmed up for 5 of 90 epochs and divided by 10 after 60 and 80.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..train import RunConfig
+from ..train.data import PlainText, WikiText2
+from ..train.models import GPT, LSTMLanguageModel
+from ..train.optimize import SGD, Adam, LearningRateSchedule
+from .base import Method, Task
+
+WIKITEXT2 = RunConfig(
+    "wikitext2-lstm",
+    workers=16,
+    epochs=90,
+    batch_size=64,
+    split="by-position",
+    data=WikiText2(context=30),
+    model=LSTMLanguageModel(width=650, layers=3, dropout=0.4),
+    optimizer=SGD(
+        learning_rate=1.25 * 38,
+        weight_decay=0.0,
+        momentum=0.0,
+        schedule=LearningRateSchedule(warmup_fraction=5 / 90, shape="steps", drops=(60 / 90, 80 / 90)),
+    ),
+    clip_norm=0.4,
+    test_batch_size=16,
+)
+
+WIKITEXT2_SMALL = replace(
+    WIKITEXT2,
+    workers=4,
+    epochs=5,
+    batch_size=8,
+    data=replace(WIKITEXT2.data, train="valid.txt"),
+    model=LSTMLanguageModel(width=200, layers=2, dropout=0.2),
+    optimizer=replace(
+        WIKITEXT2.optimizer,
+        learning_rate=20.0,
+        schedule=LearningRateSchedule(warmup_fraction=0.1, shape="linear"),
+    ),
+    precision="bf16",
+    evaluate_every=5,
+)
+
+GPT_TEXT = RunConfig(
+    "text-gpt",
+    epochs=20,
+    batch_size=16,
+    data=PlainText(unit="subword", context=256, in_order=False),
+    model=GPT(),
+    optimizer=Adam(1e-3, weight_decay=0.1, beta2=0.95, eps=1e-8, schedule=LearningRateSchedule(warmup_fraction=0.02)),
+    clip_norm=1.0,
+    test_batch_size=16,
+)
+
+GPT_SMALL = replace(
+    GPT_TEXT,
+    epochs=3,
+    data=PlainText(unit="byte", context=64, in_order=False),
+    model=GPT(layers=4, width=128, heads=4, context=64, dropout=0.0),
+    optimizer=replace(GPT_TEXT.optimizer, learning_rate=3e-3, schedule=LearningRateSchedule(warmup_fraction=0.1)),
+    precision="bf16",
+)
+
+WIKITEXT2_METHODS = {
+    "dense": Method("all-reduce of gradients"),
+    "powergossip": Method(
+        "PowerGossip of rank 1, 8 iterations a step, nothing to tune",
+        "PowerGossip(Ring(), rank=1, iterations=8)",
+        small_averager="PowerGossip(Ring(), rank=1, iterations=2)",
+    ),
+    "dpsgd": Method("D-PSGD: whole models between neighbours on a ring (arXiv 1705.09056)", "Mix(Ring())"),
+    "choco": Method("CHOCO with signs, step size tuned to 0.8 (arXiv 1902.00340)", "Choco(Ring(), SignNorm(), gamma=0.8)"),
+}
+
+GPT_METHODS = {
+    "dense": Method("all-reduce of gradients"),
+    "powersgd": Method("PowerSGD of rank 4 with error feedback (arXiv 1905.13727)", "PowerSGD(rank=4)"),
+    "sgp": Method("Stochastic Gradient Push (arXiv 1811.10792)", "PushSum(Exponential())"),
+}
+
+TASKS = (
+    Task("LSTM on WikiText-2 on 16 workers, as in PowerGossip (arXiv 2008.01425)",
+         WIKITEXT2, WIKITEXT2_METHODS, WIKITEXT2_SMALL),
+    Task("Small GPT (Radford et al. 2019) on your own text, gradients as in PowerSGD (arXiv 1905.13727)",
+         GPT_TEXT, GPT_METHODS, GPT_SMALL),
+)  # fmt: skip

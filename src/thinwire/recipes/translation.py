@@ -1,0 +1,84 @@
+"""Translation from English to German: the Transformer on WMT'16 and on Multi30k.
+
+SGP (Assran et al. 2019, arXiv 1811.10792) trained the base model of Vaswani et al. 2017 (arXiv 1706.03762) on WMT'16:
+batches of 25,000 tokens over all workers, 100,000 steps of Adam with betas 0.9 and 0.98, a learning rate that rises for
+4000 steps to `(512 * 4000)^-0.5` and then falls with the root of the step, dropout and label smoothing of 0.1.
+
+Multi30k (Elliott et al. 2016, arXiv 1605.00459) has 29,000 short pairs, for which the base model is too large: three
+layers of 256 learn to translate them in a few epochs, and the small twin in minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..train import RunConfig
+from ..train.data import ParallelText
+from ..train.loss import CrossEntropy
+from ..train.models import Transformer
+from ..train.optimize import Adam, LearningRateSchedule
+from .base import Method, Task
+
+WMT16 = RunConfig(
+    "wmt16-transformer",
+    workers=8,
+    epochs=30,
+    max_steps=100_000,
+    batch_size=1,
+    data=ParallelText(Path("data/wmt16"), test="newstest2014", vocabulary_size=37_000, max_tokens=3125),
+    model=Transformer(),
+    loss=CrossEntropy(label_smoothing=0.1),
+    optimizer=Adam((512 * 4000) ** -0.5, schedule=LearningRateSchedule(warmup_steps=4000, shape="inverse_sqrt")),
+    checkpoint_every=1000,
+    test_batch_size=64,
+    log_every=100,
+)
+
+MULTI30K = replace(
+    WMT16,
+    recipe="multi30k-transformer",
+    workers=4,
+    epochs=30,
+    max_steps=None,
+    data=ParallelText(vocabulary_size=8000, max_tokens=1024),
+    model=Transformer(layers=3, width=256, heads=4, hidden=1024, dropout=0.2),
+    optimizer=Adam(1e-3, schedule=LearningRateSchedule(warmup_steps=400, shape="inverse_sqrt")),
+    checkpoint_every=None,
+    log_every=10,
+)
+
+MULTI30K_SMALL = replace(
+    MULTI30K,
+    epochs=3,
+    data=ParallelText(vocabulary_size=4000, max_tokens=512),
+    model=Transformer(layers=3, width=256, heads=4, hidden=512),
+    optimizer=Adam(1.5e-3, schedule=LearningRateSchedule(warmup_fraction=0.15, shape="linear")),
+    precision="bf16",
+    evaluate_every=3,
+)
+
+# A worker's own gradient is of a quarter of the batch and so has up to four times the variance, by whose root Adam divides.
+OWN_ADAM = replace(MULTI30K_SMALL.optimizer, learning_rate=3e-3)
+
+METHODS = {
+    "dense": Method("all-reduce of gradients"),
+    "sgp": Method(
+        "Stochastic Gradient Push: one peer a step, each worker its own Adam",
+        "PushSum(Exponential())",
+        small_changes={"optimizer": OWN_ADAM},
+    ),
+    "osgp": Method(
+        "Overlap SGP: the same, and messages fly during the next step",
+        "PushSum(Exponential())",
+        changes={"overlap": True, "staleness": 1},
+        small_changes={"overlap": True, "staleness": 1, "optimizer": OWN_ADAM},
+    ),
+}
+
+TASKS = (
+    Task("Base Transformer (arXiv 1706.03762) on WMT'16 En-De, as in SGP (arXiv 1811.10792); small: see multi30k",
+         WMT16, METHODS),
+    Task("Transformer on Multi30k En-De (arXiv 1605.00459), trained as SGP does on WMT'16 (arXiv 1811.10792)",
+         MULTI30K, METHODS, MULTI30K_SMALL),
+)  # fmt: skip

@@ -1,0 +1,155 @@
+"""Figures of speed: what a step's time goes into, and how a run scales with its workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, median, stdev
+from typing import TYPE_CHECKING, NamedTuple
+
+from .groups import Group
+from .labels import End, label_ends, wrapped
+from .runs import Run
+from .style import GREY, SMALL, WIDTH, line_style, new_figure, plain_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PHASES = {
+    "data_seconds": ("data", "#999999"),
+    "compute_seconds": ("compute", "#0072B2"),
+    "encode_seconds": ("encode", "#E69F00"),
+    "wait_seconds": ("wait", "#D55E00"),
+    "decode_seconds": ("decode", "#009E73"),
+}
+
+
+def step_time(runs: Sequence[Run]) -> dict[str, float]:
+    """Milliseconds of a mean step by phase: the mean over runs of all seconds that were measured, over all steps."""
+    each = [found for found in map(_step_time, runs) if found]
+    return {key: mean(found[key] for found in each) for key in PHASES if each and all(key in found for found in each)}
+
+
+def _step_time(run: Run) -> dict[str, float]:
+    steps = run.rows[-1]["step"]
+    measured = [key for key in PHASES if steps and any(key in row for row in run.rows)]
+    return {key: 1e3 * sum(row.get(key) or 0.0 for row in run.rows) / steps for key in measured}
+
+
+def step_times(groups: Sequence[Group]) -> Figure | None:
+    """A bar a method, its phases one after the other."""
+    known = [(wrapped(group.label, 56), step_time(group.runs)) for group in groups]
+    known = [(label, times) for label, times in known if times]
+    if not known:
+        return None
+    tops = [0.0]  # in points; a label stands over its bar
+    for label, _ in known:
+        tops.append(tops[-1] + 1.25 * SMALL * (label.count("\n") + 1) + 24)
+    whole = tops[-1] + 66
+    figure = new_figure(WIDTH, whole / 72)
+    axes = figure.add_axes((0.03, 40 / whole, 0.94, tops[-1] / whole))
+    for (label, times), top, below in zip(known, tops, tops[1:], strict=False):
+        axes.text(0, top + 3, label, va="top", fontsize=SMALL, linespacing=1.15)
+        _bar(axes, below - 13, times)
+    axes.set_ylim(tops[-1], 0)
+    axes.set_yticks([])
+    axes.set_xlim(0, 1.02 * max(sum(times.values()) for _, times in known))
+    axes.set_xlabel("mean step (ms)")
+    plain_axes(axes, grid="x")
+    _key(axes, [key for key in PHASES if any(key in times for _, times in known)])
+    return figure
+
+
+def _bar(axes: Axes, y: float, times: dict[str, float]) -> None:
+    left = 0.0
+    for key, width in times.items():
+        axes.barh(y, width, left=left, height=12, color=PHASES[key][1], edgecolor="white", linewidth=0.6)
+        left += width
+
+
+def _key(axes: Axes, phases: Sequence[str]) -> None:
+    """Each phase's name beside its colour: bars are too short to hold them."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=PHASES[key][1], label=PHASES[key][0]) for key in phases]
+    style = {"ncols": len(handles), "frameon": False, "fontsize": SMALL, "handlelength": 1.0, "columnspacing": 1.4}
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.3, **style)
+
+
+class Speed(NamedTuple):
+    """Examples a second, of all workers together: mean and standard deviation over seeds."""
+
+    workers: int
+    mean: float
+    std: float
+
+
+def speed(run: Run) -> float | None:
+    """Examples a second: the median over the rows, which neither the first steps nor a test in between can move far."""
+    rates = [row["examples_per_second"] for row in run.rows if row.get("examples_per_second")]
+    return median(rates) if rates else None
+
+
+def speeds(runs: Sequence[Run]) -> list[Speed]:
+    """By number of workers, ascending."""
+    by_size: dict[int, list[float]] = {}
+    for run in runs:
+        rate = speed(run)
+        if rate is not None and isinstance(run.config.get("workers"), int):
+            by_size.setdefault(run.config["workers"], []).append(rate)
+    return [Speed(n, mean(r), stdev(r) if len(r) > 1 else 0.0) for n, r in sorted(by_size.items())]
+
+
+def scaling(groups: Sequence[Group]) -> Figure | None:
+    """Examples a second against workers, both logarithmic, and the line of ideal scaling; None for one worker count."""
+    methods = _methods(groups)
+    known = [(i, label, points) for i, (label, points) in enumerate(methods) if len(points) > 1]
+    if not known:
+        return None
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for i, _, points in known:
+        style, sizes, means = line_style(i), [p.workers for p in points], [p.mean for p in points]
+        axes.plot(sizes, means, marker="o", markersize=4.5, markeredgecolor="white", **style)
+        spreads = [min(p.std, 0.99 * p.mean) for p in points]  # zero is infinitely far below
+        axes.errorbar(sizes, means, spreads, fmt="none", ecolor=style["color"], elinewidth=1)
+    ends = [End(label, points[-1].workers, points[-1].mean, line_style(i)["color"]) for i, label, points in known]
+    ends.append(_ideal(axes, [points for _, _, points in known]))
+    _logarithmic_in_twos(axes, sorted({p.workers for _, _, points in known for p in points}))
+    label_ends(axes, ends, height=2.7)
+    return figure
+
+
+def _methods(groups: Sequence[Group]) -> list[tuple[str, list[Speed]]]:
+    """What is left of the groups when workers are no part of a method."""
+    runs: dict[str, list[Run]] = {}
+    for group in groups:
+        runs.setdefault(group.without("workers").label, []).extend(group.runs)
+    return [(label, speeds(members)) for label, members in runs.items()]
+
+
+def _ideal(axes: Axes, methods: Sequence[Sequence[Speed]]) -> End:
+    """In proportion to the workers, from the fastest at the smallest number of them."""
+    fewest, most = min(m[0].workers for m in methods), max(m[-1].workers for m in methods)
+    start = max(m[0].mean for m in methods if m[0].workers == fewest)
+    axes.plot([fewest, most], [start, start * most / fewest], color=GREY, linewidth=1, linestyle=(0, (2, 2)))
+    return End("ideal", most, start * most / fewest, GREY)
+
+
+def _logarithmic_in_twos(axes: Axes, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    steps = (1, 2, 5) if math.log2(high / low) < 8 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("workers (log scale)")
+    axes.set_ylabel("examples a second, all workers (log scale)")
+    plain_axes(axes)

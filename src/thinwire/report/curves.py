@@ -1,0 +1,50 @@
+"""One curve for several seeds: their mean, and how far they lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .metrics import number
+from .runs import Run
+
+Row = dict[str, Any]
+
+
+class Curve(NamedTuple):
+    """Means over seeds at each step that all of them logged, and the sample standard deviation of y (0 for one seed)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    std: np.ndarray
+
+
+def curve(runs: Sequence[Run], x: Callable[[Row], float | None], y_key: str, scale: float = 1.0) -> Curve | None:
+    """Mean of x and of `scale` times y, step by step; None where runs share no step with both.
+
+    Args:
+        runs: one for each seed.
+        x: where a row stands on the x axis; None where it has no place there.
+        y_key: key of the row; null in a row, where the run diverged, leaves a gap.
+        scale: factor of y.
+    """
+    by_step = [{row["step"]: (x(row), number(row, y_key)) for row in run.rows if y_key in row} for run in runs]
+    shared = set.intersection(*({step for step, (at, _) in points.items() if at is not None} for points in by_step))
+    if not shared:
+        return None
+    points_RS2 = np.array([[points[step] for step in sorted(shared)] for points in by_step], dtype=float)
+    values = scale * points_RS2[:, :, 1]
+    std = values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(values.shape[1])
+    return Curve(points_RS2[:, :, 0].mean(axis=0), values.mean(axis=0), std)
+
+
+def reading(key: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+    """Reads a key of a row, as an x axis."""
+
+    def read(row: Row) -> float | None:
+        value = row.get(key)
+        return None if value is None else scale * value
+
+    return read

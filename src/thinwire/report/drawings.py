@@ -1,0 +1,140 @@
+"""All figures of a report, each with a caption that says what was run; and what cannot be drawn, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .bars import scaling, step_times
+from .consensus import FLOOR, best_of_each, error_lines, experiment
+from .curves import Row
+from .groups import Group, what_was_run
+from .lines import along_bytes, along_epochs, along_seconds, levels, lines
+from .metrics import Metric, metric
+from .style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TARGET = 1e-4  # of the error of a consensus experiment, as `thinwire consensus` has it
+
+
+class Drawing(NamedTuple):
+    """A figure and what stands around it.
+
+    Args:
+        name: of its files.
+        title: what it shows.
+        figure: the figure; None where no run has what it needs.
+        caption: what was run, what is drawn, in which units.
+        needs: what a run must have for it.
+    """
+
+    name: str
+    title: str
+    figure: Figure | None
+    caption: str
+    needs: str = ""
+
+
+def draw(groups: Sequence[Group], main: Metric | None, consensus: Mapping[Path, Sequence[Row]]) -> list[Drawing]:
+    """All figures; those without data have no `figure`."""
+    with styled():
+        return [*(_of_runs(groups, main) if groups else ()), *_of_consensus(consensus)]
+
+
+def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Drawing]:
+    compared = _of_one_size(groups)
+    epochs, said = along_epochs(compared), f"{_lines_sentence(compared)} {_run_sentence(compared, len(groups))}"
+    if main is None:
+        yield Drawing("metric-epochs", "Test metric", None, "", "a metric on a test set")
+    else:
+        better = {True: "Higher is better. ", False: "Lower is better. ", None: ""}[main.higher_is_better]
+        for name, title, axis, about, needs in (
+            ("metric-epochs", f"against {epochs.label}", epochs, "", main.key),
+            ("metric-bytes", "against bytes sent", along_bytes(), BYTES, "bytes_sent above 0"),
+            ("metric-seconds", "against time", along_seconds(), SECONDS, "seconds"),
+        ):
+            figure = lines(compared, axis, main)
+            yield Drawing(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
+    for name, key, title, about in CURVES:
+        yield Drawing(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
+    yield Drawing("levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels")
+    about = _run_sentence(groups)
+    yield Drawing("step-time", "Where a step's time goes", step_times(groups), f"{STEP_TIME} {about}", "seconds by phase")
+    needs = "its methods on more than one number of workers"
+    yield Drawing("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
+
+
+BYTES = "Bytes are those handed to the network, in MB (10⁶ bytes), mean over the workers. "
+SECONDS = "Seconds are those measured on the machine of the run, tests and checkpoints included. "
+CURVES = (
+    ("loss", "loss", "Training loss", "Mean over the workers' batches since the row before; logarithmic."),
+    (
+        *("consensus-distance", "consensus_distance", "Consensus distance"),
+        "Root mean square over the workers of their models' distance to the mean model; logarithmic.",
+    ),
+    (
+        *("variance", "variance", "Quantization variance"),
+        "Relative variance |Q(g) - g|² / |g|² of the codec Q on rank 0's own gradient g; logarithmic.",
+    ),
+)
+LEVELS = (
+    "Levels to which gradients, in units of their bucket's norm, are rounded, as they adapt; a line a level and seed. "
+    "Logarithmic on either side of zero."
+)
+STEP_TIME = (
+    "Mean milliseconds of a step on rank 0, by phase, over the whole run. Where bytes travel beside the backward pass, phases "
+    "overlap, and a step takes less than its bar is long."
+)
+SCALING = (
+    "Examples a second of all workers together: the median over the rows of a run; mean and standard deviation over seeds. "
+    "Ideal is in proportion to the workers, from the fastest method on the fewest."
+)
+
+
+def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Drawing]:
+    for number, (path, rows) in enumerate(consensus.items()):
+        runs = best_of_each(rows, TARGET)
+        suffix = "" if len(consensus) == 1 else f"-{number + 1}"
+        about = (
+            f"Averaging alone: squared distance to the mean over that at the start; errors below {FLOOR:g} are drawn there. "
+            f"The dotted line is at {TARGET:g}; of each averager it is the step size that reaches it for the fewest bits. "
+            f"What was run: {experiment(rows)}; from {path.name}."
+        )
+        for x in ("bits", "rounds"):
+            figure = error_lines(runs, x, TARGET)
+            unit = " Mbit are 10⁶ bits." if x == "bits" else ""
+            yield Drawing(f"consensus-{x}{suffix}", f"Consensus: error against {x}", figure, about + unit)
+
+
+def _of_one_size(groups: Sequence[Group]) -> list[Group]:
+    """Groups of the number of workers that most have, and others where their method has none of that number."""
+    sizes = [group.runs[0].config.get("workers", 0) if "workers" in group.words else 0 for group in groups]
+    usual = max(sizes, key=lambda size: (sizes.count(size), size))
+    methods = [group.without("workers") for group in groups]
+    there = {method.label for method, size in zip(methods, sizes, strict=True) if size == usual}
+    kept = [i for i, size in enumerate(sizes) if size == usual or methods[i].label not in there]
+    alike = all(sizes[i] == usual for i in kept)
+    return [methods[i] if alike else groups[i] for i in kept]
+
+
+def _run_sentence(groups: Sequence[Group], num_groups: int = 0) -> str:
+    runs = [run for group in groups for run in group.runs]
+    unfinished = [group.label for group in groups if not group.finished]
+    note = f" Not finished: {'; '.join(unfinished)}." if unfinished else ""
+    more = " Other numbers of workers: in the table, and under scaling." if num_groups > len(groups) else ""
+    return f"What was run: {what_was_run(runs)}.{note}{more}"
+
+
+def _lines_sentence(groups: Sequence[Group]) -> str:
+    sizes = sorted({len(group.runs) for group in groups})
+    if sizes[-1] == 1:
+        return "A line is one run."
+    counts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return f"A line is the mean over {counts} seeds, its band one standard deviation to either side."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

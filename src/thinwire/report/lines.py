@@ -1,0 +1,169 @@
+"""Figures of lines: a metric against epochs, bytes or seconds; loss; agreement; what a quantizer does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .curves import Curve, curve, reading
+from .groups import Group
+from .labels import End, label_ends
+from .metrics import Metric
+from .runs import Run
+from .style import COLOURS, GREY, SMALL, WIDTH, line_style, logarithmic, new_figure, plain_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SHOWN = 0.25  # of a curve's points may lie off the axis: the first steps, which are alike for all methods
+
+
+class Axis(NamedTuple):
+    """What stands along x: its label, how a row is read, and whether it is logarithmic."""
+
+    label: str
+    read: Callable[[dict[str, Any]], float | None]
+    is_log: bool = False
+
+
+def along_epochs(groups: Sequence[Group]) -> Axis:
+    """Epochs, or steps where a run does not say its epochs."""
+    if all("epoch" in row for group in groups for run in group.runs for row in run.rows):
+        return Axis("epochs", reading("epoch"))
+    return Axis("steps", reading("step"))
+
+
+def along_bytes() -> Axis:
+    """Megabytes sent; a row before which nothing was sent has no place on the logarithmic axis."""
+
+    def read(row: dict[str, Any]) -> float | None:
+        return row["bytes_sent"] / 1e6 if row.get("bytes_sent") else None
+
+    return Axis("sent by each worker (MB, log scale)", read, is_log=True)
+
+
+def along_seconds() -> Axis:
+    """Seconds, as they were measured."""
+    return Axis("time since the first step, measured (s)", reading("seconds"))
+
+
+def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -> Figure | None:
+    """A line a method: mean over seeds, and a band of one standard deviation on either side.
+
+    Args:
+        groups: a method each; one that lacks the metric has no line.
+        axis: along x.
+        y: along y.
+        log_y: whether y is logarithmic; values that are not positive are left out.
+
+    Returns:
+        The figure; None where no group has such a line.
+    """
+    curves = {i: curve(group.runs, axis.read, y.key, y.scale) for i, group in enumerate(groups)}
+    drawn = {i: found for i, found in curves.items() if found is not None and np.isfinite(found.y).any()}
+    if log_y:
+        drawn = {i: _positive(found) for i, found in drawn.items() if (found.y > 0).any()}
+    if not drawn:
+        return None
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for i, found in drawn.items():
+        _draw(axes, found, line_style(i), log_y)
+    _finish(axes, axis, y, list(drawn.values()), log_y)
+    ends = [End(groups[i].label, *_last(found), line_style(i)["color"]) for i, found in drawn.items()]
+    label_ends(axes, ends, height=2.5)
+    return figure
+
+
+def _positive(found: Curve) -> Curve:
+    kept = found.y > 0
+    return Curve(found.x[kept], found.y[kept], found.std[kept])
+
+
+def _draw(axes: Axes, found: Curve, style: dict[str, Any], log_y: bool) -> None:
+    axes.plot(found.x, found.y, **style)
+    axes.plot(*_last(found), "o", color=style["color"], markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
+    if found.std.any():
+        lower = found.y - found.std
+        lower = np.maximum(lower, found.y / 100) if log_y else lower  # zero and less is infinitely far below
+        axes.fill_between(found.x, lower, found.y + found.std, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _last(found: Curve) -> tuple[float, float]:
+    """The last point that is finite: where a line ends."""
+    at = np.flatnonzero(np.isfinite(found.y))[-1]
+    return float(found.x[at]), float(found.y[at])
+
+
+def _finish(axes: Axes, axis: Axis, y: Metric, curves: Sequence[Curve], log_y: bool) -> None:
+    axes.margins(x=0.02)
+    if not log_y:
+        _look_at_the_end(axes, y, curves)
+    if axis.is_log:
+        logarithmic(axes, "x")
+    if log_y:
+        logarithmic(axes, "y")
+    axes.set_xlabel(axis.label)
+    axes.set_ylabel(y.label + (" (log scale)" if log_y else ""))
+    plain_axes(axes)
+
+
+def _look_at_the_end(axes: Axes, y: Metric, curves: Sequence[Curve]) -> None:
+    """Leave the first steps out of view, where they would press all that matters into a corner."""
+    if y.higher_is_better is None:
+        return
+    finite = [found.y[np.isfinite(found.y)] for found in curves]
+    low, high = axes.get_ylim()
+    if y.higher_is_better:
+        low = max(low, min(np.quantile(values, SHOWN) for values in finite) - 0.05 * (high - low))
+    else:
+        high = min(high, max(np.quantile(values, 1 - SHOWN) for values in finite) + 0.05 * (high - low))
+    axes.set_ylim(low, min(high, 101.0) if y.unit == "%" else high)
+
+
+def levels(groups: Sequence[Group]) -> Figure | None:
+    """Adaptive levels over the steps, a panel a method; a line a level and seed.
+
+    They gather around zero, so that the axis is logarithmic on either side of the smallest level that is not zero.
+    """
+    found = [(i, group.label, list(filter(None, map(_levels_of, group.runs)))) for i, group in enumerate(groups)]
+    known = [(i, label, runs) for i, label, runs in found if runs]
+    if not known:
+        return None
+    smallest = min(np.abs(heights[heights != 0]).min() for _, _, runs in known for _, heights in runs)
+    figure = new_figure(WIDTH, 0.5 + 1.9 * len(known), layout="constrained")
+    panels = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (i, label, runs) in zip(panels, known, strict=True):
+        for steps, heights in runs:  # levels hold from an update to the next
+            axes.plot(steps, heights, color=COLOURS[i % len(COLOURS)], linewidth=1.1, drawstyle="steps-post")
+        axes.set_title(label, fontsize=SMALL, loc="left", color=GREY)
+        axes.set_ylabel("level")
+        _on_both_sides(axes, float(smallest))
+        plain_axes(axes)
+    panels[-1].set_xlabel("steps")
+    return figure
+
+
+def _levels_of(run: Run) -> tuple[list[int], np.ndarray] | None:
+    """Steps, and the levels at each of them."""
+    rows = [row for row in run.rows if isinstance(row.get("levels"), list) and row["levels"]]
+    if not rows or len({len(row["levels"]) for row in rows}) > 1:
+        return None
+    return [row["step"] for row in rows], np.array([row["levels"] for row in rows], dtype=float)
+
+
+def _on_both_sides(axes: Axes, smallest: float) -> None:
+    """A logarithmic axis for numbers of both signs, up to 1, that is linear below the smallest."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    least = math.floor(math.log10(smallest))
+    axes.set_yscale("symlog", linthresh=10.0**least, linscale=0.5)
+    powers = [10.0**e for e in range(least, 1)][:: max(1, -(least // 4))]
+    axes.yaxis.set_major_locator(FixedLocator([*(-p for p in powers), 0.0, *powers]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(-1.2, 1.2)

@@ -1,0 +1,98 @@
+"""What a metric is called, in which unit it is shown, and whether more of it is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .runs import Run
+
+MEAN_MODEL = "mean_model_"
+PREFERRED = ("accuracy", "bleu", "top5_accuracy", "perplexity", "loss")  # unless the summaries name one
+NAMES = {"variance": "relative variance", "bleu": "BLEU", "top5_accuracy": "top-5 accuracy"}
+
+
+class Metric(NamedTuple):
+    """How to show a metric.
+
+    Args:
+        key: its name in a row of metrics.
+        words: its name in a sentence.
+        unit: such as "%"; empty where it has none.
+        scale: factor from the row to the unit.
+        higher_is_better: None where nobody can say.
+    """
+
+    key: str
+    words: str
+    unit: str = ""
+    scale: float = 1.0
+    higher_is_better: bool | None = None
+
+    @property
+    def label(self) -> str:
+        """For an axis or the head of a column."""
+        return f"{self.words} ({self.unit})" if self.unit else self.words
+
+    @property
+    def arrow(self) -> str:
+        """Which way is better."""
+        return {True: " ↑", False: " ↓", None: ""}[self.higher_is_better]
+
+    def best(self, values: Sequence[float]) -> float | None:
+        """The best of these numbers, if there is such a thing."""
+        if self.higher_is_better is None or not values:
+            return None
+        return max(values) if self.higher_is_better else min(values)
+
+
+def metric(key: str) -> Metric:
+    """The metric of that name in a row.
+
+    Example:
+        >>> metric("mean_model_test_top5_accuracy").label, metric("test_loss").arrow
+        ("mean model's test top-5 accuracy (%)", ' ↓')
+    """
+    name = key.removeprefix(MEAN_MODEL)
+    kind = name.removeprefix("test_")
+    data = "test " if kind != name else "training " if kind in PREFERRED else ""
+    words = ("mean model's " if key.startswith(MEAN_MODEL) else "") + data + NAMES.get(kind, kind.replace("_", " "))
+    if kind.endswith("accuracy"):
+        return Metric(key, words, "%", 100.0, True)
+    better = {"bleu": True, "loss": False, "perplexity": False, "consensus_distance": False}.get(kind)
+    return Metric(key, words, higher_is_better=better)
+
+
+def on_test_sets(runs: Sequence[Run]) -> list[Metric]:
+    """All metrics on test sets that these runs have, those of the mean model last."""
+    keys = {key for run in runs for row in run.rows for key in row}
+    tested = [key for key in keys if key.removeprefix(MEAN_MODEL).startswith("test_")]
+
+    def place(key: str) -> tuple[bool, int, str]:
+        kind = key.removeprefix(MEAN_MODEL).removeprefix("test_")
+        return (key.startswith(MEAN_MODEL), PREFERRED.index(kind) if kind in PREFERRED else len(PREFERRED), kind)
+
+    return [metric(key) for key in sorted(tested, key=place)]
+
+
+def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
+    """What runs are compared by: as asked, or else what their summaries name, or the first test metric that there is.
+
+    Raises:
+        ValueError: no run has what was asked for.
+    """
+    known = on_test_sets(runs)
+    if asked is None:
+        named = [m for m in known if any(run.summary.get("metric") == m.key for run in runs)]
+        return next(iter([*named, *known]), None)
+    if any(asked in row for run in runs for row in run.rows):
+        return metric(asked)
+    names = ", ".join(m.key for m in known) or "none"
+    raise ValueError(f"no run has the metric {asked!r}; test metrics that there are: {names}")
+
+
+def number(row: dict, key: str) -> float:
+    """A row's number; NaN where a run that diverged wrote null."""
+    value = row[key]
+    return float(value) if isinstance(value, (int, float)) else math.nan

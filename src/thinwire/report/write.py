@@ -1,0 +1,93 @@
+"""A report, whole: from folders of runs to the files of its own folder.
+
+    report.html      one page with everything
+    table.md         the table of methods, for a text
+    table.csv        the same with full precision, for other programs
+    figures/         each figure as .pdf and .svg, for print, and .png
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .drawings import draw
+from .groups import grouped
+from .metrics import main_metric
+from .page import Page, as_html
+from .runs import Problem, find
+from .style import FORMATS, save
+from .tables import Comparison, as_csv, as_markdown, comparison
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Report(NamedTuple):
+    """What was reported on, and what was written.
+
+    Args:
+        table: of methods; None where there are experiments of consensus alone.
+        problems: what is wrong with runs.
+        left_out: a line for each figure that could not be drawn, with the reason.
+        page: the HTML page.
+    """
+
+    table: Comparison | None
+    problems: list[Problem]
+    left_out: list[str]
+    page: Path
+
+
+def write_report(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    title: str = "Runs",
+    made_by: str = "thinwire",
+    metric: str | None = None,
+    group: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
+) -> Report:
+    """Write tables, figures and the page.
+
+    Args:
+        paths: folders of runs, folders with such folders somewhere below, and .json files of `thinwire consensus`.
+        out: the report's folder; files of an earlier report are replaced.
+        title: the page's heading.
+        made_by: what the page says that made it.
+        metric: what methods are compared by, as a row of metrics calls it; the first test metric, unless given.
+        group: fields of the configuration that make a method; all in which runs differ but the seed, unless given.
+        names: what a label says of a field, such as an averager -> what to say instead.
+
+    Raises:
+        ValueError: no run, no such metric, field or name, or a folder that cannot be written.
+    """
+    found = find(paths)
+    groups = grouped(found.runs, group, names)
+    main = main_metric(found.runs, metric)
+    table = comparison(groups, main) if groups else None
+    drawings = draw(groups, main, found.consensus)
+    page = Page(title, made_by, table, drawings, found.runs, found.problems)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if table is not None:
+            (out / "table.md").write_text(as_markdown(table))
+            (out / "table.csv").write_text(as_csv(table))
+        for drawing in drawings:
+            for suffix in FORMATS:
+                _replace(out / "figures" / f"{drawing.name}{suffix}", drawing.figure)
+        (out / "report.html").write_text(as_html(page), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write to {str(out)!r}: {error.strerror}; choose another --out") from None
+    left_out = [f"{drawing.title}: no run has {drawing.needs}" for drawing in drawings if drawing.figure is None]
+    return Report(table, found.problems, left_out, out / "report.html")
+
+
+def _replace(path: Path, figure: Figure | None) -> None:
+    """Write a figure, or remove that of an earlier report."""
+    if figure is None:
+        path.unlink(missing_ok=True)
+    else:
+        save(figure, path)
