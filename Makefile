@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all of their set-up from a fresh clone, in .venv, and take seconds when repeated.
+# `make demo`, `make test` and `make docs` do all of their set-up from a fresh clone, in .venv, and take seconds when repeated.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test docs lint clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run all tests"
+	@echo "make docs    build the docs site into site/, and fail on any warning"
 	@echo "make lint    check style"
 	@echo "make clean   remove everything that was built or written"
 
@@ -20,7 +21,7 @@ setup: $(READY)
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "thinwire needs Python 3.10 or later: make PYTHON=python3.x" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[train,dev,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -29,8 +30,11 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(READY)
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) build demo runs
+	rm -rf $(VENV) build demo runs site

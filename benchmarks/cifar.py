@@ -17,7 +17,11 @@ from pathlib import Path
 
 from thinwire.recipes import recipes
 from thinwire.recipes.base import momentum_applied_once
-from thinwire.report import Run, accuracy_against_bytes, read_run
+from thinwire.report import Run, read_run
+from thinwire.report.groups import Group
+from thinwire.report.lines import along_bytes, lines
+from thinwire.report.metrics import metric
+from thinwire.report.style import save, styled
 from thinwire.report.tables import times
 from thinwire.train import RunConfig, train
 
@@ -92,7 +96,9 @@ def write(docs: Path, runs: Sequence[Run]) -> None:
     page = docs / "cifar10.md"
     before, rest = page.read_text().split(BEGIN)
     page.write_text("\n".join([before + BEGIN, *table(runs), END + rest.split(END)[1]]))
-    accuracy_against_bytes(runs, docs / "cifar10.png")
+    with styled():
+        figure = lines([Group({}, [run], run.label) for run in runs], along_bytes(), metric("test_accuracy"))
+        save(figure, docs / "cifar10.png")
 
 
 if __name__ == "__main__":

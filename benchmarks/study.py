@@ -31,6 +31,7 @@ from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import set_learning_rate
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
+RANDOM, SHARED = f"Mean(RandomK(0.01), {EF})", f"Mean(RandomK(0.01, shared=True), {EF})"
 WORKERS, BATCH_SIZE = 4, 32
 
 METHODS = {
@@ -57,8 +58,8 @@ METHODS = {
     "TopK 1 %, sampled": f"Mean(TopK(0.01, sample=0.01), {EF})",
     "TopK 1 %, 4 bits": f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})",
     "TopK in chunks, 1/64": f"Mean(TopKInChunks(0.015625), {EF})",
-    "RandomK 1 %": f"Mean(RandomK(0.01), {EF})",
-    "RandomK 1 %, shared": f"Mean(RandomK(0.01, shared=True), {EF})",
+    "RandomK 1 %": RANDOM,
+    "RandomK 1 %, shared": SHARED,
     "Threshold 0.01": f"Mean(Threshold(0.01), {EF})",
     "AdaptiveThreshold": f"Mean(AdaptiveThreshold(), {EF})",
     "ChunkTopK 1 %": f"Mean(ChunkTopK(0.01, chunk=64), {EF})",
@@ -69,6 +70,9 @@ METHODS = {
     "DGC 1 %, 4 bits": "dgc(ratio=0.01, warmup_epochs=2, bits=4)",
 }
 """What averages gradients, with the memory that it is usually given."""
+
+LEARNING_RATES = {RANDOM: 0.01, SHARED: 0.01}
+"""Of those that do not train at the recipe's."""
 
 STUDIED = {
     "TopK 1 %": f"TopK(0.01), {EF}",
@@ -91,9 +95,10 @@ SEEDS = (0, 1, 2)
 
 
 def optimizer_for(averager: str):
-    """The recipe's; without momentum where the averager has its own."""
-    own = tw.parse(averager).has_momentum
-    return replace(digits().optimizer, momentum=0.0) if own else digits().optimizer
+    """The recipe's; with a learning rate of its own where one is named, without momentum where the averager has its own."""
+    ours = digits().optimizer
+    momentum = 0.0 if tw.parse(averager).has_momentum else ours.momentum
+    return replace(ours, learning_rate=LEARNING_RATES.get(averager, ours.learning_rate), momentum=momentum)
 
 
 # ---- every method ----
@@ -107,21 +112,25 @@ def study_methods(options: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|",
     ]
     for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
+        rate = LEARNING_RATES.get(METHODS[label])
         s = done.summary
         fewer = times(s["dense_fp32_bytes"], s["bytes_sent_per_worker"])
         sent = f"{s['bytes_sent_per_worker'] / 1e6:.2f}"
         cells = [f"{s['final']['test_accuracy']:.2%}", sent, fewer, f"{s['seconds']:.1f}"]
-        rows.append(f"| {label} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
+        named = f"{label}, learning rate {rate:g}" if rate else label
+        rows.append(f"| {named} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
     replace_part(options.docs / "methods.md", "methods", rows)
 
 
 def run(averager: str, options: argparse.Namespace) -> Run:
     """Train, unless a finished run of this very configuration is there."""
     epochs = options.epochs or 30
-    name = re.sub(r"[^\w.]+", "-", f"{averager}-epochs{epochs}").strip("-").lower()
+    optimizer = optimizer_for(averager)
+    label = f"{averager}-rate{optimizer.learning_rate:g}-epochs{epochs}"
+    name = re.sub(r"[^\w.]+", "-", label).strip("-").lower()
     folder = options.folder / name
     if not (folder / "summary.json").exists():
-        config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer_for(averager))
+        config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer)
         train(replace(config, epochs=epochs, output=options.folder, name=name, overwrite=True))
     return read_run(folder)
 

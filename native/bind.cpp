@@ -223,6 +223,12 @@ void scatter(const OutputList& outs, const Array<const int32_t>& indices, const 
     thinwire::scatter(to, indices.data(), values.data(), indices.size(), counts);
 }
 
+void clear(const OutputList& outs, const Array<const int32_t>& indices, const Counts& counts) {
+    const auto to = outputs(outs);
+    nb::gil_scoped_release release;
+    thinwire::clear(to, indices.data(), indices.size(), counts);
+}
+
 void scatter_add(const OutputList& outs, const Array<const int32_t>& indices, const Array<const float>& values,
                  const Counts& counts, double weight) {
     require_pairs(indices.size(), values.size());
@@ -374,6 +380,7 @@ NB_MODULE(_native, m) {
     m.def("random_indices", &random_indices, "keys"_a, "counts"_a, "numels"_a, "indices"_a.noconvert());
     m.def("gather", &gather, "xs"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(), "counts"_a);
     m.def("scatter", &scatter, "outs"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(), "counts"_a);
+    m.def("clear", &clear, "outs"_a.noconvert(), "indices"_a.noconvert(), "counts"_a);
     m.def("scatter_add", &scatter_add, "outs"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(),
           "counts"_a, "weight"_a);
     m.def("pack_indices", &pack_indices, "indices"_a.noconvert(), "counts"_a, "numels"_a, "out"_a.noconvert());

@@ -108,6 +108,7 @@ void gather(const std::vector<Input>& xs, const int32_t* indices, float* values,
             const std::vector<int64_t>& counts);
 void scatter(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
              const std::vector<int64_t>& counts);
+void clear(const std::vector<Output>& outs, const int32_t* indices, size_t numel, const std::vector<int64_t>& counts);
 void scatter_add(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
                  const std::vector<int64_t>& counts, float weight);
 

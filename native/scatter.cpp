@@ -16,38 +16,42 @@ THINWIRE_CLONES bool all_below(const int32_t* indices, size_t count, size_t nume
     return count == 0 || largest < numel;
 }
 
-// Calls act(element, value) for every selected element of the segments and its place in `values`.
-template <typename Segment, typename Value, typename Act>
-void for_each(const std::vector<Segment>& outs, const int32_t* indices, Value* values, size_t numel,
+// Calls act(element, at) for every selected element of the segments and its place among all of them.
+template <typename Segment, typename Act>
+void for_each(const std::vector<Segment>& outs, const int32_t* indices, size_t numel,
               const std::vector<int64_t>& counts, Act act) {
+    size_t at = 0;
     require(counts.size() == outs.size(), "counts: expected one per segment");
     for (size_t s = 0; s < outs.size(); ++s) {
-        require(counts[s] >= 0 && static_cast<size_t>(counts[s]) <= numel, "indices: fewer than the sum of counts");
+        require(counts[s] >= 0 && static_cast<size_t>(counts[s]) <= numel - at, "indices: fewer than the sum of counts");
         const size_t count = static_cast<size_t>(counts[s]);
-        require(all_below(indices, count, outs[s].numel), "indices: one lies outside its segment; corrupt payload?");
-        for (size_t i = 0; i < count; ++i) act(outs[s].data[indices[i]], values[i]);
-        indices += count;
-        values += count;
-        numel -= count;
+        const int32_t* of_segment = indices + at;
+        require(all_below(of_segment, count, outs[s].numel), "indices: one lies outside its segment; corrupt payload?");
+        for (size_t i = 0; i < count; ++i) act(outs[s].data[of_segment[i]], at + i);
+        at += count;
     }
-    require(numel == 0, "indices: more than the sum of counts");
+    require(at == numel, "indices: more than the sum of counts");
 }
 
 }  // namespace
 
 void scatter(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
              const std::vector<int64_t>& counts) {
-    for_each(outs, indices, values, numel, counts, [](float& out, float value) { out = value; });
+    for_each(outs, indices, numel, counts, [=](float& out, size_t at) { out = values[at]; });
+}
+
+void clear(const std::vector<Output>& outs, const int32_t* indices, size_t numel, const std::vector<int64_t>& counts) {
+    for_each(outs, indices, numel, counts, [](float& out, size_t) { out = 0.0f; });
 }
 
 void scatter_add(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
                  const std::vector<int64_t>& counts, float weight) {
-    for_each(outs, indices, values, numel, counts, [weight](float& out, float value) { out += value * weight; });
+    for_each(outs, indices, numel, counts, [=](float& out, size_t at) { out += values[at] * weight; });
 }
 
 void gather(const std::vector<Input>& xs, const int32_t* indices, float* values, size_t numel,
             const std::vector<int64_t>& counts) {
-    for_each(xs, indices, values, numel, counts, [](float x, float& value) { value = x; });
+    for_each(xs, indices, numel, counts, [=](float x, size_t at) { values[at] = x; });
 }
 
 }  // namespace thinwire

@@ -15,7 +15,7 @@ main() {
     command -v thinwire > /dev/null || die "thinwire is not there: make setup"
     trap stop EXIT
     install slurm-wlm munge openmpi-bin mpich
-    pip install --quiet --constraint constraints.txt submitit || die "cannot install submitit"
+    python3 -c "import submitit" 2> /dev/null || pip install --quiet --constraint constraints.txt submitit || die "cannot install submitit"
     start_munge
     start_slurm
     cd "$work"
@@ -42,9 +42,9 @@ by_mpirun() { # NAME OF THE MPI, EXAMPLE
 requeued() {
     local job
     job=$(sbatch --parsable --partition=all "$root/examples/slurm/one-node.sbatch" "${recipe[@]}" --name requeued) || return 1
-    wait_for 90 test -s runs/requeued/metrics.jsonl || { cat "thinwire-$job.log"; return 1; }
+    wait_for 300 test -s runs/requeued/metrics.jsonl || { cat "thinwire-$job.log"; return 1; }
     scancel --signal=USR1 "$job"
-    wait_for 120 job_ended "$job"
+    wait_for 300 job_ended "$job"
     cat "thinwire-$job.log"
     scontrol show job "$job" | grep -q 'JobState=COMPLETED.*' || { scontrol show job "$job"; return 1; }
     scontrol show job "$job" | grep -q 'Restarts=1 ' || { scontrol show job "$job"; return 1; }
@@ -69,7 +69,7 @@ seed = [1, 2]
 TOML
     thinwire sweep grid.toml --slurm partition=all,time=10 || return 1
     grep -qE '^[^-]+_[01]$' <(squeue --noheader --array --format=%i) || { echo "no job array in the queue"; return 1; }
-    wait_for 120 sweep_ended || { thinwire sweep grid.toml --status; return 1; }
+    wait_for 300 sweep_ended || { thinwire sweep grid.toml --status; return 1; }
     [ "$(ls sweep/*/summary.json | wc -l)" = 2 ]
 }
 

@@ -228,15 +228,25 @@ def test_scatter_and_scatter_add():
     assert torch.equal(outs[0], expected)
     kernels.scatter(outs, indices, values, [10, 20])
     assert torch.equal(outs[1][indices[10:].long()], values[10:])
+    before = outs[1].clone()
+    kernels.clear(outs, indices, [10, 20])
+    before[indices[10:].long()] = 0
+    assert torch.equal(outs[1], before)
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1, -(2**31)])
 def test_scatter_refuses_an_index_outside(bad):
     out, index = torch.zeros(4), torch.tensor([0, bad], dtype=torch.int32)
-    for call in (kernels.scatter, kernels.scatter_add):
+    calls = [
+        lambda: kernels.scatter([out], index, torch.ones(2), [2]),
+        lambda: kernels.scatter_add([out], index, torch.ones(2), [2], 1.0),
+        lambda: kernels.clear([out], index, [2]),
+    ]
+    out += 1
+    for call in calls:
         with pytest.raises(ValueError, match="indices"):
-            call([out], index, torch.ones(2), [2], *([1.0] if call is kernels.scatter_add else []))
-    assert torch.equal(out, torch.zeros(4))
+            call()
+    assert torch.equal(out, torch.ones(4))
 
 
 def elias_fano_by_python(indices: list[int], numel: int) -> bytes:

@@ -159,7 +159,9 @@ def test_selection(xs, data):
         outs = [torch.zeros_like(x) for x in xs]
         kernels.scatter(outs, indices, values, counts)
         kernels.scatter_add(outs, indices, values, counts, -0.7)
-        return [indices, values, *outs, *kernels.select(xs, thresholds), kernels.all_finite(xs)]
+        rest = clones(xs)
+        kernels.clear(rest, indices, counts)
+        return [indices, values, *outs, *rest, *kernels.select(xs, thresholds), kernels.all_finite(xs)]
 
     assert_backends_agree(compute)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
         for host, namespace in enumerate(lab.namespaces):
             # The name of this machine, which both hosts have, leads to neither.
             own = ("--local-addr", lab.address(host), "--rdzv-conf", f"is_host={int(host == 0)}")
-            command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, *own, *THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
+            torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, *own]
+            command = [*torchrun, *THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
             agents.append(started(stack, ["ip", "netns", "exec", namespace, *command], tmp_path))
         said = ended(agents, 240)
     assert ["runs/two" in words for words in said].count(True) == 1  # rank 0 alone reports
@@ -90,7 +92,7 @@ def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_pa
     command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "3", *THINWIRE, *TRAIN, *resume]
     with ExitStack() as stack:
         torchrun = started(stack, command, tmp_path)
-        kill_a_worker(torchrun.pid, tmp_path / "runs" / "elastic" / "metrics.jsonl", chosen.randrange(1, 9), chosen)
+        kill_a_worker(torchrun.pid, tmp_path / "runs" / "elastic" / "metrics.jsonl", chosen.randrange(1, 7), chosen)
         (said,) = ended([torchrun], 240)
     assert "SIGKILL" in said or "exitcode: -9" in said.lower() or "Signal 9" in said, said
     assert final(tmp_path / "runs" / "elastic") == undisturbed
@@ -134,6 +136,21 @@ def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monk
 def test_mpi_needs_a_pytorch_that_has_it(tmp_path):
     with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --backend gloo"):
         train(RunConfig("digits", backend="mpi", output=tmp_path))
+
+
+def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own():
+    """Whoever comes late, or died before it came, in the start before."""
+    shared = dist.HashStore()
+    shared.set("greeting/1", "of one who is gone")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            late = [pool.submit(connect.fresh, shared, rank, 3) for rank in (0, 2)]
+            time.sleep(0.1)
+            stores = [late[0], pool.submit(connect.fresh, shared, 1, 3), late[1]]
+            first, *others = [future.result(30) for future in stores]
+        assert not first.check(["address"])
+        first.set("address", "new")
+        assert [store.get("address") for store in others] == [b"new", b"new"]
 
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")

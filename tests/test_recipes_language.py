@@ -16,10 +16,11 @@ from thinwire.comm import ProcessGroupCommunicator
 from thinwire.recipes import recipes
 from thinwire.train import RunConfig, loop, train
 from thinwire.train.data import ParallelText, PlainText
+from thinwire.train.interrupt import Interruption
 from thinwire.train.models import GPT, LSTMLanguageModel, Transformer
 from thinwire.train.models.base import num_parameters
 from thinwire.train.optimize import LearningRateSchedule
-from thinwire.train.records import make_folder
+from thinwire.train.run_folder import make_folder
 
 TASKS = ("multi30k-transformer-", "wikitext2-lstm-", "text-gpt-")
 SMALL = [name for name in recipes() if name.startswith(TASKS) and name.endswith("-small")]
@@ -83,7 +84,7 @@ def alone(tmp_path):
 def test_a_small_recipe_takes_two_steps(name, tmp_path, alone):
     config = replace(shrunk(name, tmp_path), workers=1)
     folder = make_folder(config)
-    loop.run(config, folder, alone)
+    loop.run(config, folder, alone, Interruption())
     check_records(folder, config)
 
 
@@ -128,5 +129,6 @@ def test_the_lstm_is_trained_as_published():
 
 
 def test_the_transformer_has_its_published_size():
+    model = recipes()["wmt16-transformer-dense"].config.model
     with torch.device("meta"):
-        assert num_parameters(recipes()["wmt16-transformer-dense"].config.model.build()) == 63_121_544
+        assert num_parameters(model.build()) == 63_121_544

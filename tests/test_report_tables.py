@@ -93,13 +93,27 @@ def test_groups_are_what_differs_but_for_the_seed(tmp_path):
     labels = {group.label: len(group.runs) for group in grouped(runs)}
     assert labels == {"4 workers, learning_rate=0.05": 2, "4 workers, learning_rate=0.1": 2, "1 worker, learning_rate=0.05": 2}
     assert {group.label: len(group.runs) for group in grouped(runs, ["workers"])} == {"4 workers": 4, "1 worker": 2}
-    assert {g.label for g in grouped(runs, ["averager", "workers"], {"Mean()": "dense"})} == {
-        "dense, 4 workers",
-        "dense, 1 worker",
-    }
     said = what_was_run(runs)
     for words in ("recipe digits", "1 and 4 workers", "40 steps (4 epochs)", "test_fraction=0.3", "seeds 0 and 1"):
         assert words in said
+
+
+def test_what_follows_from_the_averager_is_not_in_the_name(tmp_path):
+    write_run(tmp_path / "a", averager="dgc()", optimizer={"momentum": 0.0})
+    for seed in (0, 1):
+        write_run(tmp_path / f"b{seed}", optimizer={"momentum": 0.9}, seed=seed)
+    runs = find([tmp_path]).runs
+    assert {g.label: len(g.runs) for g in grouped(runs)} == {"dgc()": 1, "Mean()": 2}
+    assert {g.label: len(g.runs) for g in grouped(runs, names={"Mean()": "dense"})} == {"dgc()": 1, "dense": 2}
+
+
+def test_the_metric_is_what_the_summaries_name(tmp_path):
+    folder = write_run(tmp_path / "a", measured={"test_perplexity": 20.0})
+    assert main_metric(find([tmp_path]).runs, None).key == "test_accuracy"
+    summary = json.loads((folder / "summary.json").read_text()) | {"metric": "test_perplexity"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert main_metric(find([tmp_path]).runs, None).key == "test_perplexity"
+    assert main_metric(find([tmp_path]).runs, "test_loss").key == "test_loss"
 
 
 def test_a_field_that_an_older_run_does_not_have_sets_it_apart(tmp_path):

@@ -222,6 +222,15 @@ def test_the_learning_rate_grows_with_the_workers_where_asked(tmp_path):
     assert [row["learning_rate"] for row in read_run(folder).rows] == [2 * config.optimizer.learning_rate] * 2
 
 
+def test_a_run_tells_variance_and_levels_where_asked_and_is_the_same_run(tmp_path):
+    config = RunConfig("digits", "Mean(ALQ(bits=3))", workers=2, batch_size=64, max_steps=4, log_every=2, output=tmp_path)
+    silent, telling = (read_run(train(replace(config, variance=variance))).rows for variance in (False, True))
+    assert [row["loss"] for row in silent] == [row["loss"] for row in telling]
+    assert [row["bytes_sent"] for row in silent] == [row["bytes_sent"] for row in telling]
+    assert not any("variance" in row for row in silent)
+    assert all(0 < row["variance"] < 10 and len(row["levels"]) == 8 for row in telling)
+
+
 def test_workers_without_rounds_train_too(tmp_path):
     folder = train(RunConfig("digits", averager="Pairwise()", workers=2, batch_size=64, max_steps=8, output=tmp_path))
     final = read_run(folder).summary["final"]

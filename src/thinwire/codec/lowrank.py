@@ -38,7 +38,7 @@ class SVD(Codec):
         ValueError: rank out of range.
 
     Source: Wang et al. 2018, ATOMO, arXiv 1806.04090, whose spectral form samples singular vectors; Vogels et al. 2019,
-        PowerSGD, arXiv 1905.13727, which compares with the best approximation.
+    PowerSGD, arXiv 1905.13727, which compares with the best approximation.
 
     Example:
         >>> import torch, thinwire as tw

@@ -115,7 +115,7 @@ class OneBit(Codec):
         ValueError: bucket_size out of range.
 
     Source: Seide et al. 2014, 1-bit stochastic gradient descent and its application to data-parallel distributed
-        training of speech DNNs.
+    training of speech DNNs.
 
     Example:
         >>> import torch, thinwire as tw

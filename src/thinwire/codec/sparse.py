@@ -159,7 +159,10 @@ def encode_sparse(
         for x, r in zip(segments, residuals, strict=True):
             if r.data_ptr() != x.data_ptr():
                 r.copy_(x)
-        kernels.scatter(residuals, indices, lost, counts)
+        if lost is None:
+            kernels.clear(residuals, indices, counts)
+        else:
+            kernels.scatter(residuals, indices, lost, counts)
     return torch.cat([sent, sparsifier._write_support(indices, counts, numels, keys)])
 
 
@@ -181,8 +184,11 @@ def decode_sparse(
         f"{sparsifier}: the payload has {sent.numel()} bytes of values, and {sum(counts)} of them take {expected}; "
         "is it corrupt, or were sender and receiver configured differently?",
     )
-    values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
-    values_codec._decode_add(sent, list(values.split(counts)), 1.0)
+    if isinstance(values_codec, Identity):
+        values = sent.view(torch.float32)
+    else:
+        values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
+        values_codec._decode_add(sent, list(values.split(counts)), 1.0)
     kernels.scatter_add(outs, indices, values, counts, weight)
     return Selection(indices, values, counts)
 
@@ -219,8 +225,10 @@ def check_ratio(codec: Codec, ratio: float | Schedule) -> None:
 
 def _encode_values(
     values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
-) -> tuple[Tensor, Tensor]:
-    """The payload of the values times `gains`, and what it lacks of the values."""
+) -> tuple[Tensor, Tensor | None]:
+    """The payload of the values times `gains`, and what it lacks of the values: None for nothing."""
+    if isinstance(values_codec, Identity) and all(gain == 1.0 for gain in gains):
+        return values.view(torch.uint8), None
     kept, lost = list(values.split(counts)), torch.empty_like(values)
     if all(gain == 1.0 for gain in gains):
         sent = values_codec._encode(kept, keys, list(lost.split(counts)))

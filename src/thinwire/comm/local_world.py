@@ -47,7 +47,8 @@ class LocalWorld:
         """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
 
         Raises:
-            The first error that a worker raised, its rank put before its message; the others are released at once.
+            Exception: the first error that a worker raised, its rank put before its message; the others are released
+                at once.
         """
         mail, results = Mail(self.timeout_seconds), [None] * self.size
         work = partial(_work, mail, self.size, results, fn, args)

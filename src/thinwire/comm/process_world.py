@@ -54,7 +54,8 @@ class ProcessWorld:
         `fn`, `args` and the results must be picklable: a function at the top level of a module.
 
         Raises:
-            The first error that a worker raised, its rank put before its message; however it ends, no worker is left.
+            Exception: the first error that a worker raised, its rank put before its message; however it ends, no
+                worker is left.
         """
         context, task = worker_context(["thinwire"]), pickle.dumps((fn, args))
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -49,6 +49,7 @@ __all__ = [
     "cast_pack",
     "check_levels",
     "chunk_norms",
+    "clear",
     "dequantize_add",
     "dequantize_levels_add",
     "dequantize_sum",
@@ -812,6 +813,25 @@ def scatter(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Seq
     outs = _segments("outs", outs, device)
     check_counts(counts, _numels(outs))
     _backend(device).scatter(outs, *_pairs(indices, values, counts, device), list(counts))
+
+
+def clear(outs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> None:
+    """Set selected elements to zero: ``outs[i][indices] = 0``.
+
+    Raises:
+        ValueError: if an index lies outside its segment; nothing has then been written to that segment.
+
+    >>> out = torch.ones(3)
+    >>> clear([out], torch.tensor([1], dtype=torch.int32), [1])
+    >>> out
+    tensor([1., 0., 1.])
+    """
+    device = _device(outs, indices)
+    outs = _segments("outs", outs, device)
+    check_counts(counts, _numels(outs))
+    if indices.numel() != sum(counts):
+        raise ValueError(f"indices: expected {sum(counts)} elements (the sum of counts), got {indices.numel()}")
+    _backend(device).clear(outs, _tensor("indices", indices, torch.int32, device), list(counts))
 
 
 def scatter_add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int], weight: float) -> None:

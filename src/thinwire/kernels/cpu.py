@@ -146,6 +146,10 @@ def scatter(outs, indices, values, counts) -> None:
     _native.scatter(_views(outs), indices.numpy(), values.numpy(), counts)
 
 
+def clear(outs, indices, counts) -> None:
+    _native.clear(_views(outs), indices.numpy(), counts)
+
+
 def scatter_add(outs, indices, values, counts, weight) -> None:
     _native.scatter_add(_views(outs), indices.numpy(), values.numpy(), counts, weight)
 

@@ -517,6 +517,11 @@ def scatter(outs, indices, values, counts) -> None:
         out[index] = value
 
 
+def clear(outs, indices, counts) -> None:
+    for out, index, _ in _checked_pieces(outs, indices, indices, counts):
+        out[index] = 0
+
+
 def scatter_add(outs, indices, values, counts, weight) -> None:
     weight = torch.tensor(weight, dtype=torch.float32, device=values.device)
     for out, index, value in _checked_pieces(outs, indices, values, counts):

@@ -83,7 +83,7 @@ def gossip_parameters(
             differ between them.
 
     Source: Lian et al. 2017 (D-PSGD), arXiv 1705.09056; Assran et al. 2019 (SGP, Overlap SGP), arXiv 1811.10792;
-        Lian et al. 2018 (AD-PSGD), arXiv 1710.06952.
+    Lian et al. 2018 (AD-PSGD), arXiv 1710.06952.
 
     Example:
         >>> import torch, thinwire as tw

@@ -20,7 +20,7 @@ SMALL = "-small"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run's configuration, and what to say of it in a line."""
+    """A run's configuration, and what to say of it in a line: model, data, source and what is sent."""
 
     about: str
     config: RunConfig
@@ -72,12 +72,12 @@ class Task:
         """All recipes by name, each followed by its small twin."""
         made = {}
         for end, method in self.methods.items():
-            name = self.name(end)
-            made[name] = _recipe(name, method.about, self.full, method.averager, method.changes)
+            name, about = self.name(end), f"{self.title}. {method.about}"
+            made[name] = _recipe(name, about, self.full, method.averager, method.changes)
             if self.small is not None:
                 averager = method.small_averager or method.averager
                 made[name + SMALL] = _recipe(
-                    name + SMALL, f"{method.about} (small)", self.small, averager, method.small_changes
+                    name + SMALL, f"{about} (small)", self.small, averager, method.small_changes
                 )
         return made
 

@@ -18,7 +18,7 @@ class Group:
     """Runs of one method.
 
     Args:
-        words: what sets them apart from other groups, by field of the configuration, as it is shown.
+        words: what tells them from other groups, by field of the configuration, as it is shown.
         runs: the finished runs; where there are none, the unfinished ones.
         name: what to call them where nothing sets them apart.
     """
@@ -79,13 +79,23 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
         if key not in known:
             raise ValueError(f"no run has a field {key!r} to group by; fields that there are: {', '.join(known)}")
     fields, names = list(by) or differing(runs), names or {}
+    telling = _telling(configs, fields)
     members: dict[tuple[str, ...], list[tuple[dict[str, str], Run]]] = {}
     for run, config in zip(runs, configs, strict=True):
         values = {key: config.get(key, MISSING) for key in fields}
-        words = {key: _words(key, value) for key, value in values.items()}
+        words = {key: _words(key, values[key]) for key in telling}
         members.setdefault(tuple(map(repr, values.values())), []).append((words, run))
     _check_names(names, {word for pairs in members.values() for words, run in pairs for word in (*words.values(), run.label)})
     return [_group(pairs[0][0], [run for _, run in pairs], names) for pairs in members.values()]
+
+
+def _telling(configs: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
+    """As few fields as tell all groups apart, the averager first: what follows from others need not be said."""
+    chosen: list[str] = []
+    for key in sorted(fields, key=lambda key: key != "averager"):
+        before, after = ({tuple(repr(c.get(k, MISSING)) for k in keys) for c in configs} for keys in (chosen, [*chosen, key]))
+        chosen += [key] * (len(after) > len(before))
+    return chosen
 
 
 def _check_names(names: Mapping[str, str], words: set[str]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .runs import Run
 
 MEAN_MODEL = "mean_model_"
-PREFERRED = ("accuracy", "bleu", "top5_accuracy", "perplexity", "loss")  # what runs are compared by, unless told
+PREFERRED = ("accuracy", "bleu", "top5_accuracy", "perplexity", "loss")  # unless the summaries name one
 NAMES = {"variance": "relative variance", "bleu": "BLEU", "top5_accuracy": "top-5 accuracy"}
 
 
@@ -77,14 +77,15 @@ def on_test_sets(runs: Sequence[Run]) -> list[Metric]:
 
 
 def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
-    """What runs are compared by: as asked, or else the first test metric that there is.
+    """What runs are compared by: as asked, or else what their summaries name, or the first test metric that there is.
 
     Raises:
         ValueError: no run has what was asked for.
     """
     known = on_test_sets(runs)
     if asked is None:
-        return known[0] if known else None
+        named = [m for m in known if any(run.summary.get("metric") == m.key for run in runs)]
+        return next(iter([*named, *known]), None)
     if any(asked in row for run in runs for row in run.rows):
         return metric(asked)
     names = ", ".join(m.key for m in known) or "none"

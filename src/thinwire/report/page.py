@@ -195,6 +195,7 @@ figcaption b { color: var(--ink); }
 .paper svg { display: block; width: 100%; height: auto; }
 .paper svg text { font-family: "DejaVu Sans", system-ui, sans-serif !important; }
 summary { cursor: pointer; padding: .3rem 0; }
+@media (max-width: 30rem) { tbody th { min-width: 8.5rem; } th, td { padding: .35rem .4rem; } thead th { min-width: 3.5rem; } }
 @media print {
   body { font-size: 10pt; background: #fff; color: #000; }
   main { max-width: none; padding: 0; }

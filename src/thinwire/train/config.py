@@ -101,6 +101,8 @@ class RunConfig:
     """Replace the run that has this name, instead of refusing."""
     log_every: int = 10
     """Steps between two rows of metrics; lower => finer curves, larger files."""
+    variance: bool = False
+    """Also record what a lossy codec loses of a gradient, for one more encoding a row."""
     wandb: str | None = None
     """Project of Weights & Biases to send the rows to as well; needs its package, and an account or WANDB_MODE=offline."""
 

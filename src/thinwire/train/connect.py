@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,12 +43,40 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
     else:
         rank, size = environment.rank, environment.size
-        store = store or next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS))[0]
+        if store is None:
+            store = fresh(next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS))[0], rank, size)
         backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
     with ProcessGroupCommunicator() as comm:
         yield comm
     dist.destroy_process_group()
+
+
+def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store for this start of the workers alone.
+
+    torchrun's store outlives the workers: after a restart it still holds the addresses of those that are gone. So rank 0
+    chooses a word, and tells it to those who have greeted it until they have all heard: an answer is for one greeting.
+    """
+    own = uuid.uuid4().hex
+    store.set(f"greeting/{rank}", own)
+    if rank == 0:
+        _tell(store, own, set(range(1, size)))
+        return dist.PrefixStore(own, store)
+    word = store.get(f"answer/{own}").decode()
+    store.set(f"heard/{word}/{rank}", "")
+    return dist.PrefixStore(word, store)
+
+
+def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
+    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
+    while waiting := {rank for rank in waiting if not store.check([f"heard/{word}/{rank}"])}:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(waiting)} did not come within {RENDEZVOUS.total_seconds():.0f} seconds")
+        for rank in waiting:
+            if store.check([f"greeting/{rank}"]):
+                store.set(f"answer/{store.get(f'greeting/{rank}').decode()}", word)
+        time.sleep(0.02)
 
 
 def choose_interface(name: str | None, one_node: bool) -> None:

@@ -15,6 +15,7 @@ own, so that the ledger counts training alone.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from . import checkpoint
 from .config import RunConfig
 from .data import Dataset
 from .evaluation import evaluate
+from .insight import insight, own_gradients
 from .interrupt import Interrupted, Interruption
 from .meter import Meter
 from .optimize import set_learning_rate
@@ -50,7 +52,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     data = together(comm, config.data.load)
-    _, num_steps = count_steps(config, data, comm.size)
+    _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
     training = prepare(config, data, together(comm, lambda: choose_device(config)))
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)
@@ -65,11 +67,12 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 training.carried = None
             learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps, comm.size)
             set_learning_rate(training.optimizer, learning_rate)
-            with meter.clock("step"):
+            row_is_due = step.number % config.log_every == 0 or step.ends_epoch
+            watched = config.variance and row_is_due and comm.rank == 0
+            with meter.clock("step"), own_gradients(training.model) if watched else nullcontext({}) as gradients:
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
-            row_is_due = step.number % config.log_every == 0 or step.ends_epoch
             # Workers without rounds meet at rows alone.
             stop = interruption.requested(comm) if training.strategy.in_rounds or row_is_due else 0
             is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
@@ -77,6 +80,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 training.strategy.absorb()  # so that what is tested is what is saved
             if row_is_due:
                 row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
+                row |= insight(training.strategy, gradients)
                 if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
                     row |= evaluate(config, data, training.model, training.strategy, comm)
                 for watcher in watchers:

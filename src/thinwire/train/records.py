@@ -35,6 +35,8 @@ COLUMNS = {
     "mean_model_test_perplexity": "its perplexity, likewise",
     "mean_model_test_bleu": "its BLEU, likewise",
     "consensus_distance": "where models differ, root mean square over the workers of their distance to the mean model",
+    "variance": "where asked for, relative variance |Q(g) - g|^2 / |g|^2 of the codec on rank 0's own gradient g of this step",
+    "levels": "of a codec whose levels adapt, those at work, ascending from -1 to 1",
     "learning_rate": "of the last step",
     "bytes_sent": "by a worker, to average and to begin with equal weights, since the start; from the ledger, mean",
     "bytes_received": "likewise",
@@ -76,11 +78,11 @@ class Records:
         self._jsonl.write(json.dumps(row) + "\n")
         self._csv.writerow(row)
 
-    def row(self, values: dict[str, float]) -> None:
+    def row(self, values: dict[str, Any]) -> None:
         """Append a row; keys are among `COLUMNS`."""
         self._write(plain(values))
         for name, value in values.items():
-            if name != "step":
+            if name not in ("step", "levels"):
                 self._events.add_scalar(name, value, values["step"])
 
     def close(self) -> None:

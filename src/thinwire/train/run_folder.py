@@ -12,8 +12,8 @@ from .checkpoint import describe, latest
 from .config import RunConfig
 
 FREE = (
-    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "wandb"),
-    *("test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
+    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
 )
 """Fields that may change when a run goes on: they don't change what it learns, but for rounding."""
 
@@ -35,6 +35,8 @@ def make_folder(config: RunConfig) -> Path:
     try:
         if config.resume and folder.exists():
             check_same_run(config, folder)
+            for report in folder.glob("worker-*-error.txt"):  # what went wrong last time is not what goes wrong now
+                report.unlink()
             return folder
         if config.overwrite and folder.exists():
             require((folder / "config.json").is_file(), f"{str(folder)!r} is not a run; --overwrite leaves it alone")
@@ -53,7 +55,8 @@ def _claim(folder: Path, numbered: bool) -> Path:
             candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
             return candidate
         except FileExistsError:
-            require(numbered, f"{str(folder)!r} exists; choose another --name, or replace it with --overwrite")
+            advice = "go on with --resume, replace it with --overwrite, or choose another --name"
+            require(numbered, f"{str(folder)!r} exists; {advice}")
     raise ValueError(f"{str(folder)!r} and 9999 numbered ones exist; choose a --name")
 
 

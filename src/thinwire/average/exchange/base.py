@@ -95,8 +95,7 @@ class Job:
             return
         segments = [flatten(masked, payload.device)] if self.merged else [m.view(-1) for m in masked]
         sent = self.selection or self.codec.support(payload, [s.numel() for s in segments], list(keys))
-        zeros = torch.zeros(sent.indices.numel(), device=payload.device)
-        kernels.scatter(segments, sent.indices, zeros, sent.counts)
+        kernels.clear(segments, sent.indices, sent.counts)
         if self.merged:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))
 
