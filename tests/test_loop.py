@@ -197,7 +197,8 @@ def evaluated_everywhere(comm, configs: dict[str, RunConfig]) -> list[tuple]:
             together = evaluate(config, data, model, strategy, comm)
             assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
             # A recurrent model reads as many streams side by side as all workers together.
-            by_itself = {"test_": data.metrics(data.evaluate(model, 0, 1, comm.size * config.test_batch_size))}
+            streams = config.test_batch_size * (1 if strategy.models_differ else comm.size)
+            by_itself = {"test_": data.metrics(data.evaluate(model, 0, 1, streams))}
             if strategy.models_differ:
                 for key, value in before.items():
                     if value.is_floating_point():

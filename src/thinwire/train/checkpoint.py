@@ -104,8 +104,12 @@ def tidy(folder: Path, config: RunConfig, metric: str) -> None:
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
     begun_and_left = [path for path in folder.glob(".step-*") if path.name < f".{found[-1].name}"] if found else []
-    for path in [*(path for path in found if path not in kept), *begun_and_left]:
+    for path in begun_and_left:
         shutil.rmtree(path)
+    for path in found:
+        if path not in kept:
+            hidden = path.rename(folder / f".{path.name}")  # first: half of a checkpoint must not look like one
+            shutil.rmtree(hidden)
 
 
 def _finished(folder: Path) -> list[Path]:
