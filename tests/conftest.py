@@ -1,9 +1,14 @@
-"""One thread for each worker, as in a real run, and so that sums do not depend on the number of cores."""
+"""What all tests need: one thread a worker, and Ctrl-C heard by the processes that tests start."""
 
 import os
+import signal
 
+# As in a real run, and so that sums do not depend on the number of cores.
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded: threads that are started later read it then
 
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+# A shell has what it starts in the background ignore Ctrl-C, and our children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
