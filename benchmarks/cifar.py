@@ -68,11 +68,9 @@ def finished(label: str, config: RunConfig, may_train: bool) -> Run | None:
     """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
     name = re.sub(r"[^\w.]+", "-", f"{config.averager}-epochs{config.epochs}").strip("-").lower()
     folder = config.output / name
-    if not (folder / "summary.json").exists():
-        if not may_train:
-            return None
-        train(replace(config, name=name, overwrite=True))
-    return read_run(folder, label)
+    if may_train:
+        train(replace(config, name=name, resume=True))
+    return read_run(folder, label) if (folder / "summary.json").exists() else None
 
 
 def table(runs: Sequence[Run]) -> list[str]:

@@ -54,11 +54,9 @@ def finished(config: RunConfig, may_train: bool) -> Run | None:
     options = f"{config.averager} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
     name = re.sub(r"\W+", "-", options).strip("-").lower()
     folder = config.output / name
-    if not (folder / "summary.json").exists():
-        if not may_train:
-            return None
-        train(replace(config, name=name, overwrite=True))
-    return read_run(folder, config.averager)
+    if may_train:
+        train(replace(config, name=name, resume=True))
+    return read_run(folder, config.averager) if (folder / "summary.json").exists() else None
 
 
 def table(runs: list[Run]) -> list[str]:

@@ -37,12 +37,10 @@ def main() -> None:
 def finished(name: str, data: Path, output: Path, may_train: bool) -> Run | None:
     """The run of this recipe, trained now unless it was before; None where it was not and is not wanted."""
     folder = output / name
-    if not (folder / "summary.json").exists():
-        if not may_train:
-            return None
+    if may_train:
         config = recipes()[name].config
-        train(replace(config, data=replace(config.data, folder=data), output=output, name=name, overwrite=True))
-    return read_run(folder, name)
+        train(replace(config, data=replace(config.data, folder=data), output=output, name=name, resume=True))
+    return read_run(folder, name) if (folder / "summary.json").exists() else None
 
 
 def table(metric: str, key: str, runs: list[Run]) -> list[str]:

@@ -129,9 +129,8 @@ def run(averager: str, options: argparse.Namespace) -> Run:
     label = f"{averager}-rate{optimizer.learning_rate:g}-epochs{epochs}"
     name = re.sub(r"[^\w.]+", "-", label).strip("-").lower()
     folder = options.folder / name
-    if not (folder / "summary.json").exists():
-        config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer)
-        train(replace(config, epochs=epochs, output=options.folder, name=name, overwrite=True))
+    config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer)
+    train(replace(config, epochs=epochs, output=options.folder, name=name, resume=True))
     return read_run(folder)
 
 

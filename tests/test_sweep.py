@@ -11,9 +11,10 @@ import pytest
 
 from thinwire.recipes import recipes
 from thinwire.sweep import identity, read_sweep
-from thinwire.sweep.identity import IMMATERIAL
+from thinwire.sweep.identity import OF_CONSENSUS
 from thinwire.sweep.overrides import overridden
 from thinwire.train import RunConfig
+from thinwire.train.run_folder import FREE
 
 GRID = """
 recipe = "digits"
@@ -162,7 +163,7 @@ def test_every_nested_value_counts():
 
 def test_what_does_not_count_exists():
     known = {name.split(".")[0] for name in RunConfig("digits").as_dict()} | {"json", "figure", "processes"}
-    assert {name.split(".")[0] for name in IMMATERIAL} <= known
+    assert {name.split(".")[0] for name in (*FREE, *OF_CONSENSUS)} <= known
 
 
 def test_fields_within_fields_may_not_count_either():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..algorithm import require
-from ..average import Mean
+from ..average import Averager
 from ..train import RunConfig
 from ..train.optimize import DGCSGD, SGD
 
@@ -98,9 +98,7 @@ def momentum_applied_once(config: RunConfig) -> Any:
         ValueError: the averager's momentum is not the optimizer's.
     """
     averager, optimizer = config.parsed_averager(), config.optimizer
-    if not (isinstance(averager, Mean) and averager.memory is not None and averager.memory.has_momentum):
-        return optimizer
-    if not isinstance(optimizer, SGD):
+    if not (isinstance(averager, Averager) and averager.has_momentum and isinstance(optimizer, SGD)):
         return optimizer
     memory, same = averager.memory, (optimizer.momentum, optimizer.nesterov)
     require(

@@ -29,8 +29,9 @@ from typing import Any
 
 from ..algorithm import require
 from ..notation import suggestion
+from ..train.run_folder import flat
 from .identity import identity
-from .overrides import flat, overridden
+from .overrides import overridden
 from .tasks import TASKS, Task
 
 if sys.version_info >= (3, 11):

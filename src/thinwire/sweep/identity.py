@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..train.run_folder import FREE
-from .overrides import flat
+from ..train.run_folder import binding
 
-IMMATERIAL = {*FREE, "json", "figure", "processes"}  # the last three are of consensus experiments
+OF_CONSENSUS = ("json", "figure", "processes")  # free fields of consensus experiments
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -28,6 +27,6 @@ def identity(config: Mapping[str, Any]) -> str:
         >>> identity({"seed": 1, "threads": 1}) == identity({"seed": 1, "threads": 4}) != identity({"seed": 2})
         True
     """
-    material = {path: value for path, value in flat(config) if not {path, path.split(".")[0]} & IMMATERIAL}
+    material = {path: value for path, value in binding(config).items() if path not in OF_CONSENSUS}
     text = json.dumps(material, sort_keys=True, default=str)  # paths as text; tuples as lists
     return hashlib.sha256(text.encode()).hexdigest()[:16]

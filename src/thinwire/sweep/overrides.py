@@ -7,7 +7,7 @@ part then begin at the defaults of the chosen one. Values are those of TOML and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,20 +37,6 @@ def overridden(config: Any, values: Mapping[str, Any]) -> Any:
         (1, 0.1)
     """
     return _replaced(config, _nested(values), ())
-
-
-def flat(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
-    """Field paths and values of nested tables; dotted keys, nested tables and both together mean the same.
-
-    Example:
-        >>> dict(flat({"optimizer": {"learning_rate": 0.1}, "optimizer.momentum": 0.0}))
-        {'optimizer.learning_rate': 0.1, 'optimizer.momentum': 0.0}
-    """
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, (*path, key))
-        else:
-            yield ".".join((*path, key)), value
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,16 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ..train.interrupt import SAVED
 from .file import PlannedRun
 from .identity import identity
 from .tasks import read_json
 
 State = Literal["waiting", "running", "stopped", "failed", "finished"]
-STOPPED_CODES = (
-    75,
-    130,
-    143,
-)  # after SIGTERM with a checkpoint saved, after Ctrl-C, after SIGTERM before the first step
+STOPPED_CODES = (SAVED, 130, 143)  # with a checkpoint; after Ctrl-C; after SIGTERM, before the first step
 TAIL_BYTES = 16384
 
 

@@ -39,7 +39,6 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if config.backend == "mpi":
-        check_mpi()
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
     else:
         rank, size = environment.rank, environment.size

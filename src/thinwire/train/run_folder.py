@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,10 @@ def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
     Raises:
         ValueError: it names the fields that differ, with both values.
     """
-    before, now = _flat(saved), _flat(config.as_dict())
-    names = [name for name in {**now, **before} if name.split(".")[0] not in FREE and name not in FREE]
+    before, now = binding(saved), binding(config.as_dict())
     differing = [
         f"{name} {before.get(name, 'nothing')!r}, not {now.get(name, 'nothing')!r}"
-        for name in names
+        for name in {**now, **before}
         if before.get(name, "nothing") != now.get(name, "nothing")
     ]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -110,9 +110,20 @@ def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
     )
 
 
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields within fields, as the command line names them: {"model": {"width": 8}} -> {"model.width": 8}."""
-    flat = {}
-    for name, value in fields.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+def binding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that determine a run's result, by path: all but `FREE`."""
+    return {path: value for path, value in flat(config) if path not in FREE and path.split(".")[0] not in FREE}
+
+
+def flat(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Field paths and values of nested tables; dotted keys, nested tables and both together mean the same.
+
+    Example:
+        >>> dict(flat({"optimizer": {"learning_rate": 0.1}, "optimizer.momentum": 0.0}))
+        {'optimizer.learning_rate': 0.1, 'optimizer.momentum': 0.0}
+    """
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value

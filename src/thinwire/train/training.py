@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithm import require
-from ..average import Mean
-from ..memory import MomentumCorrection
+from ..average import Averager
 from .config import RunConfig
 from .data import Batch, Dataset
 from .models import apply
@@ -152,9 +151,9 @@ def check_clipping(config: RunConfig) -> None:
         ValueError: they would be clipped after they were added up.
     """
     averager = config.parsed_averager()
-    adds_up = isinstance(averager, Mean) and isinstance(averager.memory, MomentumCorrection)
+    adds_up = isinstance(averager, Averager) and averager.has_momentum
     require(
         config.clip_norm is None or not adds_up,
-        f"clip_norm {config.clip_norm} would clip gradients that {averager.memory if adds_up else ''} has added up already; "
+        f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has added up already; "
         "leave it out and clip there: MomentumCorrection(clip=ClipByNorm(...))",
     )
