@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -133,6 +134,17 @@ def many_outstanding(comm) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_outstanding_operations(run, size):
     run(size, many_outstanding)
+
+
+def through_copies(operations, comm) -> None:
+    """As over Gloo with tensors of a GPU: what is sent and received lies in memory of its own."""
+    comm._direct = set()
+    operations(comm)
+
+
+@pytest.mark.parametrize("operations", [all_operations, many_outstanding])
+def test_what_gloo_cannot_send_from_goes_through_main_memory(operations):
+    WORLDS["processes"](3, partial(through_copies, operations))
 
 
 def random_sum(comm, dtype) -> bytes:

@@ -16,7 +16,7 @@ Ownership  From the call until `wait()` returns, tensors belong to the operation
 Equality   `all_reduce` leaves the same bits on every worker, whatever the backend; the order of addition is the
            backend's own, so that backends may differ from each other in the last bits.
 Devices    CUDA tensors are read after the work that the caller's current stream holds at the call, and `wait()` makes
-           the stream that is current then wait for the result; the host does not wait.
+           the stream that is current then wait for the result; the host waits over Gloo alone.
 Errors     What the caller did wrong is a ValueError, raised at the call, before anything is sent or counted. What goes
            wrong on the way is a `CommunicationError`, raised by `wait()`: it names this rank, the operation and, where
            it is known, the peer. It comes within the timeout, at once if a peer has died. A communicator that has

@@ -5,6 +5,7 @@ it starts the next. Between two workers, the backends match messages in the orde
 
 Gloo   `all_gather` is an exchange with everyone, all receives posted before the first send: a message whose receive is
        posted late waits for a round trip, which costs Gloo's own all_gather and batch_isend_irecv up to half the line.
+       CUDA tensors go through main memory (several workers may share a GPU, which NCCL's may not), and `wait()` waits.
 NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal parts use its own all-gather, which
        crosses the links between nodes less often. `wait()` orders streams and returns before the data is there, so
        that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.
@@ -13,7 +14,7 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal pa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -67,6 +68,7 @@ class ProcessGroupCommunicator(Communicator):
         # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy
         if "cpu" not in self._backends:
             self._object_device = torch.device("cuda", torch.cuda.current_device())
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
@@ -95,6 +97,8 @@ class ProcessGroupCommunicator(Communicator):
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         side = self._streams[device]
+        if self._backends["cuda"] == "gloo":
+            return partial(self._complete, self._issuer.submit(partial(_start_after, side, ready, start)))
         issued = self._issuer.submit(partial(_start_on_stream, side, ready, tensors, start))
         return lambda: torch.cuda.current_stream(device).wait_event(issued.result())
 
@@ -118,13 +122,12 @@ class ProcessGroupCommunicator(Communicator):
                     receive.wait(timedelta(milliseconds=1))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
-        """The one device of all tensors, which the backend must be able to send from."""
+        """The one device of all tensors, for which there must be a backend."""
         devices = {tensor.device for tensor in tensors} or {self._object_device}
-        backends = {self._backends.get(device.type) for device in devices}
-        if len(devices) > 1 or backends <= {None} or (backends == {"gloo"} and devices != {torch.device("cpu")}):
+        if len(devices) > 1 or not {device.type for device in devices} <= self._backends.keys():
             raise ValueError(
                 f"rank {self.rank}: tensors on {', '.join(sorted(map(str, devices)))} cannot be sent together over "
-                f"{self._backends}. Keep them on one device, and initialise with backend 'cpu:gloo,cuda:nccl'."
+                f"{self._backends}. Keep them on one device, and initialise with a backend for it: 'cpu:gloo,cuda:nccl'."
             )
         return devices.pop()
 
@@ -133,14 +136,16 @@ class ProcessGroupCommunicator(Communicator):
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
         if tensor.numel() == 0:
             return partial(_wait, [])
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return partial(_wait, [("", work)])
+        sent = self._sendable(tensor)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        return partial(_wait, [("", work)], [(tensor, sent)])
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         own, equal = gathered[self.rank], len({part.numel() for part in gathered}) == 1
         if self._backends[own.device.type] == "nccl" and equal and own.numel():
             work = dist.all_gather(gathered, own, group=self._group, async_op=True)
             return partial(_wait, [("", work)])
+        own = self._sendable(own)  # once for all
         return self._start_exchange(
             {peer: own for peer in self._others(gathered) if own.numel()},
             {peer: part for peer, part in self._others(gathered).items() if part.numel()},
@@ -149,15 +154,25 @@ class ProcessGroupCommunicator(Communicator):
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         if tensor.numel() == 0:
             return partial(_wait, [])
-        work = dist.broadcast(tensor, self._global_ranks[root], group=self._group, async_op=True)
-        return partial(_wait, [(f"from rank {root}", work)])
+        sent = self._sendable(tensor)
+        work = dist.broadcast(sent, self._global_ranks[root], group=self._group, async_op=True)
+        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if any(self._backends[t.device.type] == "nccl" for t in (*sends.values(), *receives.values())):
             return self._start_grouped(sends, receives)
-        works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in receives.items()]
-        works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in sends.items()]
-        return partial(_wait, works)
+        landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
+        sent = {peer: self._sendable(tensor) for peer, tensor in sends.items()}
+        works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in landing.items()]
+        works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in sent.items()]
+        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
+
+    def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
+        """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
+        if self._backends[tensor.device.type] != "gloo" or tensor.device.type in self._direct:
+            return tensor
+        staged = torch.empty_like(tensor, device="cpu")
+        return staged.copy_(tensor) if copied else staged
 
     def _open_channel(self, peers: list[int]) -> Channel:
         return open_sockets(self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel)
@@ -182,12 +197,23 @@ def _new_group(ranks: list[int], config: str, timeout_seconds: float) -> dist.Pr
     return dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
 
 
-def _wait(works: list[tuple[str, dist.Work]]) -> None:
+def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    """Waits for all; what `landed` in main memory is then copied to where it belongs."""
     for what, work in works:
         try:
             work.wait()
         except RuntimeError as error:
             raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
+    for tensor, staged in landed:
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+
+def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Callable[[], Callable]) -> Callable[[], Any]:
+    """Starts an operation that copies into main memory, which it does on `side`, once `ready` has happened."""
+    with torch.cuda.stream(side):
+        side.wait_event(ready)
+        return start()
 
 
 def _start_on_stream(

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..fields import flat
 from .runs import Run
 
-# Where a run lies, and how its workers met, is no part of what was run.
-IGNORED = {"seed", "name", "output", "overwrite", "port"}
+# Where a run lies, how its workers met and what is kept of it is no part of what was run.
+IGNORED = {
+    *("seed", "name", "output", "overwrite", "resume", "requeue", "port", "interface", "keep", "checkpoint_every", "wandb"),
+}
 MISSING = "not set"
 
 
@@ -42,22 +45,9 @@ class Group:
         return replace(self, words={key: word for key, word in self.words.items() if key != field})
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted paths.
-
-    Example:
-        >>> flat({"workers": 4, "optimizer": {"schedule": {"shape": "cosine"}}})
-        {'workers': 4, 'optimizer.schedule.shape': 'cosine'}
-    """
-    fields: dict[str, Any] = {}
-    for key, value in config.items():
-        fields |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return fields
-
-
 def differing(runs: Sequence[Run]) -> list[str]:
     """Fields of the configuration in which these runs differ, apart from the seed."""
-    configs = [flat(run.config) for run in runs]
+    configs = [dict(flat(run.config)) for run in runs]
     fields = dict.fromkeys(key for config in configs for key in config)
     return [key for key in fields if key not in IGNORED and len({repr(c.get(key, MISSING)) for c in configs}) > 1]
 
@@ -73,7 +63,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
     Raises:
         ValueError: an unknown field, or a name for what no label says.
     """
-    configs = [flat(run.config) for run in runs]
+    configs = [dict(flat(run.config)) for run in runs]
     known = sorted({key for config in configs for key in config})
     for key in by:
         if key not in known:
@@ -121,7 +111,7 @@ def _words(key: str, value: Any) -> str:
 
 def what_was_run(runs: Sequence[Run]) -> str:
     """Recipe, workers, length, batch, data and seeds, in one sentence; what differs is listed."""
-    configs = [flat(run.config) for run in runs]
+    configs = [dict(flat(run.config)) for run in runs]
 
     def listed(key: str) -> str:
         values = {str(config[key]) for config in configs if config.get(key) is not None}

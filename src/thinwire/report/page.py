@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..fields import flat
 from .drawings import Drawing
-from .groups import IGNORED, flat
+from .groups import IGNORED
 from .runs import Problem, Run
 from .style import save_svg
 from .tables import Comparison, heads
@@ -120,7 +121,7 @@ def _configurations(runs: Sequence[Run]) -> Iterable[str]:
     """What all runs share, and what sets each apart."""
     if not runs:
         return
-    configs = [flat(run.config) for run in runs]
+    configs = [dict(flat(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config if key not in IGNORED - {"seed"}))
     shared = [key for key in keys if len({_value(config, key) for config in configs}) == 1]
     rest = [key for key in keys if key not in shared]

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from ..algorithm import require
+from ..fields import flat
 from ..notation import suggestion
-from ..train.run_folder import flat
 from .identity import identity
 from .overrides import overridden
 from .tasks import TASKS, Task

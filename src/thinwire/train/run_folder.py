@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..algorithm import require
+from ..fields import flat
 from .checkpoint import describe, latest
 from .config import RunConfig
 
@@ -113,17 +114,3 @@ def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
 def binding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that determine a run's result, by path: all but `FREE`."""
     return {path: value for path, value in flat(config) if path not in FREE and path.split(".")[0] not in FREE}
-
-
-def flat(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Field paths and values of nested tables; dotted keys, nested tables and both together mean the same.
-
-    Example:
-        >>> dict(flat({"optimizer": {"learning_rate": 0.1}, "optimizer.momentum": 0.0}))
-        {'optimizer.learning_rate': 0.1, 'optimizer.momentum': 0.0}
-    """
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, (*path, key))
-        else:
-            yield ".".join((*path, key)), value
