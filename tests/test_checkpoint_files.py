@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.train import RunConfig, WorkerError, train
+from thinwire.train import RunConfig, train
 from thinwire.train.checkpoint import latest
 from thinwire.train.models import DigitsNet
 from thinwire.train.records import Records, read_rows
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(name, damage, 
     damage(folder / "checkpoints" / "step-000008" / name)
     before = contents(folder)
     expected = rf"step-000008/{name} is missing, truncated or damaged .* remove the folder"
-    with pytest.raises(WorkerError, match=expected) as error:
+    with pytest.raises(ValueError, match=expected) as error:
         train(config)
     assert "\n" not in str(error.value)
     after = contents(folder)
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_p
     else:
         state["averager"]["memory"] = None
     torch.save(state, path)
-    with pytest.raises(WorkerError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"):
+    with pytest.raises(ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"):
         train(config)
 
 

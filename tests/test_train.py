@@ -18,8 +18,8 @@ from thinwire.train.data import Digits, Images, Split, num_batches, shard, uneve
 from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import SGD, LearningRateSchedule
 from thinwire.train.order import steps
-from thinwire.train.records import COLUMNS, Records, write_json
-from thinwire.train.run_folder import make_folder
+from thinwire.train.records import COLUMNS, Records
+from thinwire.train.run_folder import begin, make_folder
 
 
 @pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
@@ -164,10 +164,26 @@ def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_pat
     config = RunConfig("digits", output=tmp_path)
     assert [make_folder(config).name for _ in range(3)] == [f"digits-mean-seed0{end}" for end in ("", "-2", "-3")]
     named = replace(config, name="mine")
-    write_json(make_folder(named) / "config.json", {})
+    folder = make_folder(named)
+    (folder / "metrics.jsonl").write_text("a night of work")
     with pytest.raises(ValueError, match="--overwrite"):
         make_folder(named)
-    assert not list(make_folder(replace(named, overwrite=True)).iterdir())
+    again = replace(named, overwrite=True)
+    assert make_folder(again) == folder and (folder / "metrics.jsonl").exists()
+    begin(again, folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mistake_is_found_before_a_run_is_overwritten(workers, tmp_path):
+    config = RunConfig("digits", workers=workers, max_steps=1, batch_size=8, name="mine", output=tmp_path)
+    folder = train(config)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="batch_size 5000 "):
+        train(replace(config, batch_size=5000, overwrite=True))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    train(replace(config, batch_size=16, overwrite=True))
+    assert json.loads((folder / "config.json").read_text())["batch_size"] == 16
 
 
 def test_overwrite_replaces_runs_alone(tmp_path):
@@ -194,11 +210,23 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
         read_run(tmp_path)
 
 
-def test_a_worker_that_fails_is_named_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = RunConfig("digits", workers=2, batch_size=1000, name="large")
-    with pytest.raises(WorkerError, match=r"worker [01] failed: batch_size 1000 .* at most 629 \(traceback in"):
+def test_a_mistake_that_all_workers_find_is_told_once(tmp_path):
+    config = RunConfig("digits", workers=2, batch_size=1000, output=tmp_path)
+    with pytest.raises(ValueError, match="^batch_size 1000 .* at most 629"):
         train(config)
+
+
+class Broken(Digits):
+    """A program's fault, not the user's."""
+
+    def load(self):
+        raise RuntimeError("a bug\nin two lines")
+
+
+def test_a_worker_that_fails_is_named_with_its_reason(tmp_path):
+    expected = r"worker [01] failed: RuntimeError: a bug in two lines \(traceback in .*worker-[01]-error.txt\)"
+    with pytest.raises(WorkerError, match=expected):
+        train(RunConfig("digits", data=Broken(), workers=2, output=tmp_path))
 
 
 def test_one_worker_sends_nothing(tmp_path):

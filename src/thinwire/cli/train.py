@@ -25,7 +25,7 @@ mpirun, which then start the workers:
   torchrun --nproc-per-node 4 --no-python thinwire train digits
 
 Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` goes on. Exit codes: 0 finished,
-1 a worker failed, 2 a mistake in the command, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
+1 a worker failed, 2 a mistake in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
 `thinwire train RECIPE --help` shows the options and the recipe's values.
 

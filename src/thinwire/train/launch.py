@@ -17,7 +17,6 @@ from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
-from .records import write_json
 from .run_folder import finished_run, make_folder
 from .spawn import WorkerError, in_one_line, spawn
 from .together import SharedMistake, together
@@ -53,7 +52,8 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
 
 def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
     choose_interface(config.interface, one_node=True)
-    folder = _prepare(config)
+    loop.choose_device(config)
+    folder = make_folder(config)
     try:
         spawn(config, folder)
     except Interrupted as stop:
@@ -68,7 +68,7 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
         with Interruption() as interruption, connected(config, environment) as comm:
-            made = together(comm, lambda: _prepare(config) if rank == 0 else None)
+            made = together(comm, lambda: make_folder(config) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             _run(config, folder, comm, interruption, on_stop)
     except (Interrupted, SharedMistake):
@@ -94,9 +94,3 @@ def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
         on_stop(stop)
     if config.requeue and stop.signal == signal.SIGUSR1:
         print(f"thinwire: {requeue()}", file=sys.stderr, flush=True)
-
-
-def _prepare(config: RunConfig) -> Path:
-    folder = make_folder(config)
-    write_json(folder / "config.json", config.as_dict())
-    return folder

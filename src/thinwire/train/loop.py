@@ -36,6 +36,7 @@ from .optimize import set_learning_rate
 from .order import count_steps, steps
 from .progress import Progress
 from .records import Records, write_json
+from .run_folder import begin
 from .strategy import Strategy
 from .together import together
 from .training import prepare
@@ -54,6 +55,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     data = together(comm, config.data.load)
     _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
     training = prepare(config, data, together(comm, lambda: choose_device(config)))
+    together(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)
     checkpoints = folder / "checkpoints"

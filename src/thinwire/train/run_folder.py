@@ -12,6 +12,7 @@ from ..algorithm import require
 from ..fields import flat
 from .checkpoint import describe, latest
 from .config import RunConfig
+from .records import write_json
 
 FREE = (
     *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
@@ -28,6 +29,7 @@ def folder_of(config: RunConfig) -> Path:
 def make_folder(config: RunConfig) -> Path:
     """Make the run's folder: a name that was given must be free, unless it may be overwritten; ours is numbered.
 
+    What is to be overwritten is still there, until `begin`.
     With `resume` it is the folder of that name, or of ours without a number, as far as it is the same run's.
 
     Raises:
@@ -42,11 +44,21 @@ def make_folder(config: RunConfig) -> Path:
             return folder
         if config.overwrite and folder.exists():
             require((folder / "config.json").is_file(), f"{str(folder)!r} is not a run; --overwrite leaves it alone")
-            shutil.rmtree(folder)
-        return _claim(folder, numbered=config.name is None and not config.resume)
+            return folder
+        made = _claim(folder, numbered=config.name is None and not config.resume)
+        write_json(made / "config.json", config.as_dict())
+        return made
     except OSError as error:
         reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror}"
         raise ValueError(f"{reason}; choose another with --output") from None
+
+
+def begin(config: RunConfig, folder: Path) -> None:
+    """Note the configuration; called when nothing is left that the user may have got wrong. Now a run is overwritten."""
+    if config.overwrite:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_json(folder / "config.json", config.as_dict())
 
 
 def _claim(folder: Path, numbered: bool) -> Path:

@@ -33,7 +33,9 @@ from .config import RunConfig
 from .connect import RENDEZVOUS, connected
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
+from .together import SharedMistake
 
+MISTAKEN = 2  # a worker's exit code when all found the same mistake of the user's
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
 # Imported once by the server that workers are forked from, where the system can fork, and not once by every worker.
 PRELOADED = ["thinwire.train.spawn", "sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo"]
@@ -47,7 +49,7 @@ def spawn(config: RunConfig, folder: Path) -> None:
     """Start the workers and watch them to the end.
 
     Raises:
-        ValueError: the port is taken; nothing was started.
+        ValueError: the port is taken, and nothing was started; or all workers found the same mistake.
         WorkerError: a worker ended badly; all others have been stopped.
         Interrupted: a signal asked the run to stop.
     """
@@ -61,7 +63,7 @@ def spawn(config: RunConfig, folder: Path) -> None:
             for worker in workers:
                 worker.start()
         try:
-            _watch(workers, folder, requests)
+            _watch(workers, folder, requests, store)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was written so far is in {folder}") from None
 
@@ -141,12 +143,14 @@ def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
             signal.signal(number, handler)
 
 
-def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests) -> None:
+def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store) -> None:
     """Return when all workers have ended well; raise as soon as one has not."""
     stopped = [128 + number for number in SIGNALS]
     running = list(workers)
     while running:
         wait([worker.sentinel for worker in running], timeout=1)
+        if any(worker.exitcode == MISTAKEN for worker in workers):
+            raise ValueError(store.get("mistake").decode())
         if any(worker.exitcode not in (None, 0, *stopped) for worker in workers):
             raise WorkerError(_diagnosis(workers, folder))
         running = [worker for worker in running if worker.exitcode is None]
@@ -187,6 +191,9 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
                 interruption.settle()
     except Interrupted as stop:
         os._exit(128 + stop.signal)
+    except SharedMistake as mistake:
+        store.set("mistake", str(mistake))
+        os._exit(MISTAKEN)
     except BaseException as error:
         if isinstance(error, Exception):
             report = f"worker {rank} failed: {in_one_line(error)}\n\n{traceback.format_exc()}"
