@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console, ConsoleDimensions
 
 from thinwire.sweep import Status, read_sweep, status_of
 from thinwire.sweep.execute import read_run, write_down
@@ -257,14 +258,16 @@ def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
     for planned, status in zip(sweep.runs, states.values(), strict=True):
         assert re.search(rf"{re.escape(planned.folder.name)}\s+{status.state}\s+{re.escape(status.detail)}", shown)
     # On a small screen those that need a look come first, and the others are counted.
-    small = drawn(status_table(sweep, states, height=10))
+    small = drawn(status_table(sweep, states, ConsoleDimensions(70, 10)), 70)
     assert small.count("failed  ") == 2 and "running  " in small and "finished  " not in small and "and 3 more" in small
+    assert "and 3 more" in small.splitlines()[-1] and len(small.splitlines()) <= 10
+    narrow = drawn(status_table(sweep, states, ConsoleDimensions(80, 50)), 80)
+    assert "test accuracy 50.00%, 2.00 MB sent, 3 s" in narrow and "…" in narrow
+    assert all(planned.folder.name[-6:] in narrow for planned in sweep.runs)
 
 
-def drawn(table) -> str:
-    from rich.console import Console
-
-    console = Console(width=160)
+def drawn(table, width: int = 160) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from .file import PlannedRun, Sweep, in_words
 from .status import Status, log_tail, status_of
@@ -23,6 +24,8 @@ URGENT = ("failed", "running", "stopped", "waiting", "finished")  # who is left 
 REFRESH_SECONDS = 1.0
 TAIL_LINES = 8
 FRAME_LINES = 7  # of a table that are no runs
+FRAME_COLUMNS = 18  # of a table that are neither name nor detail
+MIN_NAME = 20
 
 
 def statuses_of(runs: Sequence[PlannedRun]) -> dict[str, Status]:
@@ -41,26 +44,41 @@ def counted(statuses: Statuses) -> str:
     return f"{len(statuses)} runs: " + ", ".join(f"{numbers[state]} {state}" for state in STYLES if numbers[state])
 
 
-def status_table(sweep: Sweep, statuses: Statuses, height: int | None = None) -> Table:
+def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | None = None) -> Table:
     """A row per run: its folder, its state, and how far it is, what it found or why it failed.
 
     Args:
         sweep: gives title and order.
         statuses: by the name of the run's folder.
-        height: lines of the screen; runs that do not fit are only counted.
+        screen: what the table must fit: names are shortened, a run has one line, and runs for which there is none are only
+            counted.
     """
     table = Table(title=f"{sweep.output}: {counted(statuses)}", title_justify="left", box=SIMPLE_HEAD)
-    for column in ("run", "state", ""):
-        table.add_column(column, overflow="fold", no_wrap=height is not None)
     names = list(statuses)
-    if height is not None and len(names) > max(1, height - FRAME_LINES):
+    room = max(map(len, names))
+    if screen is not None:
+        room = max(MIN_NAME, screen.width - FRAME_COLUMNS - max(len(status.detail) for status in statuses.values()))
+        num_shown = max(1, screen.height - FRAME_LINES)
         by_urgency = sorted(names, key=lambda name: URGENT.index(statuses[name].state))
-        names = [name for name in names if name in by_urgency[: max(1, height - FRAME_LINES)]]
-        table.caption, table.caption_justify = f"and {len(statuses) - len(names)} more", "left"
+        names = [name for name in names if name in by_urgency[:num_shown]]
+        if len(names) < len(statuses):
+            table.caption, table.caption_justify = f"and {len(statuses) - len(names)} more", "left"
+    for column in ("run", "state"):
+        table.add_column(column, overflow="fold", min_width=8)
+    table.add_column("", overflow="fold" if screen is None else "ellipsis")
     for name in names:
         status = statuses[name]
-        table.add_row(name, f"[{STYLES[status.state]}]{status.state}", _escaped(status.detail))
+        detail = Text(status.detail, no_wrap=screen is not None)
+        table.add_row(_shortened(name, room), f"[{STYLES[status.state]}]{status.state}", detail)
     return table
+
+
+def _shortened(name: str, width: int) -> str:
+    """Without its middle, where it is too long: runs differ at both ends."""
+    if len(name) <= width:
+        return name
+    tail = width // 2
+    return f"{name[: width - tail - 1]}…{name[-tail:]}"
 
 
 def plan_table(sweep: Sweep, statuses: Statuses) -> Table:
@@ -109,7 +127,7 @@ class LiveTable:
         if time.monotonic() - self._drawn < REFRESH_SECONDS:
             return
         statuses = statuses_of(self._sweep.runs)
-        self._live.update(status_table(self._sweep, statuses, self._live.console.height), refresh=True)
+        self._live.update(status_table(self._sweep, statuses, self._live.console.size), refresh=True)
         self._drawn = time.monotonic()
         self.may_change = any(status.state not in ("finished", "failed") for status in statuses.values())
 
