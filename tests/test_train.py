@@ -210,10 +210,18 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
         read_run(tmp_path)
 
 
-def test_a_mistake_that_all_workers_find_is_told_once(tmp_path):
-    config = RunConfig("digits", workers=2, batch_size=1000, output=tmp_path)
-    with pytest.raises(ValueError, match="^batch_size 1000 .* at most 629"):
-        train(config)
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"batch_size": 1000}, "^batch_size 1000 .* at most 629"),
+        ({"averager": "dgc(0.01)"}, "^SGD has momentum 0.9 of its own, .* --optimizer.momentum 0$"),
+        ({"averager": "Mix(Torus(rows=3))"}, "^Torus.*rows"),
+    ],
+)
+def test_a_mistake_that_all_workers_find_is_told_once(changes, expected, tmp_path):
+    with pytest.raises(ValueError, match=expected) as error:
+        train(replace(RunConfig("digits", workers=2, output=tmp_path), **changes))
+    assert "\n" not in str(error.value) and not list(tmp_path.rglob("*error.txt"))
 
 
 class Broken(Digits):

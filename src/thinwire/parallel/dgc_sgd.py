@@ -89,7 +89,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         require(
             not momentum or ours.isdisjoint(map(id, group["params"])),
             f"{type(optimizer).__name__} has momentum {momentum} of its own, and the averaged gradients carry momentum "
-            "already; use tw.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0)",
+            "already; use tw.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
+            "--optimizer.momentum 0",
         )
 
 

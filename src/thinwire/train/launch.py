@@ -36,7 +36,7 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
             makes launchers kill the others.
 
     Raises:
-        ValueError: the configuration is wrong; nothing was started.
+        ValueError: the configuration or the data are wrong, as all workers find, or the folder is taken.
         WorkerError: a worker ended badly; all others have been stopped.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 asked the run to stop, and it was saved.
     """

@@ -38,7 +38,7 @@ from .progress import Progress
 from .records import Records, write_json
 from .run_folder import begin
 from .strategy import Strategy
-from .together import together
+from .together import alike, together
 from .training import prepare
 from .weights_and_biases import WandB
 
@@ -54,7 +54,9 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     keep_freed_memory()
     data = together(comm, config.data.load)
     _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
-    training = prepare(config, data, together(comm, lambda: choose_device(config)))
+    device = together(comm, lambda: choose_device(config))
+    with alike():
+        training = prepare(config, data, device)
     together(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)

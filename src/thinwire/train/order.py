@@ -42,8 +42,9 @@ def count_steps(config: RunConfig, data: Dataset, size: int) -> tuple[int, int]:
     """Steps of an epoch and of the whole run on `size` workers.
 
     Raises:
-        ValueError: a worker's share is too small for one step.
+        ValueError: a worker's share is too small for one step, or the data can't be split as the configuration wants.
     """
+    check_split(config, data)
     batches = num_batches(data.num_examples, size, config.batch_size)
     require(
         batches >= config.accumulate,
@@ -78,19 +79,24 @@ def steps(
         yield Step(i + 1, (i + 1) / per_epoch, None if position else epoch, ends_epoch, taken)
 
 
-def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int) -> Tensor:
-    """Indices of this worker's examples in an epoch, in the order of use.
-
+def check_split(config: RunConfig, data: Dataset) -> None:
+    """
     Raises:
         ValueError: the data can't be split as the configuration wants.
     """
+    by_class = config.split == "by-class"
+    require(
+        not (data.in_order and (by_class or config.shuffled)),
+        "text that is read in order has no split by-class and nothing shuffled; leave both out, or in_order",
+    )
+    require(data.labels is not None or not by_class, "split by-class needs examples with a class; choose by-position")
+
+
+def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int) -> Tensor:
+    """Indices of this worker's examples in an epoch, in the order of use."""
     if data.in_order:
-        kept = config.split != "by-class" and config.shuffled == 0
-        require(kept, "text that is read in order has no split by-class and nothing shuffled; leave both out, or in_order")
         return contiguous_shard(data.num_examples, comm.rank, comm.size)
     if config.split == "even":
         return shard(data.num_examples, comm.rank, comm.size, config.seed, epoch)
-    by_class = config.split == "by-class"
-    require(data.labels is not None or not by_class, "split by-class needs examples with a class; choose by-position")
-    keys = data.labels if by_class else torch.arange(data.num_examples)
+    keys = data.labels if config.split == "by-class" else torch.arange(data.num_examples)
     return uneven_shard(keys, comm.rank, comm.size, config.seed, epoch, config.shuffled)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from ..comm import Communicator
@@ -12,6 +13,19 @@ Result = TypeVar("Result")
 
 class SharedMistake(ValueError):
     """A mistake of the user's that all workers raise alike, so that one of them may tell."""
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Context in which all workers do the same, so that a ValueError of one is that of all.
+
+    Raises:
+        SharedMistake: in place of it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise SharedMistake(str(error)) from error
 
 
 def together(comm: Communicator, do: Callable[[], Result]) -> Result:
