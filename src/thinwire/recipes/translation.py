@@ -50,12 +50,12 @@ MULTI30K = replace(
 
 MULTI30K_SMALL = replace(
     MULTI30K,
-    epochs=3,
+    epochs=5,
     data=ParallelText(vocabulary_size=4000, max_tokens=512),
     model=Transformer(layers=3, width=256, heads=4, hidden=512),
     optimizer=Adam(1.5e-3, schedule=LearningRateSchedule(warmup_fraction=0.15, shape="linear")),
     precision="bf16",
-    evaluate_every=3,
+    evaluate_every=5,
 )
 
 # A worker's own gradient is of a quarter of the batch and so has up to four times the variance, by whose root Adam divides.
@@ -68,13 +68,13 @@ METHODS = {
     "sgp": Method(
         "Stochastic Gradient Push: one peer a step, each worker its own Adam",
         "PushSum(Exponential())",
-        small_changes={"optimizer": OWN_ADAM, "epochs": 5},
+        small_changes={"optimizer": OWN_ADAM},
     ),
     "osgp": Method(
         "Overlap SGP: the same, and messages fly during the next step",
         "PushSum(Exponential())",
         changes={"overlap": True, "staleness": 1},
-        small_changes={"overlap": True, "staleness": 1, "optimizer": OWN_ADAM, "epochs": 5},
+        small_changes={"overlap": True, "staleness": 1, "optimizer": OWN_ADAM},
     ),
 }
 
