@@ -81,7 +81,7 @@ class StopAfter:
     def __init__(self, steps: int | None):
         self.left = steps
 
-    def requested(self, comm) -> int:
+    def requested(self, comm, at_once: bool = False) -> int:
         if self.left is None:
             return 0
         self.left -= 1

@@ -132,6 +132,8 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
     [
         (["train", "digit"], "unknown recipe 'digit', did you mean 'digits'?"),
         (["trian"], "unknown command 'trian', did you mean 'train'?"),
+        (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
+        (["demo", "--workers", 1], "workers must be 2 or more, got 1"),
         (["bench", "codec"], "did you mean 'codecs'"),
         (["bench", "codecs", "--codecs", "QSGD(bits=9)"], "from 1 to 8, got 9"),
     ],

@@ -37,6 +37,18 @@ def test_all_workers_stop_after_the_same_step_one_late(number):
     assert LocalWorld(4).run(steps) == [(6, number)] * 4
 
 
+def test_workers_without_rounds_ask_for_now():
+    def rows(comm):
+        interruption = Interruption()
+        answers = [interruption.requested(comm, at_once=True)]
+        interruption.received = signal.SIGTERM if comm.rank == 1 else 0
+        answers.append(interruption.requested(comm, at_once=True))
+        interruption.settle()
+        return answers
+
+    assert LocalWorld(3).run(rows) == [[0, signal.SIGTERM]] * 3
+
+
 def test_ctrl_c_counts_first_and_without_signals_nothing_stops():
     def mixed(comm):
         interruption = Interruption()

@@ -29,7 +29,7 @@ from thinwire.train.weights_and_biases import WandB, check_installed
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
 CONFIG = RunConfig("digits", workers=1, batch_size=64, epochs=1, log_every=1, model=DigitsNet(width=4), optimizer=PLAIN)
-NEVER = SimpleNamespace(requested=lambda comm: 0)
+NEVER = SimpleNamespace(requested=lambda comm, at_once: 0)
 CPU = torch.device("cpu")
 
 

@@ -14,7 +14,7 @@ from report_runs import STEPS, write_run
 from thinwire.report.curves import curve, reading
 from thinwire.report.groups import differing, grouped, what_was_run
 from thinwire.report.metrics import main_metric, metric, on_test_sets
-from thinwire.report.runs import find
+from thinwire.report.runs import Run, find
 from thinwire.report.tables import as_csv, as_markdown, comparison
 
 SPARSE = "Mean(TopK(ratio=0.01), ErrorFeedback())"
@@ -114,6 +114,13 @@ def test_the_metric_is_what_the_summaries_name(tmp_path):
     (folder / "summary.json").write_text(json.dumps(summary))
     assert main_metric(find([tmp_path]).runs, None).key == "test_perplexity"
     assert main_metric(find([tmp_path]).runs, "test_loss").key == "test_loss"
+
+
+def test_levels_are_no_metric_to_compare_by():
+    runs = [Run("diverged", {}, [{"step": 1, "levels": [[0.0, 1.0]], "loss": None}])]
+    assert main_metric(runs, "loss").key == "loss"
+    with pytest.raises(ValueError, match="no run has the metric 'levels'"):
+        main_metric(runs, "levels")
 
 
 def test_a_field_that_an_older_run_does_not_have_sets_it_apart(tmp_path):

@@ -167,6 +167,8 @@ def test_without_slurm_or_submitit_one_line_says_what_is_missing(sweep_of, monke
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="there is no sbatch here"):
         submit(sweep.runs, "time=10", Path("slurm"))
+    with pytest.raises(ValueError, match="there is no sbatch here"):
+        queued(sweep.runs)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ValueError, match=r"pip install thinwire\[slurm\]"):
         submit(sweep.runs, "time=10", Path("slurm"))

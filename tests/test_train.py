@@ -14,8 +14,8 @@ from thinwire.comm import LocalWorld
 from thinwire.report import read_run
 from thinwire.report.tables import times
 from thinwire.train import RunConfig, WorkerError, train
-from thinwire.train.data import Digits, Images, Split, num_batches, shard, uneven_shard
-from thinwire.train.models import DigitsNet
+from thinwire.train.data import Digits, Images, PlainText, Split, num_batches, shard, uneven_shard
+from thinwire.train.models import GPT, DigitsNet
 from thinwire.train.optimize import SGD, LearningRateSchedule
 from thinwire.train.order import steps
 from thinwire.train.records import COLUMNS, Records
@@ -153,7 +153,8 @@ def test_schedules_at_their_limits(warmup_fraction, num_steps):
 @pytest.mark.parametrize(
     "changes",
     [{"workers": 0}, {"epochs": 0}, {"seed": -1}, {"port": 70000}, {"name": "a/b"}, {"name": ".."}, {"max_steps": 0}]
-    + [{"staleness": -1}, {"shuffled": 1.5}, {"shuffled": 0.1}],
+    + [{"staleness": -1}, {"shuffled": 1.5}, {"shuffled": 0.1}, {"name": 256 * "x"}]
+    + [{"data": PlainText(context=64), "model": GPT(context=32)}],
 )
 def test_a_wrong_field_is_named(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
@@ -168,10 +169,14 @@ def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_pat
     (folder / "metrics.jsonl").write_text("a night of work")
     with pytest.raises(ValueError, match="--overwrite"):
         make_folder(named)
+    (folder / "worker-1-error.txt").write_text("of another time")
+    (tmp_path / "scratch").mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path / "scratch")
     again = replace(named, overwrite=True)
     assert make_folder(again) == folder and (folder / "metrics.jsonl").exists()
+    assert not (folder / "worker-1-error.txt").exists()
     begin(again, folder)
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in folder.iterdir()] == ["config.json"] and (tmp_path / "scratch").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -221,7 +226,7 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
 def test_a_mistake_that_all_workers_find_is_told_once(changes, expected, tmp_path):
     with pytest.raises(ValueError, match=expected) as error:
         train(replace(RunConfig("digits", workers=2, output=tmp_path), **changes))
-    assert "\n" not in str(error.value) and not list(tmp_path.rglob("*error.txt"))
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir()), "the name is free again"
 
 
 class Broken(Digits):

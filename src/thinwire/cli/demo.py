@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..algorithm import require
 from .options import parsed, show
 from .train import trained
 
@@ -22,6 +23,9 @@ class Demo:
     """The one seed of all four runs."""
     max_steps: int | None = None
     """Stop each run after this many steps; fewer => a faster, worse demo."""
+
+    def __post_init__(self):
+        require(self.workers >= 2, f"workers must be 2 or more, got {self.workers}: one worker sends nothing")
 
 
 def demo_command(options: list[str]) -> None:

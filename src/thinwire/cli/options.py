@@ -37,7 +37,8 @@ def named(known: dict[str, Any], name: str, kind: str, where: str) -> Any:
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else f", known are {', '.join(n for n in known if n[0] != '-')}"
+    names = [name for name in known if name[0] != "-"]  # options are too many to list
+    return f", did you mean {close[0]!r}?" if close else f", known are {', '.join(names)}" * bool(names)
 
 
 def parsed(kind: type, options: list[str], program: str, default: Any = None, description: str | None = None) -> Any:

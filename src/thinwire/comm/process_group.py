@@ -68,7 +68,7 @@ class ProcessGroupCommunicator(Communicator):
         # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy
+        self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if "cpu" not in self._backends:
             self._object_device = torch.device("cuda", torch.cuda.current_device())
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
@@ -98,7 +98,8 @@ class ProcessGroupCommunicator(Communicator):
             self._streams[device] = torch.cuda.Stream(device)
         side = self._streams[device]
         if self._backends["cuda"] == "gloo":
-            return partial(self._complete, self._issuer.submit(partial(_start_after, side, ready, start)))
+            issued = self._issuer.submit(partial(_start_after, side, ready, start))
+            return partial(self._complete_after, device, ready, issued)
         issued = self._issuer.submit(partial(_start_on_stream, side, ready, tensors, start))
         return lambda: torch.cuda.current_stream(device).wait_event(issued.result())
 
@@ -108,6 +109,11 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError:
             self._hang_up()
             raise
+
+    def _complete_after(self, device: torch.device, ready: torch.cuda.Event, issued: Future) -> None:
+        """What landed in main memory is copied by the stream of the caller, after what the tensors were in use for before."""
+        torch.cuda.current_stream(device).wait_event(ready)
+        self._complete(issued)
 
     def _hang_up(self) -> None:
         """Closes Gloo's connections, so that workers that wait for this one fail at once, and so on along a ring.
@@ -145,7 +151,6 @@ class ProcessGroupCommunicator(Communicator):
         if self._backends[own.device.type] == "nccl" and equal and own.numel():
             work = dist.all_gather(gathered, own, group=self._group, async_op=True)
             return partial(_wait, [("", work)])
-        own = self._sendable(own)  # once for all
         return self._start_exchange(
             {peer: own for peer in self._others(gathered) if own.numel()},
             {peer: part for peer, part in self._others(gathered).items() if part.numel()},
@@ -154,17 +159,19 @@ class ProcessGroupCommunicator(Communicator):
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         if tensor.numel() == 0:
             return partial(_wait, [])
-        sent = self._sendable(tensor)
+        is_root = self.rank == root
+        sent = self._sendable(tensor, copied=is_root)
         work = dist.broadcast(sent, self._global_ranks[root], group=self._group, async_op=True)
-        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)])
+        return partial(_wait, [(f"from rank {root}", work)], [] if is_root else [(tensor, sent)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if any(self._backends[t.device.type] == "nccl" for t in (*sends.values(), *receives.values())):
             return self._start_grouped(sends, receives)
         landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
-        sent = {peer: self._sendable(tensor) for peer, tensor in sends.items()}
         works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in landing.items()]
-        works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in sent.items()]
+        once = {id(tensor): tensor for tensor in sends.values()}  # to however many it goes
+        staged = {key: self._sendable(tensor) for key, tensor in once.items()}
+        works += [(f"to rank {peer}", self._begin(dist.isend, staged[id(t)], peer)) for peer, t in sends.items()]
         return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
@@ -211,6 +218,7 @@ def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Ten
 
 def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Callable[[], Callable]) -> Callable[[], Any]:
     """Starts an operation that copies into main memory, which it does on `side`, once `ready` has happened."""
+    torch.cuda.set_device(side.device)  # this thread's own, which a stream's context falls back to
     with torch.cuda.stream(side):
         side.wait_event(ready)
         return start()
@@ -222,6 +230,7 @@ def _start_on_stream(
     """Starts an operation on `side` once `ready` has happened; the event returned follows its end."""
     for tensor in tensors:
         tensor.record_stream(side)  # keeps their memory from being handed out again while in use
+    torch.cuda.set_device(side.device)  # this thread's own, which a stream's context falls back to
     with torch.cuda.stream(side):
         side.wait_event(ready)
         start()()  # waiting orders the stream, not the host

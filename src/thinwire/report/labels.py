@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-LINE = 1.25 * SMALL  # height of a line of text, in points
 GAP = 4.0  # between neighbours, in points
 POLES_APART = 4.0  # in points
 SAME_END = 0.04  # of the axis: ends that lie closer are at one place

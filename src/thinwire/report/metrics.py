@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import NoneType
 from typing import NamedTuple
 
 from .runs import Run
@@ -86,7 +87,7 @@ def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
     if asked is None:
         named = [m for m in known if any(run.summary.get("metric") == m.key for run in runs)]
         return next(iter([*named, *known]), None)
-    if any(asked in row for run in runs for row in run.rows):
+    if any(asked in row and isinstance(row[asked], (int, float, NoneType)) for run in runs for row in run.rows):
         return metric(asked)
     names = ", ".join(m.key for m in known) or "none"
     raise ValueError(f"no run has the metric {asked!r}; test metrics that there are: {names}")

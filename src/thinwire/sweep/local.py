@@ -16,6 +16,7 @@ from .status import Status, status_of
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60  # in which a run that is asked to stop may finish its step and save a checkpoint
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Running = list[tuple[PlannedRun, subprocess.Popen]]
 
@@ -42,14 +43,14 @@ def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> N
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.
     """
     running: Running = []
-    with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+    with _Interrupts() as interrupts:
         try:
             for run in runs:
                 while len(running) >= at_once:
                     running = _still_running(running, watcher)
-                process = None if status_of(run).state == "finished" else start(run)
-                if process is not None:
-                    running.append((run, process))
+                with interrupts.held():
+                    process = None if status_of(run).state == "finished" else start(run)
+                    running += [] if process is None else [(run, process)]
             while running:
                 running = _still_running(running, watcher)
         except KeyboardInterrupt:
@@ -79,16 +80,30 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
             process.wait()
 
 
-@contextmanager
-def _interrupted_by(*numbers: int) -> Iterator[None]:
-    """These signals do as Ctrl-C does."""
+class _Interrupts:
+    """SIGTERM and SIGHUP do as Ctrl-C does; none of them comes while a run is being begun, or nobody would know of it."""
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def __enter__(self) -> _Interrupts:
+        self._is_held, self._came = False, False
+        self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
+        return self
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context at whose end the interrupts of meanwhile come."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._came = True
+        if not self._is_held:
+            raise KeyboardInterrupt

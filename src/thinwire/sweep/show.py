@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -53,11 +54,14 @@ def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | N
         screen: what the table must fit: names are shortened, a run has one line, and runs for which there is none are only
             counted.
     """
-    table = Table(title=f"{sweep.output}: {counted(statuses)}", title_justify="left", box=SIMPLE_HEAD)
+    title = f"{sweep.output}: {counted(statuses)}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     names = list(statuses)
     room = max(map(len, names))
     if screen is not None:
-        room = max(MIN_NAME, screen.width - FRAME_COLUMNS - max(len(status.detail) for status in statuses.values()))
+        table.min_width = min(len(title), screen.width)
+        detail = min(screen.width // 2, max(len(status.detail) for status in statuses.values()))
+        room = max(MIN_NAME, screen.width - FRAME_COLUMNS - detail)
         num_shown = max(1, screen.height - FRAME_LINES)
         by_urgency = sorted(names, key=lambda name: URGENT.index(statuses[name].state))
         names = [name for name in names if name in by_urgency[:num_shown]]
@@ -68,8 +72,8 @@ def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | N
     table.add_column("", overflow="fold" if screen is None else "ellipsis")
     for name in names:
         status = statuses[name]
-        detail = Text(status.detail, no_wrap=screen is not None)
-        table.add_row(_shortened(name, room), f"[{STYLES[status.state]}]{status.state}", detail)
+        said = Text(status.detail, no_wrap=screen is not None)
+        table.add_row(_shortened(name, room), f"[{STYLES[status.state]}]{status.state}", said)
     return table
 
 
@@ -88,7 +92,7 @@ def plan_table(sweep: Sweep, statuses: Statuses) -> Table:
         table.add_column(column, overflow="fold")
     for run in sweep.runs:
         state = statuses[run.folder.name].state
-        table.add_row(run.folder.name, f"[{STYLES[state]}]{state}", _escaped(in_words(run.varied)))
+        table.add_row(run.folder.name, f"[{STYLES[state]}]{state}", escape(in_words(run.varied)))
     return table
 
 
@@ -118,8 +122,7 @@ class LiveTable:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._drawn = -math.inf
-        self.tick()
+        self._live.update(status_table(self._sweep, statuses_of(self._sweep.runs)))  # all of it stays on the terminal
         self._live.__exit__(*error)
 
     def tick(self) -> None:
@@ -153,9 +156,5 @@ def show_failures(sweep: Sweep) -> int:
     for run in failed:
         console.print(f"\n[red]failed[/]: {run.folder.name}; the end of {run.records / 'log.txt'}:")
         for line in log_tail(run, TAIL_LINES):
-            console.print(f"  {_escaped(line)}")
+            console.print(f"  {escape(line)}")
     return len(failed)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")

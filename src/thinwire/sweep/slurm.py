@@ -85,7 +85,12 @@ def submit(runs: Sequence[PlannedRun], options: str, folder: Path, cluster: str 
 
 
 def queued(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Those whose job of an earlier submission waits or runs still."""
+    """Those whose job of an earlier submission waits or runs still.
+
+    Raises:
+        ValueError: SLURM is not here.
+    """
+    _check_here()
     listed = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True)
     alive = set(listed.stdout.split())
     jobs = {run.identity: read_json(run.records / "job.json") or {} for run in runs}
@@ -123,13 +128,18 @@ def minutes(time: str) -> int:
     return max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
 
 
+def _check_here() -> None:
+    there = shutil.which("sbatch") is not None
+    require(there, "--slurm: there is no sbatch here; submit from a machine of the cluster, or run with --local 1")
+
+
 def _executor(folder: Path, cluster: str) -> Any:
     try:
         import submitit
     except ImportError:
         raise ValueError("--slurm needs submitit: pip install thinwire[slurm]") from None
-    there = cluster != "slurm" or shutil.which("sbatch") is not None
-    require(there, "--slurm: there is no sbatch here; submit from a machine of the cluster, or run with --local 1")
+    if cluster == "slurm":
+        _check_here()
     return submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=MOST_REQUEUES)
 
 

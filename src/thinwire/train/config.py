@@ -141,6 +141,10 @@ class RunConfig:
         require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
+        require(len((self.name or "").encode()) <= 255, f"name must have at most 255 bytes, got {self.name!r}")
+        context = getattr(self.data, "context", 0) if isinstance(self.model, GPT) else 0
+        fits = context <= getattr(self.model, "context", context)
+        require(fits, f"data.context {context} is more than the model reads at once; set model.context to it, or lower it")
 
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager itself.
@@ -170,7 +174,7 @@ class RunConfig:
             'digits-mean-topk-0.01-errorfeedback-seed0'
         """
         words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_averager())))
-        return "-".join([self.recipe, *words, f"seed{self.seed}"]).lower()
+        return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; the averager as its `repr`, and data, model and optimizer with their `kind`."""

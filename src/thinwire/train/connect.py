@@ -18,6 +18,7 @@ from ..comm import Communicator, ProcessGroupCommunicator
 from .config import RunConfig
 from .environment import Environment
 from .loop import choose_device
+from .together import alike
 
 RENDEZVOUS = timedelta(seconds=120)  # time enough to import PyTorch on a busy machine
 
@@ -44,7 +45,8 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         rank, size = environment.rank, environment.size
         if store is None:
             store = fresh(next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS))[0], rank, size)
-        backend = choose_backend(config.backend, device, environment, store)
+        with alike():
+            backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
     with ProcessGroupCommunicator() as comm:
         yield comm

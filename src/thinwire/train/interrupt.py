@@ -70,17 +70,22 @@ class Interruption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
 
-    def requested(self, comm: Communicator) -> int:
+    def requested(self, comm: Communicator, at_once: bool = False) -> int:
         """The signal that any worker had received one call ago, or 0; the same on all workers.
 
         Args:
             comm: connects the workers, who all call this after each step. Sums 12 bytes over them.
+            at_once: ask for now instead, and wait for the slowest worker.
         """
-        votes = self._vote.wait().tolist() if self._vote else []
+        vote, self._vote = self._begin_vote(comm) if at_once else self._vote, None
+        votes = vote.wait().tolist() if vote else []
         agreed = next((number for number, count in zip(SIGNALS, votes, strict=False) if count), 0)
-        own = torch.tensor([number == self.received for number in SIGNALS], dtype=torch.int32)
-        self._vote = None if agreed else comm.all_reduce(own)
+        if not (agreed or at_once):
+            self._vote = self._begin_vote(comm)
         return int(agreed)
+
+    def _begin_vote(self, comm: Communicator) -> Handle:
+        return comm.all_reduce(torch.tensor([number == self.received for number in SIGNALS], dtype=torch.int32))
 
     def settle(self) -> None:
         """Wait for the vote that the last step has begun, before connections are closed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
-from .run_folder import finished_run, make_folder
+from .run_folder import abandon, finished_run, make_folder
 from .spawn import WorkerError, in_one_line, spawn
 from .together import SharedMistake, together
 from .weights_and_biases import check_installed
 
+TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
 OnStop = Callable[[Interrupted], None] | None
 
 
@@ -56,6 +58,9 @@ def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
     folder = make_folder(config)
     try:
         spawn(config, folder)
+    except ValueError:
+        abandon(folder)
+        raise
     except Interrupted as stop:
         _stopped(config, stop, on_stop)
         raise
@@ -86,6 +91,12 @@ def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inte
         if comm.rank == 0:
             _stopped(config, stop, on_stop)
         comm.barrier()
+        raise
+    except SharedMistake:
+        if comm.rank == 0:
+            abandon(folder)
+        else:
+            time.sleep(TELLING_SECONDS)
         raise
 
 

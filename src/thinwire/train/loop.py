@@ -77,8 +77,8 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
-            # Workers without rounds meet at rows alone.
-            stop = interruption.requested(comm) if training.strategy.in_rounds or row_is_due else 0
+            in_rounds = training.strategy.in_rounds  # workers without rounds meet at rows alone
+            stop = interruption.requested(comm, at_once=not in_rounds) if in_rounds or row_is_due else 0
             is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
             if is_saved:
                 training.strategy.absorb()  # so that what is tested is what is saved

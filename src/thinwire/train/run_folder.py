@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ FREE = (
     *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
     *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
 )
-"""Fields that may change when a run goes on: they don't change what it learns, but for rounding."""
+"""Fields that may change when a run goes on: they don't change what it learns, but for rounding. (With `overlap`, a checkpoint
+takes in the messages in flight early; `checkpoint_every` then matters as much as whether a run was stopped.)"""
 
 
 def folder_of(config: RunConfig) -> Path:
@@ -36,29 +38,47 @@ def make_folder(config: RunConfig) -> Path:
         ValueError: the folder is taken, or another run's, or cannot be made or written.
     """
     folder = folder_of(config)
-    try:
-        if config.resume and folder.exists():
-            check_same_run(config, folder)
+    with _writing(config):
+        if (config.resume or config.overwrite) and folder.exists():
+            is_run = (folder / "config.json").is_file()
+            require(config.resume or is_run, f"{str(folder)!r} is not a run; --overwrite leaves it alone")
+            if config.resume:
+                check_same_run(config, folder)
             for report in folder.glob("worker-*-error.txt"):  # what went wrong last time is not what goes wrong now
                 report.unlink()
-            return folder
-        if config.overwrite and folder.exists():
-            require((folder / "config.json").is_file(), f"{str(folder)!r} is not a run; --overwrite leaves it alone")
             return folder
         made = _claim(folder, numbered=config.name is None and not config.resume)
         write_json(made / "config.json", config.as_dict())
         return made
-    except OSError as error:
-        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror}"
-        raise ValueError(f"{reason}; choose another with --output") from None
 
 
 def begin(config: RunConfig, folder: Path) -> None:
-    """Note the configuration; called when nothing is left that the user may have got wrong. Now a run is overwritten."""
-    if config.overwrite:
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(folder / "config.json", config.as_dict())
+    """Note the configuration, and clear away what is to be overwritten; called when data, model and averager were found right.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with _writing(config):
+        if config.overwrite:
+            (folder / "summary.json").unlink(missing_ok=True)  # from now on it is not finished
+            for path in [path for path in folder.iterdir() if path.name != "config.json"]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        write_json(folder / "config.json", config.as_dict())
+
+
+def abandon(folder: Path) -> None:
+    """Remove a folder that holds nothing but a configuration, which was wrong: its name is free again."""
+    if [path.name for path in folder.iterdir()] == ["config.json"]:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _writing(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror or error}"
+        raise ValueError(f"{reason}; choose another with --output") from None
 
 
 def _claim(folder: Path, numbered: bool) -> Path:

@@ -197,7 +197,8 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
     except BaseException as error:
         if isinstance(error, Exception):
             report = f"worker {rank} failed: {in_one_line(error)}\n\n{traceback.format_exc()}"
-            (folder / f"worker-{rank}-error.txt").write_text(report)
+            with contextlib.suppress(OSError):
+                (folder / f"worker-{rank}-error.txt").write_text(report)
         os._exit(1)  # at once: threads that still wait for other workers would hold up an ordinary exit
 
 
