@@ -44,12 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/cifar10"))
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, help="instead of the recipe's three")
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
     base = recipes()["cifar10-resnet20-dense-small"].config
-    base = replace(base, data=replace(base.data, folder=options.folder), epochs=options.epochs, output=options.output)
+    base = replace(base, data=replace(base.data, folder=options.folder), output=options.output)
+    base = replace(base, epochs=options.epochs or base.epochs)
     runs = [finished(label, configured(base, *METHODS[label]), options.only in label) for label in METHODS]
     runs = [run for run in runs if run is not None]
     print("\n".join(table(runs)))
