@@ -10,20 +10,21 @@ was; `--only` trains but the methods whose names contain a text. With --docs, ta
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from studies import finished, replace_part
+
 from thinwire.recipes import recipes
 from thinwire.recipes.base import momentum_applied_once
-from thinwire.report import Run, read_run
+from thinwire.report import Run
 from thinwire.report.groups import Group
 from thinwire.report.lines import along_bytes, lines
 from thinwire.report.metrics import metric
 from thinwire.report.style import save, styled
 from thinwire.report.tables import times
-from thinwire.train import RunConfig, train
+from thinwire.train import RunConfig
 
 AFTER = {"order": "adapt_then_combine"}
 METHODS = {
@@ -37,8 +38,6 @@ METHODS = {
 }
 """Label -> averager, and what its paper does besides."""
 
-BEGIN, END = "<!-- table: begin, written by benchmarks/cifar.py -->", "<!-- table: end -->"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,7 +50,8 @@ def main() -> None:
     base = recipes()["cifar10-resnet20-dense-small"].config
     base = replace(base, data=replace(base.data, folder=options.folder), output=options.output)
     base = replace(base, epochs=options.epochs or base.epochs)
-    runs = [finished(label, configured(base, *METHODS[label]), options.only in label) for label in METHODS]
+    configs = {label: configured(base, *METHODS[label]) for label in METHODS}
+    runs = [finished(c, f"{c.averager}-epochs{c.epochs}", label, options.only in label) for label, c in configs.items()]
     runs = [run for run in runs if run is not None]
     print("\n".join(table(runs)))
     if options.docs:
@@ -63,15 +63,6 @@ def configured(base: RunConfig, averager: str, changes: dict) -> RunConfig:
     optimizer = replace(base.optimizer, nesterov=False)
     config = replace(base, averager=averager, optimizer=optimizer, **changes)
     return replace(config, optimizer=momentum_applied_once(config))
-
-
-def finished(label: str, config: RunConfig, may_train: bool) -> Run | None:
-    """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
-    name = re.sub(r"[^\w.]+", "-", f"{config.averager}-epochs{config.epochs}").strip("-").lower()
-    folder = config.output / name
-    if may_train:
-        train(replace(config, name=name, resume=True))
-    return read_run(folder, label) if (folder / "summary.json").exists() else None
 
 
 def table(runs: Sequence[Run]) -> list[str]:
@@ -92,9 +83,7 @@ def table(runs: Sequence[Run]) -> list[str]:
 
 def write(docs: Path, runs: Sequence[Run]) -> None:
     """Put the table between the page's markers, and the figure beside the page."""
-    page = docs / "cifar10.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text("\n".join([before + BEGIN, *table(runs), END + rest.split(END)[1]]))
+    replace_part(docs / "cifar10.md", "table", table(runs))
     with styled():
         figure = lines([Group({}, [run], run.label) for run in runs], along_bytes(), metric("test_accuracy"))
         save(figure, docs / "cifar10.png")

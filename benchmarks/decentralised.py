@@ -9,13 +9,13 @@ not repeated, so that an interrupted command goes on where it was; `--only` trai
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import replace
 from pathlib import Path
 
+from studies import finished
+
 from thinwire.recipes.digits import digits
-from thinwire.report import Run, read_run
-from thinwire.train import RunConfig, train
+from thinwire.report import Run
 
 # What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
 DEFAULTS = ("Mix(Ring())", "PushSum(Ring())", "Choco(Ring())", "DeepSqueeze(Ring())", "PowerGossip(Ring())", "Moniqua(Ring())")
@@ -44,19 +44,11 @@ def main() -> None:
     )  # fmt: skip
     runs = []
     for averager in (*DEFAULTS, *TUNED, *REFERENCE):
-        run = finished(replace(shared, averager=averager), options.only in averager)
+        config = replace(shared, averager=averager)
+        words = f"{averager} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
+        run = finished(config, words, averager, options.only in averager)
         runs += [] if run is None else [run]
     print("\n".join(table(runs)))
-
-
-def finished(config: RunConfig, may_train: bool) -> Run | None:
-    """The run of this configuration, trained now unless it was before; None where it was not and is not wanted."""
-    options = f"{config.averager} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
-    name = re.sub(r"\W+", "-", options).strip("-").lower()
-    folder = config.output / name
-    if may_train:
-        train(replace(config, name=name, resume=True))
-    return read_run(folder, config.averager) if (folder / "summary.json").exists() else None
 
 
 def table(runs: list[Run]) -> list[str]:

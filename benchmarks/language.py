@@ -12,9 +12,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from studies import finished
+
 from thinwire.recipes import recipes
-from thinwire.report import Run, read_run
-from thinwire.train import train
+from thinwire.report import Run
 
 TABLES = {
     "multi30k": ("BLEU", "test_bleu", ("multi30k-transformer-dense-small", "multi30k-transformer-sgp-small")),
@@ -30,17 +31,12 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT")
     options = parser.parse_args()
     for folder, (metric, key, names) in TABLES.items():
-        runs = [finished(name, options.data / folder, options.output, options.only in name) for name in names]
+        runs = []
+        for name in names:
+            config = replace(recipes()[name].config, output=options.output)
+            config = replace(config, data=replace(config.data, folder=options.data / folder))
+            runs.append(finished(config, name, may_train=options.only in name))
         print("\n".join(table(metric, key, [run for run in runs if run is not None])), end="\n\n")
-
-
-def finished(name: str, data: Path, output: Path, may_train: bool) -> Run | None:
-    """The run of this recipe, trained now unless it was before; None where it was not and is not wanted."""
-    folder = output / name
-    if may_train:
-        config = recipes()[name].config
-        train(replace(config, data=replace(config.data, folder=data), output=output, name=name, resume=True))
-    return read_run(folder, name) if (folder / "summary.json").exists() else None
 
 
 def table(metric: str, key: str, runs: list[Run]) -> list[str]:

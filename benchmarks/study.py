@@ -12,20 +12,19 @@ part of docs/methods.md, between two markers; the figure is docs/granularity.png
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from studies import finished, replace_part
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.recipes.digits import digits
-from thinwire.report import Run, read_run
+from thinwire.report import Run
 from thinwire.report.tables import times
-from thinwire.train import train
 from thinwire.train.data import Digits, num_batches, shard
 from thinwire.train.models import DigitsNet
 from thinwire.train.optimize import set_learning_rate
@@ -119,19 +118,17 @@ def study_methods(options: argparse.Namespace) -> None:
         cells = [f"{s['final']['test_accuracy']:.2%}", sent, fewer, f"{s['seconds']:.1f}"]
         named = f"{label}, learning rate {rate:g}" if rate else label
         rows.append(f"| {named} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
+    print("\n".join(rows))
     replace_part(options.docs / "methods.md", "methods", rows)
 
 
-def run(averager: str, options: argparse.Namespace) -> Run:
+def run(averager: str, options: argparse.Namespace) -> Run | None:
     """Train, unless a finished run of this very configuration is there."""
     epochs = options.epochs or 30
     optimizer = optimizer_for(averager)
     label = f"{averager}-rate{optimizer.learning_rate:g}-epochs{epochs}"
-    name = re.sub(r"[^\w.]+", "-", label).strip("-").lower()
-    folder = options.folder / name
     config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer)
-    train(replace(config, epochs=epochs, output=options.folder, name=name, resume=True))
-    return read_run(folder)
+    return finished(replace(config, epochs=epochs, output=options.folder), label)
 
 
 # ---- what is encoded as one ----
@@ -148,6 +145,7 @@ def study_granularity(options: argparse.Namespace) -> None:
     for label, parts in STUDIED.items():
         cells = [f"{mean(accuracy[label, g]):.1f} ± {stdev(accuracy[label, g]):.1f}" for g in GRANULARITIES]
         rows.append(f"| {label} | `Mean({parts}, granularity=...)` | " + " | ".join(cells) + " |")
+    print("\n".join(rows))
     replace_part(options.docs / "methods.md", "granularity", rows)
     draw_granularity(accuracy, epochs, options.docs / "granularity.png")
 
@@ -211,15 +209,6 @@ def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, 
 
 
 # ---- the page ----
-
-
-def replace_part(page: Path, name: str, rows: Sequence[str]) -> None:
-    """Put rows between the page's markers of that name, and on the terminal."""
-    begin, end = f"<!-- {name}: begin, written by benchmarks/study.py -->", f"<!-- {name}: end -->"
-    text, part = page.read_text(), "\n".join(rows)
-    before, rest = text.split(begin)
-    page.write_text(f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}")
-    print(part)
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+"""What the studies share: runs that are trained unless they are there, and tables between the markers of a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.report import Run, read_run
+from thinwire.train import RunConfig, train
+
+
+def finished(config: RunConfig, words: str, label: str | None = None, may_train: bool = True) -> Run | None:
+    """The run of this configuration, trained now unless it was before; None where it was not and is not wanted.
+
+    Args:
+        config: without its name.
+        words: that set it apart from the other runs in its output folder; its name is made of them.
+        label: what to call it.
+        may_train: whether it is wanted.
+    """
+    name = re.sub(r"[^\w.]+", "-", words).strip("-").lower()
+    folder = config.output / name
+    if may_train:
+        train(replace(config, name=name, resume=True))
+    return read_run(folder, label or words) if (folder / "summary.json").exists() else None
+
+
+def replace_part(page: Path, part: str, lines: Iterable[str]) -> None:
+    """Put lines between a page's two markers of that part."""
+    before, begin, rest = re.split(rf"(<!-- {part}: begin.*?-->\n)", page.read_text(), maxsplit=1)
+    end = rest[rest.index(f"<!-- {part}: end -->") :]
+    page.write_text("".join([before, begin, *(f"{line}\n" for line in lines), end]))
