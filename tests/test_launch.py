@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.train import RunConfig, WorkerError, connect, train
+from thinwire.train import RunConfig, connect, train
 from thinwire.train.environment import Environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -183,5 +183,5 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
 def test_a_worker_without_its_gpu_says_so(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(WorkerError, match="backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"):
+    with pytest.raises(ValueError, match="^backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"):
         train(RunConfig("digits", workers=2, backend="nccl", output=tmp_path))

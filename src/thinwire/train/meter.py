@@ -64,14 +64,14 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: this worker's sums since the last row, and its ledger."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
-        took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phases": self._phases_of_row()}
+        took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phase_seconds": self._phases_of_row()}
         return took | {"sums": self._sums, "num_examples": self._num_examples, "ledger": ledger.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. What was sent to start again doesn't count."""
         self._start_row()
         self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
-        self._phases = {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phases"].items()}
+        self._phases = {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
         self._strategy.handle.ledger.load_state_dict(saved["ledger"])
 
