@@ -135,6 +135,18 @@ def images(tmp_path_factory):
     return folder
 
 
+def test_every_model_takes_images_of_every_size_that_its_recipe_has():
+    checked = set()
+    for name, recipe in ALL.items():
+        data, model = recipe.config.data, recipe.config.model
+        if isinstance(data, ImageFolder) and name.endswith(SMALL) and (model, data.sizes) not in checked:
+            checked.add((model, data.sizes))
+            network = model.build(10).eval()
+            for size in {data.test_size, *(size for _, size in data.sizes)}:
+                assert network(torch.zeros(1, 3, size, size)).shape == (1, 10), name
+    assert len(checked) == 3
+
+
 @pytest.mark.parametrize(
     "name",
     ["cifar10-resnet20-dgc-small", "cifar10-resnet20-powergossip-by-class-small", "cifar10-resnet32-alq-small"]
