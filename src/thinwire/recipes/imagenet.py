@@ -28,13 +28,13 @@ SMALL_DATA = ImageFolder(sizes=((0, 16), (1, 24), (2, 32)), test_size=32, min_ar
 PHASES = ((0, 1), (5, 2), (5, 1), (16, 1), (16, 0.1), (27, 0.1), (27, 0.01), (33, 0.01), (33, 0.001), (35, 0.001))
 
 
-def small(full: RunConfig, **changes) -> RunConfig:
+def small(full: RunConfig, data: ImageFolder = SMALL_DATA, **changes) -> RunConfig:
     """The twin of a configuration."""
     schedule = LearningRateSchedule(1 / 6, "linear", scale_by_workers=True)
     optimizer = replace(full.optimizer, learning_rate=0.05, schedule=schedule)
     return replace(
-        full, workers=4, epochs=3, max_steps=300, batch_size=128, optimizer=optimizer, precision="bf16",
-        **({"data": SMALL_DATA} | changes),
+        full, workers=4, epochs=3, max_steps=300, batch_size=128,
+        data=data, optimizer=optimizer, precision="bf16", **changes,
     )  # fmt: skip
 
 

@@ -142,9 +142,10 @@ class RunConfig:
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
         require(len((self.name or "").encode()) <= 255, f"name must have at most 255 bytes, got {self.name!r}")
-        context = getattr(self.data, "context", 0) if isinstance(self.model, GPT) else 0
-        fits = context <= getattr(self.model, "context", context)
-        require(fits, f"data.context {context} is more than the model reads at once; set model.context to it, or lower it")
+        if isinstance(self.model, GPT):
+            context = getattr(self.data, "context", 0)
+            fits = context <= self.model.context
+            require(fits, f"data.context {context} is more than the model reads at once; set model.context to it, or lower it")
 
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager itself.

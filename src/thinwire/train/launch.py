@@ -76,7 +76,10 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
             made = together(comm, lambda: make_folder(config) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             _run(config, folder, comm, interruption, on_stop)
-    except (Interrupted, SharedMistake):
+    except Interrupted:
+        raise
+    except SharedMistake:
+        time.sleep(TELLING_SECONDS if rank else 0)
         raise
     except Exception as error:
         raise WorkerError(f"worker {rank} failed: {in_one_line(error)}") from error
@@ -95,8 +98,6 @@ def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inte
     except SharedMistake:
         if comm.rank == 0:
             abandon(folder)
-        else:
-            time.sleep(TELLING_SECONDS)
         raise
 
 

@@ -71,7 +71,7 @@ class Meter:
         """Restore what `state_dict` returned. What was sent to start again doesn't count."""
         self._start_row()
         self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
-        self._phases = {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
+        self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
         self._strategy.handle.ledger.load_state_dict(saved["ledger"])
 
