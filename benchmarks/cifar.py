@@ -16,15 +16,15 @@ from pathlib import Path
 
 from studies import finished, replace_part
 
-from thinwire.recipes import recipes
-from thinwire.recipes.base import momentum_applied_once
-from thinwire.report import Run
-from thinwire.report.groups import Group
-from thinwire.report.lines import along_bytes, lines
-from thinwire.report.metrics import metric
-from thinwire.report.style import save, styled
-from thinwire.report.tables import times
-from thinwire.train import RunConfig
+from thinwire.lab.recipes import recipes
+from thinwire.lab.recipes.base import momentum_applied_once
+from thinwire.lab.report import Run
+from thinwire.lab.report.groups import Group
+from thinwire.lab.report.lines import along_bytes, lines
+from thinwire.lab.report.metrics import metric
+from thinwire.lab.report.style import save, styled
+from thinwire.lab.report.tables import times
+from thinwire.lab.train import RunConfig
 
 AFTER = {"order": "adapt_then_combine"}
 METHODS = {

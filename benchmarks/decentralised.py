@@ -14,8 +14,8 @@ from pathlib import Path
 
 from studies import finished
 
-from thinwire.recipes.digits import digits
-from thinwire.report import Run
+from thinwire.lab.recipes.digits import digits
+from thinwire.lab.report import Run
 
 # What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
 DEFAULTS = ("Mix(Ring())", "PushSum(Ring())", "Choco(Ring())", "DeepSqueeze(Ring())", "PowerGossip(Ring())", "Moniqua(Ring())")

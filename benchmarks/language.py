@@ -14,8 +14,8 @@ from pathlib import Path
 
 from studies import finished
 
-from thinwire.recipes import recipes
-from thinwire.report import Run
+from thinwire.lab.recipes import recipes
+from thinwire.lab.report import Run
 
 TABLES = {
     "multi30k": ("BLEU", "test_bleu", ("multi30k-transformer-dense-small", "multi30k-transformer-sgp-small")),

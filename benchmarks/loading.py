@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.train.data import CIFAR10, Augmentation, Batch, ImageFolder
+from thinwire.lab.train.data import CIFAR10, Augmentation, Batch, ImageFolder
 
 SECONDS = 2.0
 QUEUED_BATCHES = 8

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from thinwire.parallel import gossip_asynchronously
+from thinwire.strategy import gossip_asynchronously
 
 WIDTH = 256
 

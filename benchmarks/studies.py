@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.report import Run, read_run
-from thinwire.train import RunConfig, train
+from thinwire.lab.report import Run, read_run
+from thinwire.lab.train import RunConfig, train
 
 
 def finished(config: RunConfig, words: str, label: str | None = None, may_train: bool = True) -> Run | None:

@@ -22,12 +22,12 @@ from studies import finished, replace_part
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.recipes.digits import digits
-from thinwire.report import Run
-from thinwire.report.tables import times
-from thinwire.train.data import Digits, num_batches, shard
-from thinwire.train.models import DigitsNet
-from thinwire.train.optimize import set_learning_rate
+from thinwire.lab.recipes.digits import digits
+from thinwire.lab.report import Run
+from thinwire.lab.report.tables import times
+from thinwire.lab.train.data import Digits, num_batches, shard
+from thinwire.lab.train.models import DigitsNet
+from thinwire.lab.train.optimize import set_learning_rate
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
 RANDOM, SHARED = f"Mean(RandomK(0.01), {EF})", f"Mean(RandomK(0.01, shared=True), {EF})"

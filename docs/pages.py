@@ -19,7 +19,7 @@ import thinwire
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "Strategies": "thinwire.parallel",
+    "Strategies": "thinwire.strategy",
     "Averagers": "thinwire.average",
     "Memories": "thinwire.memory",
     "Codecs": "thinwire.codec",
@@ -27,13 +27,13 @@ ROOMS = {
     "Topologies": "thinwire.topology",
     "Communicators": "thinwire.comm",
     "Notation": "thinwire.notation",
-    "Training": "thinwire.train",
-    "Data sets": "thinwire.train.data",
-    "Models": "thinwire.train.models",
-    "Optimizers": "thinwire.train.optimize",
-    "Recipes": "thinwire.recipes",
-    "Sweeps": "thinwire.sweep",
-    "Reports": "thinwire.report",
+    "Training": "thinwire.lab.train",
+    "Data sets": "thinwire.lab.train.data",
+    "Models": "thinwire.lab.train.models",
+    "Optimizers": "thinwire.lab.train.optimize",
+    "Recipes": "thinwire.lab.recipes",
+    "Sweeps": "thinwire.lab.sweep",
+    "Reports": "thinwire.lab.report",
 }
 
 

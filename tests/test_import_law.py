@@ -10,12 +10,11 @@ import thinwire as tw
 
 SOURCE = Path(tw.__file__).parent
 
-# A room may import rooms of a lower floor, and those named beside it.
+# A package may import packages of a lower floor, and those named beside it.
 FLOORS = {
     "algorithm": 0,
     "allocator": 0,
     "clock": 0,
-    "fields": 0,
     "schedule": 1,
     "kernels": 1,
     "codec": 2,
@@ -24,29 +23,30 @@ FLOORS = {
     "comm": 2,
     "average": 3,
     "notation": 4,
-    "parallel": 4,
-    "plan": 5,
-    "train": 6,
-    "bench": 7,
-    "report": 1,
-    "recipes": 7,
-    "sweep": 8,
-    "cli": 9,
-    "__main__": 10,
+    "strategy": 4,
+    "lab.fields": 10,
+    "lab.report": 11,
+    "lab.train": 12,
+    "lab.bench": 13,
+    "lab.recipes": 13,
+    "lab.sweep": 14,
+    "lab.cli": 15,
+    "__main__": 16,
 }
-CORE = {
-    *("algorithm", "allocator", "clock", "schedule", "kernels", "codec", "memory", "topology", "comm", "average"),
-    *("notation", "parallel"),
-}
+LIBRARY = {name for name, floor in FLOORS.items() if floor < 10}
 SAME_FLOOR = {("memory", "codec")}
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 
 
 def rooms():
     for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        if parts[0] != "__init__":
-            yield path, parts[0]
+        room = room_of(path.relative_to(SOURCE).with_suffix("").parts)
+        if room not in ("__init__", "lab.__init__"):
+            yield path, room
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return ".".join(parts[:2]) if parts[0] == "lab" else parts[0]
 
 
 def imports(path: Path):
@@ -67,12 +67,20 @@ def test_nothing_imports_upwards():
     wrong = []
     for path, room in rooms():
         for name, _ in imports(path):
-            parts = name.split(".")
-            if parts[0] != "thinwire" or len(parts) < 2 or parts[1] not in FLOORS or parts[1] == room:
+            parts = tuple(name.split("."))
+            if parts[0] != "thinwire" or len(parts) < 2:
                 continue
-            if FLOORS[parts[1]] >= FLOORS[room] and (room, parts[1]) not in SAME_FLOOR:
+            imported = room_of(parts[1:])
+            if imported not in FLOORS or imported == room:
+                continue
+            if FLOORS[imported] >= FLOORS[room] and (room, imported) not in SAME_FLOOR:
                 wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert not wrong, wrong
+
+
+def test_the_library_imports_nothing_of_the_lab():
+    for path in [path for path, room in rooms() if room in LIBRARY] + [SOURCE / "__init__.py"]:
+        assert not [name for name, _ in imports(path) if name.startswith("thinwire.lab")], path
 
 
 def test_every_room_has_its_floor():
@@ -85,7 +93,8 @@ def test_only_comm_and_the_launcher_import_torch_distributed():
         for path, _ in rooms()
         if any(name == "torch.distributed" or name.startswith("torch.distributed.") for name, _ in imports(path))
     }
-    allowed = {u for u in users if u.startswith("comm/") or u in ("train/connect.py", "train/spawn.py", "bench/step.py")}
+    lab = ("lab/train/connect.py", "lab/train/spawn.py", "lab/bench/step.py")
+    allowed = {u for u in users if u.startswith("comm/") or u in lab}
     assert users == allowed, users - allowed
 
 
@@ -93,16 +102,16 @@ def test_only_the_gradient_strategy_knows_ddp():
     users = {
         str(path.relative_to(SOURCE))
         for path, room in rooms()
-        if room in CORE and any("DistributedDataParallel" in name for name, _ in imports(path))
+        if room in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
     }
-    assert users == {"parallel/gradients.py"}
+    assert users == {"strategy/gradients.py"}
 
 
 def test_the_core_needs_torch_and_numpy_alone():
     import sys
 
     for path, room in rooms():
-        if room in CORE:
+        if room in LIBRARY:
             for name, top in imports(path):
                 package = name.split(".")[0]
                 # Optional parts (networkx, matplotlib) may be imported where they are used.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from thinwire.train.data import CIFAR10, ParallelText, PlainText
+from thinwire.lab.train.data import CIFAR10, ParallelText, PlainText
 
 
 def text(folder: Path, train_words: int = 2000, test_words: int = 300, **options) -> PlainText:

@@ -37,7 +37,8 @@ from .codec import (
 from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse
-from .parallel import (
+from .schedule import GeometricWarmup, Progress, Schedule, Values
+from .strategy import (
     DGCSGD,
     ConsensusRecord,
     GradientCompression,
@@ -49,7 +50,6 @@ from .parallel import (
     gradient_hook,
     local_updates,
 )
-from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .topology import (
     BipartiteExponential,
     BipartiteLinear,

@@ -1,0 +1,1 @@
+"""The lab: runs experiments with the library. `cli` is the command; the library never imports from here."""

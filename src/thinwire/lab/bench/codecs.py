@@ -1,0 +1,195 @@
+"""`thinwire bench codecs`: the speed of every codec, as a ratio to a plain copy.
+
+For each codec, in every repetition and in this order: copy the input with `Tensor.copy_`, encode it with the residual
+written in place, `decode_add` the payload, and refresh the input (not timed). The three are alternated because the speed
+of memory changes from second to second on a shared machine; the median of each is reported. All buffers have been
+written before, so that no page is touched for the first time under the clock, and each of the three has buffers of its
+own in turn, so that none finds its data in a cache because another has just used them.
+
+    encode_ratio = median copy seconds / median encode seconds        1 = as fast as copying the tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...algorithm import require
+from ...codec import Codec, Key
+from .parts import measure_parts, print_parts, seconds_of
+from .rows import as_parsed, check_writable, print_table, write_json
+
+DEFAULT_CODECS = (
+    "Identity()",
+    "Cast()",
+    "Cast(dtype='float16')",
+    "Cast(dtype='float8_e4m3fn')",
+    "Cast(dtype='float8_e5m2')",
+    "TopK(ratio=0.001)",
+    "TopK(ratio=0.01)",
+    "TopK(ratio=0.1)",
+    "TopK(ratio=0.01, sample=0.01)",
+    "TopKInChunks(ratio=0.015625)",
+    "ChunkTopK(ratio=0.01)",
+    "RandomK(ratio=0.01)",
+    "RandomK(ratio=0.1)",
+    "Threshold(value=2.6)",
+    "AdaptiveThreshold()",
+    "QSGD(bits=1, zero=False)",
+    *(f"QSGD(bits={bits})" for bits in range(2, 9)),
+    "QSGD(levels=255)",
+    "NUQSGD(bits=3)",
+    "NUQSGD(bits=4)",
+    "NUQSGD(bits=8)",
+    "ALQ(bits=3)",
+    "TernGrad()",
+    "SignNorm()",
+    "SignSGD()",
+    "OneBit()",
+    "chain(TopK(ratio=0.01), QSGD(bits=4))",
+    "chain(TopK(ratio=0.01), QSGD(bits=4), Rice())",
+    "chain(QSGD(bits=4), Huffman())",
+)
+
+
+@dataclass(frozen=True)
+class CodecsBench:
+    """Measure how fast codecs encode and decode, beside a plain copy and the plain-PyTorch reference."""
+
+    codecs: tuple[str, ...] = DEFAULT_CODECS
+    """Codecs in Python's notation, such as "QSGD(bits=4)"."""
+    megabytes: float = 25.0
+    """Size of the float32 input in MB (10^6 bytes); 25 is DDP's usual bucket."""
+    repetitions: int = 31
+    """Timed repetitions of each codec; more => steadier medians."""
+    reference_repetitions: int = 1
+    """The same for the plain-PyTorch reference, which takes seconds for some codecs; 0 leaves it out."""
+    threads: int = 1
+    """Threads that PyTorch may use; the kernels always run on one."""
+    parts: bool = True
+    """Also measure what a step does beside coding: the kernel of Deep Gradient Compression, an update of ALQ's levels."""
+    json: Path | None = None
+    """Write the rows to this file."""
+
+    def __post_init__(self):
+        require(self.megabytes * 1e6 >= 4, f"megabytes must be at least one float (4e-6), got {self.megabytes}")
+        require(self.repetitions >= 1, f"repetitions must be at least 1, got {self.repetitions}")
+        require(
+            self.reference_repetitions >= 0,
+            f"reference_repetitions must be at least 0, got {self.reference_repetitions}",
+        )
+        require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+
+    def run(self) -> list[dict[str, Any]]:
+        """Measure, print the table, write the file, return the rows."""
+        codecs = [as_parsed(text, Codec) for text in self.codecs]
+        check_writable(self.json)
+        with _threads(self.threads):
+            x = torch.randn(int(self.megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(0))
+            rows = [self._row(codec, x) for codec in codecs]
+            parts = measure_parts(x, self.repetitions) if self.parts else []
+        if rows:
+            _print(rows)
+        if parts:
+            print_parts(parts)
+        write_json(self.json, rows + parts)
+        return rows + parts
+
+    def _row(self, codec: Codec, x: Tensor) -> dict[str, Any]:
+        copy_seconds, encode_seconds, decode_seconds, payload_bytes = measure(codec, x, self.repetitions)
+        reference_encode_seconds = measure_reference(codec, x, self.reference_repetitions)
+        gigabytes = 4 * x.numel() / 1e9
+        return {
+            "codec": repr(codec),
+            "backend": x.device.type,
+            "num_elements": x.numel(),
+            "encode_gb_per_s": gigabytes / encode_seconds,
+            "decode_gb_per_s": gigabytes / decode_seconds,
+            "copy_gb_per_s": gigabytes / copy_seconds,
+            "encode_ratio": copy_seconds / encode_seconds,
+            "decode_ratio": copy_seconds / decode_seconds,
+            "reference_encode_gb_per_s": reference_encode_seconds and gigabytes / reference_encode_seconds,
+            "payload_bytes": payload_bytes,
+            "compression": 4 * x.numel() / payload_bytes,
+        }
+
+
+def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, float, int]:
+    """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes.
+
+    Each works on memory that the two before it have not touched, so that none finds in a cache what another left there.
+    """
+    works, outs = [x.clone() for _ in range(3)], [torch.zeros_like(x) for _ in range(3)]
+    for work, out in zip(works, outs, strict=True):  # the allocator keeps pages only of what was freed and reused
+        payload = codec.encode(work, Key(), work)
+        codec.decode_add(payload, out, key=Key())
+        work.copy_(x)
+    copies, encodes, decodes = [], [], []
+    for step in range(repetitions):
+        (a, _, b), (c, _, d) = works, outs
+        copies.append(seconds_of(lambda a=a, c=c: c.copy_(a)))
+        encodes.append(seconds_of(lambda b=b, step=step: codec.encode(b, Key(step=step), residual=b)))
+        decodes.append(seconds_of(lambda d=d: codec.decode_add(payload, d, 0.5, Key())))
+        b.copy_(x)  # the encoder left its residual there
+        works, outs = works[1:] + works[:1], outs[1:] + outs[:1]
+    return median(copies), median(encodes), median(decodes), payload.numel()
+
+
+def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None:
+    """Median seconds of the same encode in plain PyTorch; None for no repetitions."""
+    seconds = []
+    with kernels.use_backend("reference"):
+        for step in range(repetitions):
+            work = x.clone()
+            seconds.append(seconds_of(lambda step=step, work=work: codec.encode(work, Key(step=step), residual=work)))
+    return median(seconds) if seconds else None
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        [
+            row["codec"],
+            f"{row['compression']:.1f}",
+            f"{row['encode_gb_per_s']:.2f}",
+            f"{row['encode_ratio']:.2f}",
+            f"{row['decode_gb_per_s']:.2f}",
+            f"{row['decode_ratio']:.2f}",
+            "" if row["reference_encode_gb_per_s"] is None else f"{row['reference_encode_gb_per_s']:.2f}",
+            f"{row['copy_gb_per_s']:.1f}",
+        ]
+        for row in rows
+    ]
+    megabytes = 4 * rows[0]["num_elements"] / 1e6 if rows else 0
+    print_table(
+        f"Codecs on {megabytes:.3g} MB of float32",
+        [
+            "codec",
+            "times\nsmaller",
+            "encode\nGB/s",
+            "of\ncopy",
+            "decode\nGB/s",
+            "of\ncopy",
+            "encode in\nPyTorch",
+            "copy\nGB/s",
+        ],
+        lines,
+        "GB/s of float32. Encode writes the residual in place; 'of copy' is the speed as a share of Tensor.copy_.",
+    )

@@ -1,0 +1,177 @@
+"""`thinwire consensus`: averaging alone, its error against the bits that all workers have sent.
+
+Every worker starts from a matrix of its own. Each averager, with each step size where it has one, brings them towards
+their mean for the same number of rounds, from the same start values. The best step size of an averager is the one that
+reaches the target for the fewest bits or, where none does, ends with the smallest error.
+
+The error is `1/W sum_i |z_i - mean|^2`; the target is a fraction of the error at the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...algorithm import require
+from ...average import Averager
+from ...comm import Communicator, LocalWorld, ProcessWorld
+from ...strategy import ConsensusRecord, consensus
+from ..report.consensus import best, check_kind, error_against_bits, reaching
+from .rows import as_parsed, check_writable, print_table, write_json
+from .start_values import start_values
+
+STEP_SIZES = ("gamma", "eta", "step_size")  # what the methods call it
+DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
+
+Row = dict[str, Any]
+Show = Callable[[Averager, ConsensusRecord], None]
+
+
+@dataclass(frozen=True)
+class ConsensusBench:
+    """Average fixed tensors, and measure how far workers are from agreement after so many bits."""
+
+    averager: tuple[str, ...] = DEFAULT_AVERAGERS
+    """Averagers in Python's notation, such as "PowerGossip(Ring(), rank=1)"."""
+    workers: int = 8
+    """Number of workers."""
+    rounds: int = 500
+    """Rounds of averaging; more => closer, for more bits."""
+    data: Literal["normal", "offset", "sparse", "lognormal", "digits"] = "normal"
+    """What workers start from: normal elements, the same plus the rank, a single 1, exp of normal, or images."""
+    shape: tuple[int, int] = (64, 64)
+    """Rows and columns of each worker's matrix; digits have 64 columns."""
+    step_sizes: tuple[float, ...] = ()
+    """Step sizes to try with every averager that has one (gamma, eta or step_size), instead of its own."""
+    target: float = 1e-4
+    """Which part of the squared error at the start is to remain; bits until then are compared."""
+    every: int = 1
+    """Measure the error each so many rounds; higher => faster."""
+    seed: int = 0
+    """Seed of the start values and of the averagers."""
+    processes: bool = False
+    """Run workers as processes, over Gloo, and not as threads."""
+    json: Path | None = None
+    """Write all rows to this file: averager, step size, round, bits sent, messages, squared error, workers, data."""
+    figure: Path | None = None
+    """Draw the error against bits and against rounds to this file (.png, .svg or .pdf)."""
+
+    def __post_init__(self):
+        for name, least in (("workers", 2), ("rounds", 1), ("every", 1)):
+            require(getattr(self, name) >= least, f"{name} must be {least} or more, got {getattr(self, name)}")
+        require(min(self.shape) >= 1, f"shape must be two positive numbers, got {self.shape}")
+        require(0 < self.target < 1, f"target must be between 0 and 1, got {self.target}")
+        require(bool(self.averager), "averager: give at least one, such as 'Mix(Ring())'")
+
+    def run(self) -> list[Row]:
+        """Measure, print the table, write the files, return the rows."""
+        given = [as_parsed(text, Averager) for text in self.averager]
+        groups = [candidates(averager, self.step_sizes) for averager in given]
+        start_values(self.data, self.shape, 0, self.workers, self.seed)  # before any worker starts
+        if self.figure is not None:
+            check_kind(self.figure)
+        for path in (self.json, self.figure):
+            check_writable(path)
+        world = ProcessWorld(self.workers) if self.processes else LocalWorld(self.workers)
+        runs = iter(world.run(_work, self, [averager for group in groups for averager in group])[0])
+        measured = [[next(runs) for _ in group] for group in groups]
+        rows = [row for runs in measured for run in runs for row in run]
+        write_json(self.json, rows)
+        chosen = [best(runs, self.target) for runs in measured]
+        self._report({_label(text, run): run for text, run in zip(self.averager, chosen, strict=True)})
+        return rows
+
+    def _report(self, runs: dict[str, list[Row]]) -> None:
+        """Print the table and draw the figure of the best run of each averager."""
+        where = f"{self.workers} workers, {self.shape[0]} x {self.shape[1]} of {self.data} data"
+        print_table(
+            f"Consensus: {where}, {self.rounds} rounds",
+            ["averager", f"rounds\nto {self.target:g}", f"Mbit\nto {self.target:g}", "Mbit\nin all", "error left"],
+            [[label, *_cells(run, self.target)] for label, run in runs.items()],
+            "Mbit (10^6 bits) sent by all workers together; error left: the final squared error over that at the start.",
+        )
+        if self.figure is not None:
+            error_against_bits(runs, self.figure, self.target, where)
+            print(f"  {self.figure}")
+
+
+def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager]:
+    """The averager with each step size, or itself alone where it has none or none are given.
+
+    Example:
+        >>> import thinwire as tw
+        >>> candidates(tw.Choco(), [0.1, 0.5]), candidates(tw.Mix(), [0.1, 0.5])
+        ([Choco(gamma=0.1), Choco(gamma=0.5)], [Mix()])
+    """
+    name = _step_size_field(averager)
+    if name is None or not step_sizes:
+        return [averager]
+    return [dataclasses.replace(averager, **{name: step_size}) for step_size in step_sizes]
+
+
+def _step_size_field(averager: Averager) -> str | None:
+    return next((field.name for field in dataclasses.fields(averager) if field.name in STEP_SIZES), None)
+
+
+def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) -> list[list[Row]]:
+    """One worker's part in all runs; all of them return the same."""
+    start = start_values(bench.data, bench.shape, comm.rank, comm.size, bench.seed)
+    with _shown(comm.rank, bench.rounds, len(averagers)) as show:
+        return [_measured(comm, bench, averager, start.clone(), show) for averager in averagers]
+
+
+def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: Tensor, show: Show) -> list[Row]:
+    records = consensus(
+        [("x", x)], averager, bench.rounds, comm, bench.seed, bench.every, lambda record: show(averager, record)
+    )
+    return [_row(bench, averager, record) for record in records]
+
+
+def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
+    """As JSON has it: an error that is not finite is None."""
+    field = _step_size_field(averager)
+    named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
+    named |= {"workers": bench.workers, "data": bench.data, "shape": list(bench.shape), "seed": bench.seed}
+    return named | {"squared_error": record.squared_error if math.isfinite(record.squared_error) else None}
+
+
+@contextmanager
+def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
+    """How rank 0 shows the progress of all runs together; the others show nothing."""
+    if rank != 0:
+        yield lambda averager, record: None
+        return
+    from ..train.progress import Progress
+
+    progress, runs_done = Progress("consensus", rounds * num_runs), 0
+
+    def show(averager: Averager, record: ConsensusRecord) -> None:
+        nonlocal runs_done
+        progress.show(rounds * runs_done + record.round, f"{averager}: squared error {record.squared_error:.2e}")
+        runs_done += record.round == rounds
+
+    try:
+        yield show
+    finally:
+        progress.close()
+
+
+def _label(text: str, run: list[Row]) -> str:
+    """The averager as it was given, and the step size that was chosen for it."""
+    step_size = run[0]["step_size"]
+    return text if step_size is None else f"{text}, step size {step_size:g}"
+
+
+def _cells(run: list[Row], target: float) -> list[str]:
+    """A line of the table, but for its label."""
+    reached, first, last = reaching(run, target), run[0], run[-1]
+    until = ["never", "-"] if reached is None else [str(reached["round"]), f"{reached['bits_sent'] / 1e6:.3g}"]
+    left = "diverged" if last["squared_error"] is None else f"{last['squared_error'] / first['squared_error']:.1e}"
+    return [*until, f"{last['bits_sent'] / 1e6:.3g}", left]

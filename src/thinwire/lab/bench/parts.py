@@ -1,0 +1,80 @@
+"""What a step does beside coding: the kernel of Deep Gradient Compression, and an update of adaptive levels.
+
+Measured as codecs are: each repetition first copies as many floats, and medians are compared.
+
+    copy_ratio = median copy seconds / median seconds        1 = as fast as copying the gradient; None where nothing
+                                                             of the gradient is touched
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...codec import ALQ, Key
+from .rows import print_table
+
+RATIO, MOMENTUM = 0.001, 0.9  # of Deep Gradient Compression
+NUM_BUCKETS, BUCKET_SIZE, BITS = 350, 8192, 3
+
+
+def measure_parts(x: Tensor, repetitions: int) -> list[dict[str, Any]]:
+    """One row for each part: `part`, `milliseconds`, `copy_ratio`."""
+    return [
+        _dgc_row(x, repetitions, nesterov=False),
+        _dgc_row(x, repetitions, nesterov=True),
+        _levels_row(repetitions),
+    ]
+
+
+def print_parts(rows: list[dict[str, Any]]) -> None:
+    """Print the rows of `measure_parts` as a table."""
+    lines = [
+        [r["part"], f"{r['milliseconds']:.2f}", "" if r["copy_ratio"] is None else f"{r['copy_ratio']:.2f}"]
+        for r in rows
+    ]
+    print_table("Beside the codecs", ["part", "ms", "of\ncopy"], lines, "Median milliseconds.")
+
+
+def _dgc_row(x: Tensor, repetitions: int, nesterov: bool) -> dict[str, Any]:
+    """New momentum and velocity in buffers of their own, and the exact top-k of the velocity."""
+    generator = torch.Generator().manual_seed(1)
+    u, v = (torch.randn(x.numel(), generator=generator) for _ in range(2))
+    new_u, new_v, count = torch.empty_like(x), torch.empty_like(x), max(1, int(RATIO * x.numel()))
+    source, target = x.clone(), torch.empty_like(x)  # of the copy, so that neither finds in a cache what the other used
+
+    def step() -> None:
+        kernels.momentum_topk([x], [u], [v], [new_u], [new_v], MOMENTUM, 1.0, nesterov, [count])
+
+    copies, steps = [], []
+    for act in (step, lambda: target.copy_(source)):  # no page is touched for the first time under the clock
+        act()
+    for _ in range(repetitions):
+        copies.append(seconds_of(lambda: target.copy_(source)))
+        steps.append(seconds_of(step))
+    name = f"DGC: momentum, velocity, top-k at {RATIO}{', Nesterov' if nesterov else ''}"
+    return {"part": name, "milliseconds": 1e3 * median(steps), "copy_ratio": median(copies) / median(steps)}
+
+
+def _levels_row(repetitions: int) -> dict[str, Any]:
+    """What a worker computes when levels are due: all but sampling and the exchange of the statistics."""
+    codec = ALQ(bits=BITS, bucket_size=BUCKET_SIZE, num_buckets=NUM_BUCKETS)
+    x = torch.randn(NUM_BUCKETS * BUCKET_SIZE, generator=torch.Generator().manual_seed(2))
+    state = codec.init_state()
+    codec.observe(state, [x], [Key()])
+    codec.learn(state, [codec.statistics(state)])
+    seconds = [seconds_of(lambda: codec.learn(state, [codec.statistics(state)])) for _ in range(repetitions)]
+    name = f"ALQ: one update of {BITS}-bit levels over {NUM_BUCKETS} buckets"
+    return {"part": name, "milliseconds": 1e3 * median(seconds), "copy_ratio": None}
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start

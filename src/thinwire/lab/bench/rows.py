@@ -1,0 +1,62 @@
+"""Rows of a benchmark: to a JSON file for machines, to a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...algorithm import require
+
+
+def check_writable(path: Path | None) -> None:
+    """Fail before the measurement, not after it, where `path` cannot be written.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if path is None:
+        return
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from None
+
+
+def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as one JSON array; None writes nothing."""
+    if path is not None:
+        path.write_text(json.dumps(list(rows), indent=1) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> None:
+    """Print a table; the first column holds names, the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no width of its own
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    table.add_column(columns[0], overflow="fold", min_width=24)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def as_parsed(text: str, kind: type) -> Any:
+    """The algorithm that `text` notes.
+
+    Raises:
+        ValueError: it cannot be read, or is not of this kind.
+    """
+    from ...notation import parse
+
+    value = parse(text)
+    require(isinstance(value, kind), f"{text!r} is no {kind.__name__.lower()}; give one in Python's notation")
+    return value

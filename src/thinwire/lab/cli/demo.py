@@ -1,0 +1,46 @@
+"""`thinwire demo`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...algorithm import require
+from .options import parsed, show
+from .train import trained
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train the digits recipe dense, with 4 bits, sparse, and sparse with 4 bits, and compare them."""
+
+    output: Path = Path("demo")
+    """Folder for the runs and the figure; runs that an earlier demo left there are replaced."""
+    workers: int = 4
+    """Number of worker processes."""
+    seed: int = 0
+    """The one seed of all four runs."""
+    max_steps: int | None = None
+    """Stop each run after this many steps; fewer => a faster, worse demo."""
+
+    def __post_init__(self):
+        require(self.workers >= 2, f"workers must be 2 or more, got {self.workers}: one worker sends nothing")
+
+
+def demo_command(options: list[str]) -> None:
+    """Four runs, one table, one figure."""
+    from ..recipes.digits import DEMO, digits
+    from ..report import accuracy_against_bytes, read_run, summary_table
+
+    demo = parsed(Demo, options, "thinwire demo", Demo())
+    shared = replace(digits(), workers=demo.workers, seed=demo.seed, max_steps=demo.max_steps, overwrite=True)
+    runs = []
+    for label, averager in DEMO.items():
+        name = re.sub(r"\W+", "-", label)
+        folder = trained(replace(shared, averager=averager, output=demo.output, name=name))
+        runs.append(read_run(folder, label))
+    figure = demo.output / "accuracy-against-bytes.png"
+    accuracy_against_bytes(runs, figure)
+    show(summary_table(runs, title=f"Handwritten digits, {demo.workers} workers, seed {demo.seed}"))
+    print(f"  {figure}")

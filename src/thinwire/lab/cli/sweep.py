@@ -1,0 +1,106 @@
+"""`thinwire sweep`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...algorithm import require
+from .options import parsed, show
+
+if TYPE_CHECKING:
+    from ..sweep import Sweep
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """Run all that a TOML file asks for: a recipe or `consensus`, with fixed values and a grid of others.
+
+    Finished runs are recognised by their configuration and skipped, so the same command goes on with a sweep that was
+    stopped, and tries failed runs again.
+    """
+
+    local: int | None = None
+    """Run here, so many runs at a time; this is what happens by default, with 1."""
+    slurm: str | None = None
+    """Submit a SLURM job array with these options of sbatch, such as "partition=gpu,time=2:00:00"."""
+    dry_run: bool = False
+    """List what would run, and what is finished already."""
+    status: bool = False
+    """Show the state of all runs: live on a terminal, also from another one while the sweep runs."""
+
+    def __post_init__(self):
+        given = [self.local is not None, self.slurm is not None, self.dry_run, self.status]
+        require(sum(given) <= 1, "--local, --slurm, --dry-run and --status: choose one of them")
+        require(self.local is None or self.local >= 1, f"--local must be 1 or more, got {self.local}")
+
+
+def sweep_command(options: list[str]) -> None:
+    """Run a sweep, or say how it stands."""
+    from ..sweep import read_sweep
+    from ..sweep.show import plan_table, show_failures, statuses_of, watch
+
+    file, *options = options or ["--help"]
+    if file in ("-h", "--help"):
+        options = ["--help"]
+    elif file.startswith("-"):
+        raise ValueError(f"the file comes first, as in: thinwire sweep examples/sweeps/digits.toml {file}")
+    asked = parsed(SweepCommand, options, "thinwire sweep FILE")
+    sweep = read_sweep(Path(file))
+    if asked.dry_run:
+        show(plan_table(sweep, statuses_of(sweep.runs)))
+    elif asked.slurm is not None:
+        _submit(sweep, asked.slurm)
+    elif asked.status:
+        watch(sweep)
+        show_failures(sweep)
+    else:
+        _run_here(sweep, asked.local or 1)
+        _collect(sweep)
+        if show_failures(sweep):
+            sys.stdout.flush()
+            raise SystemExit(1)
+
+
+def _run_here(sweep: Sweep, at_once: int) -> None:
+    """Run, and show the table on a terminal, a line for each run elsewhere."""
+    from rich.console import Console
+
+    from ..sweep import run_locally
+    from ..sweep.show import Lines, LiveTable, counted, statuses_of
+
+    console = Console()
+    if console.is_terminal:
+        with LiveTable(sweep, console) as table:
+            run_locally(sweep.runs, at_once, table)
+        return
+    print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}", flush=True)
+    run_locally(sweep.runs, at_once, Lines())
+    print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}")
+
+
+def _submit(sweep: Sweep, options: str) -> None:
+    """Submit what is not finished, running or queued already."""
+    from ..sweep.slurm import queued, submit
+    from ..sweep.status import status_of
+
+    left = [run for run in sweep.runs if status_of(run).state not in ("finished", "running")]
+    waiting = {run.identity for run in queued(left)}
+    left = [run for run in left if run.identity not in waiting]
+    if left:
+        jobs = submit(left, options, sweep.output / ".sweep" / "slurm")
+        print(f"{sweep.output}: {len(left)} runs submitted, {jobs[0]} to {jobs[-1]}")
+    print(f"  {len(sweep.runs) - len(left)} runs are finished, running or queued already")
+    print(f"  thinwire sweep {sweep.file} --status")
+
+
+def _collect(sweep: Sweep) -> None:
+    """Write what the finished runs make together, if anything."""
+    from ..sweep.status import finished_summary
+
+    folders = [run.folder for run in sweep.runs if finished_summary(run) is not None]
+    collected = sweep.runs[0].task.collect(folders, sweep.output)
+    if collected is not None:
+        print(f"  {collected}")

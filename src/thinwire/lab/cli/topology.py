@@ -1,0 +1,40 @@
+"""`thinwire topology`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .options import parsed
+
+
+@dataclass(frozen=True)
+class TopologyFacts:
+    """Print the facts of a topology, such as "Exponential()", and draw it."""
+
+    workers: int = 16
+    """Number of workers."""
+    output: Path | None = None
+    """Draw it to this file (.png, .svg or .pdf)."""
+
+
+def topology_command(options: list[str]) -> None:
+    """Print the facts of a topology and draw it."""
+    from ...topology import Topology, describe, draw
+    from ..bench.rows import as_parsed
+
+    graph, *options = options or ["--help"]
+    if graph in ("-h", "--help"):
+        options = ["--help"]
+    elif graph.startswith("-"):
+        raise ValueError('the graph comes first, as in: thinwire topology "Exponential()" --workers 16')
+    asked = parsed(TopologyFacts, options, "thinwire topology GRAPH")
+    topology = as_parsed(graph, Topology)
+    facts = describe(topology, asked.workers)
+    if asked.output is not None:
+        try:
+            facts.append(("drawing", str(draw(topology, asked.workers, asked.output))))
+        except OSError as error:
+            raise ValueError(f"cannot write {asked.output}: {error.strerror}; choose another file") from None
+    for name, value in facts:
+        print(f"  {name:18} {value}")

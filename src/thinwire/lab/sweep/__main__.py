@@ -1,0 +1,24 @@
+"""`python -m thinwire.lab.sweep RUN.json`: one run of a sweep, in a process of its own.
+
+What it prints is the run's log. It leaves its exit code in `ended.json`:
+0 finished, 1 a worker failed, 2 the configuration is wrong, 130 or 143 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from .execute import execute
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # SLURM may send it to everyone; submitit, whom it is for, then asks this process with SIGTERM.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.exit(execute(Path(sys.argv[1])))

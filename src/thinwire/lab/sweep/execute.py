@@ -1,0 +1,98 @@
+"""One run of a sweep: written down where it is planned, executed in a process of its own.
+
+`run.json` holds its recipe and values, so what is executed is what was planned, whatever happens to the sweep's file
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ..train.records import write_json
+from .file import PlannedRun, planned
+from .status import finished_summary, locked
+from .tasks import read_json
+
+# Variables by which a launcher that started the sweep itself (torchrun, srun, mpirun) makes a process one of its workers.
+# A run is none: it starts workers of its own.
+LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_\w+|MASTER_\w+|TORCHELASTIC_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_\w+)|OMPI_\w+|PMI_\w+|PMIX_\w+|MPI_\w+"
+)
+
+
+def start(run: PlannedRun) -> subprocess.Popen | None:
+    """Start a run's process, whose output goes to the end of its log; None where it is running already, here or elsewhere."""
+    write_down(run)
+    with open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "ab") as log:
+        if not locked(lock):
+            return None
+        (run.records / "ended.json").unlink(missing_ok=True)
+        outer = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "thinwire.lab.sweep", str(run.records / "run.json")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=outer | {"OMP_NUM_THREADS": str(run.task.threads(run.config))},
+            pass_fds=[lock.fileno()],  # a lock belongs to the open file: this process lets go of it, that one keeps it
+            start_new_session=True,  # Ctrl-C reaches the sweep alone, which ends its runs in good order
+        )
+
+
+def write_down(run: PlannedRun) -> None:
+    """Make what the sweep keeps of a run.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        run.records.mkdir(parents=True, exist_ok=True)
+        plain = {"command": run.command, "values": run.values, "varied": run.varied}
+        write_json(run.records / "run.json", plain | {"folder": str(run.folder)})
+    except OSError as error:
+        raise ValueError(f"cannot write to {run.folder.parent}: {error.strerror}; choose another output") from None
+
+
+def read_run(path: Path) -> PlannedRun:
+    """The run that `write_down` wrote."""
+    plain = read_json(path)
+    if plain is None:
+        raise ValueError(f"{path} holds no run of a sweep")
+    fixed = {name: value for name, value in plain["values"].items() if name not in plain["varied"]}
+    return planned(plain["command"], None, fixed, plain["varied"], Path(plain["folder"]).parent)
+
+
+def execute(path: Path) -> int:
+    """Run to the end, in this process; returns its exit code, which is also left in `ended.json`."""
+    run = read_run(path)
+    if finished_summary(run) is not None:  # somebody else did it meanwhile
+        return 0
+    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", flush=True)
+    ended = run.records / "ended.json"
+    write_json(ended, {"code": None})  # and this stays where the process is killed
+    try:
+        code = _code_of(run)
+    except SystemExit as exit:  # a signal
+        code = exit.code
+    write_json(ended, {"code": code})
+    return code
+
+
+def _code_of(run: PlannedRun) -> int:
+    from ..train import Interrupted, WorkerError
+
+    try:
+        run.task.run(run.config, run.folder)
+        return 0
+    except Interrupted as stop:
+        print(f"thinwire: {stop}", flush=True)
+        return stop.exit_code
+    except (ValueError, WorkerError, KeyboardInterrupt) as error:
+        print(f"thinwire: {' '.join(str(error).split()) or 'stopped'}", flush=True)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError) else 1

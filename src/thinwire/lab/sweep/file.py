@@ -1,0 +1,206 @@
+"""A sweep's file, and the runs that it asks for.
+
+    recipe = "digits"              or  command = "consensus"
+    output = "runs/digits"         where the runs' folders go; without it, runs/ and the file's name
+
+    [fixed]                        field path = value, for all runs
+    workers = 4
+
+    [grid]                         field path = list of values; all combinations are run
+    averager = ["Mean()", "Mean(QSGD(bits=4))"]
+    seed = [1, 2, 3]               (recipe = [...] too)
+
+    [[list]]                       values that belong together; every such table is combined with the whole grid
+    optimizer.learning_rate = 0.1
+    optimizer.momentum = 0.0
+
+Several grids, each a table [[grid]], are run one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...algorithm import require
+from ...notation import suggestion
+from ..fields import flat
+from .identity import identity
+from .overrides import overridden
+from .tasks import TASKS, Task
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOP = ("recipe", "command", "output", "fixed", "grid", "list")
+SHAPES = {
+    "fixed": (dict, "a table, [fixed]"),
+    "grid": ((dict, list), "a table, [grid], or several, [[grid]]"),
+    "list": (list, "a list of tables, [[list]]"),
+}
+LONGEST_NAME = 80  # of a run's folder, without its hash
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run that a sweep asks for.
+
+    Args:
+        command: "train" or "consensus".
+        values: field path -> value, all that the file says of this run, with its recipe.
+        varied: those of them in which runs of the sweep may differ.
+        config: the configuration itself.
+        identity: see `identity`.
+        folder: the run's own folder.
+    """
+
+    command: str
+    values: Values
+    varied: Values
+    config: Any
+    identity: str
+    folder: Path
+
+    @property
+    def task(self) -> Task:
+        """What the run does."""
+        return TASKS[self.command]
+
+    @property
+    def records(self) -> Path:
+        """What the sweep itself keeps of the run: its log, its values, its lock. It is there before the run's folder."""
+        return self.folder.parent / ".sweep" / self.folder.name
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs that a file asks for, in its order."""
+
+    file: Path
+    output: Path
+    runs: tuple[PlannedRun, ...]
+
+
+def read_sweep(file: Path) -> Sweep:
+    """Read a sweep's file, and check every run that it asks for.
+
+    Raises:
+        ValueError: one line with the file, the field, what was expected and what was probably meant.
+    """
+    try:
+        return _sweep(file, tomllib.loads(file.read_text()))
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not a text file in UTF-8") from None
+    except ValueError as error:  # TOML's own complaint among them
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
+    _check(table)
+    command, grids = table.get("command", "train"), table.get("grid", {})
+    output = Path(table.get("output", Path("runs") / file.stem))
+    fixed = _unique(flat(table.get("fixed", {})))
+    runs: dict[str, PlannedRun] = {}
+    for grid in grids if isinstance(grids, list) else [grids]:
+        for varied in points(grid, table.get("list", [])):
+            run = planned(command, table.get("recipe"), fixed, varied, output)
+            other = runs.setdefault(run.identity, run)
+            same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
+            require(other is run, same)
+    return Sweep(file, output, tuple(runs.values()))
+
+
+def _check(table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        require(name in TOP, f"unknown entry {name!r}{suggestion(name, TOP)}; values of runs go into [fixed] or [grid]")
+        kind, shape = SHAPES.get(name, (str, "text"))
+        require(isinstance(value, kind), f"{name} must be {shape}, got {value!r}")
+    command = table.get("command", "train")
+    require(command in TASKS, f"unknown command {command!r}{suggestion(command, TASKS)}")
+
+
+def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[Values]:
+    """What varies, run by run: the values of a table of the list with one of each list of the grid, the last grid key fastest.
+
+    Example:
+        >>> list(points({"seed": [1, 2]}, []))
+        [{'seed': 1}, {'seed': 2}]
+        >>> list(points({}, [{"averager": "Mean()", "optimizer": {"momentum": 0.0}}]))
+        [{'averager': 'Mean()', 'optimizer.momentum': 0.0}]
+    """
+    lists = _unique(flat(grid))
+    for path, values in lists.items():
+        require(
+            isinstance(values, list), f"grid.{path} must be a list of values, got {values!r}; else it goes into [fixed]"
+        )
+        require(len(values) > 0, f"grid.{path} is an empty list; nothing would run")
+    for row in rows or [{}]:
+        require(isinstance(row, Mapping), f"list must hold tables, [[list]], got {row!r}")
+        for values in itertools.product(*lists.values()):
+            chosen = zip(lists, values, strict=True)
+            yield _unique([*flat(row), *(item for path, value in chosen for item in flat({path: value}))])
+
+
+def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: Values, output: Path) -> PlannedRun:
+    """The run with these values.
+
+    Raises:
+        ValueError: they make no run.
+    """
+    task = TASKS[command]
+    values = _unique([*({"recipe": recipe} if recipe else {}).items(), *fixed.items(), *varied.items()])
+    recipe = values.get("recipe")
+    for path in values:
+        where = "write output = ... at the top of the file" if path == "output" else "leave it out"
+        require(path not in task.reserved, f"{path} is set by the sweep; {where}")
+    try:
+        config = overridden(task.base(recipe), {path: value for path, value in values.items() if path != "recipe"})
+        plain = task.as_dict(config)
+    except ValueError as error:
+        raise ValueError(f"{error}{f' (in the run {in_words(varied)})' if varied else ''}") from None
+    name = f"{readable(varied) or recipe or command}-{identity(plain)[:8]}"
+    return PlannedRun(command, values, varied, config, identity(plain), output / name)
+
+
+def _unique(items: Any) -> Values:
+    values: Values = {}
+    for path, value in items:
+        require(path not in values, f"{path} is given twice")
+        values[path] = value
+    return values
+
+
+def readable(varied: Mapping[str, Any]) -> str:
+    """What varies, in characters safe in a path; numbers with the name of their field.
+
+    Example:
+        >>> readable({"averager": "Mean(TopK(ratio=0.01))", "optimizer.learning_rate": 0.1})
+        'mean-topk-0.01-learning_rate0.1'
+    """
+    parts = []
+    for path, value in varied.items():
+        words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", str(value)))
+        parts.append("-".join(words) if isinstance(value, str) else path.split(".")[-1] + "-".join(words))
+    return "-".join(filter(None, parts)).lower()[:LONGEST_NAME].strip("-.")
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """As the file would say it, on one line.
+
+    Example:
+        >>> print(in_words({"averager": "Mean()", "seed": 1}))
+        averager = "Mean()", seed = 1
+    """
+    quoted = {path: f'"{value}"' if isinstance(value, str) else str(value) for path, value in values.items()}
+    return ", ".join(f"{path} = {value}" for path, value in quoted.items())

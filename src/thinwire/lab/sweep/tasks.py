@@ -1,0 +1,175 @@
+"""What the runs of a sweep do: train a recipe, or average alone."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ...algorithm import require
+from ...notation import suggestion
+
+Plain = Mapping[str, Any]
+
+
+class Task(ABC):
+    """One kind of run: how it is configured and begun, and what its files say of it."""
+
+    reserved: frozenset[str]
+    """Fields that the sweep itself sets."""
+
+    @abstractmethod
+    def base(self, recipe: str | None) -> Any:
+        """The configuration that a sweep's values are put into."""
+
+    @abstractmethod
+    def as_dict(self, config: Any) -> dict[str, Any]:
+        """Plain values, as `config.json` holds them.
+
+        Raises:
+            ValueError: the configuration makes no run.
+        """
+
+    @abstractmethod
+    def run(self, config: Any, folder: Path) -> None:
+        """Run to the end, or go on where it was stopped; `summary.json` in `folder` says that it was finished."""
+
+    def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
+        """What the finished runs in these folders make together, if anything; returns the file."""
+        return None
+
+    @abstractmethod
+    def workers(self, config: Any) -> int:
+        """Processes of a run."""
+
+    @abstractmethod
+    def threads(self, config: Any) -> int:
+        """Threads of each of them."""
+
+    @abstractmethod
+    def progress(self, config: Any, row: Plain) -> str:
+        """How far a run has come, from its last row of metrics."""
+
+    @abstractmethod
+    def result(self, summary: Plain) -> str:
+        """What a finished run found, in a few words."""
+
+
+class Train(Task):
+    """`thinwire train`."""
+
+    reserved = frozenset({"output", "name", "overwrite", "resume", "requeue"})
+
+    def base(self, recipe: str | None) -> Any:
+        from ..recipes import recipes
+
+        known = recipes()
+        require(recipe is not None, 'which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
+        require(recipe in known, f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}")
+        return known[recipe].config
+
+    def as_dict(self, config: Any) -> dict[str, Any]:
+        try:
+            return config.as_dict()
+        except ValueError as error:  # of its notation
+            raise ValueError(f"averager: {error}") from None
+
+    def run(self, config: Any, folder: Path) -> None:
+        from ..train import train
+
+        train(replace(config, output=folder.parent, name=folder.name, resume=True))
+
+    def workers(self, config: Any) -> int:
+        return config.workers
+
+    def threads(self, config: Any) -> int:
+        return config.threads
+
+    def progress(self, config: Any, row: Plain) -> str:
+        share = row["epoch"] / config.epochs
+        if config.max_steps is not None:
+            share = max(share, row["step"] / config.max_steps)
+        return f"{min(1.0, share):.0%}, step {row['step']:g}"
+
+    def result(self, summary: Plain) -> str:
+        final = summary["final"]
+        metric = summary.get("metric", "test_accuracy")
+        value = final.get(metric)
+        shown = "diverged" if value is None else f"{value:.2%}" if metric.endswith("accuracy") else f"{value:.4g}"
+        sent = f"{summary['bytes_sent_per_worker'] / 1e6:,.2f} MB sent"
+        return f"{metric.replace('_', ' ')} {shown}, {sent}, {summary['seconds']:.0f} s"
+
+
+class Consensus(Task):
+    """`thinwire consensus`, one averager and one step size a run."""
+
+    reserved = frozenset({"json", "figure"})
+
+    def base(self, recipe: str | None) -> Any:
+        from ..bench import ConsensusBench
+
+        require(recipe is None, 'a sweep has a recipe or command = "consensus", not both')
+        return ConsensusBench()
+
+    def as_dict(self, config: Any) -> dict[str, Any]:
+        from ...average import Averager
+        from ..bench.rows import as_parsed
+
+        one = len(config.averager) == 1 and len(config.step_sizes) <= 1
+        require(one, "averager and step_sizes: one of each in a run; list several in [grid]")
+        return {"command": "consensus"} | asdict(config) | {"averager": repr(as_parsed(config.averager[0], Averager))}
+
+    def run(self, config: Any, folder: Path) -> None:
+        from ..bench.consensus import reaching
+        from ..train.records import write_json
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", self.as_dict(config))
+        rows = replace(config, json=folder / "consensus.json").run()
+        first, last, reached = rows[0], rows[-1], reaching(rows, config.target)
+        left = None if last["squared_error"] is None else last["squared_error"] / first["squared_error"]
+        write_json(
+            folder / "summary.json",
+            {key: first[key] for key in ("averager", "step_size")}
+            | {"workers": config.workers, "seed": config.seed, "target": config.target}
+            | {f"{key}_to_target": reached and reached[key] for key in ("round", "bits_sent")}
+            | {"bits_sent": last["bits_sent"], "error_left": left},
+        )
+
+    def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
+        """All rows, as one `thinwire consensus --json` with many averagers and step sizes writes them."""
+        from ..train.records import write_json
+
+        rows = [row for folder in folders for row in read_json(folder / "consensus.json") or []]
+        write_json(output / "consensus.json", rows)
+        return output / "consensus.json"
+
+    def workers(self, config: Any) -> int:
+        return config.workers if config.processes else 1
+
+    def threads(self, config: Any) -> int:
+        return 1
+
+    def progress(self, config: Any, row: Plain) -> str:
+        return "running"
+
+    def result(self, summary: Plain) -> str:
+        left = "diverged" if summary["error_left"] is None else f"{summary['error_left']:.1e} of the error left"
+        if summary["bits_sent_to_target"] is None:
+            return f"{left}, {summary['target']:g} not reached"
+        return f"{left}, {summary['target']:g} after {summary['bits_sent_to_target'] / 1e6:.3g} Mbit"
+
+
+TASKS: dict[str, Task] = {"train": Train(), "consensus": Consensus()}
+"""What a sweep's `command` names; without one, it trains."""
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds, or None where it is missing or is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,205 @@
+"""Checkpoints: a folder for each, which appears whole or not at all.
+
+    checkpoints/step-000330/
+        checkpoint.json    steps done, the last row of metrics, the configuration
+        shared.pt          what is the same on all workers: model and optimizer; where models differ, their mean alone
+        worker-0.pt ...    what differs: the averager's state, buffers (running statistics), the loss scaler, what a
+                           recurrent model carries on, random states, sums and bytes counted so far; where models differ,
+                           model and optimizer
+    checkpoints/best       a link to the one with the best test
+
+Every file loads with `torch.load(weights_only=True)`, and `shared.pt`'s model has the keys of the plain model. The folder
+gets its name when all workers have written their part and everything is on the disk, so that a crash at any moment leaves
+the checkpoint before it. All workers write to the same folder; on several machines they need a shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...algorithm import require
+from ...comm import Communicator
+from .config import RunConfig
+from .data import LOWER_IS_BETTER
+from .meter import Meter
+from .records import write_json
+from .together import together
+from .training import Training
+
+
+def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[str, Any], comm: Communicator) -> None:
+    """Write the checkpoint of a step, unless it is there; all workers come here together, between two steps.
+
+    Args:
+        folder: the run's `checkpoints`.
+        step: number of steps done.
+        training, meter: what is saved.
+        row: the last row of metrics.
+        comm: connects the workers.
+    """
+    with _appears_whole(folder, step, comm) as unfinished:
+        if unfinished is None:
+            return
+        own = training.own_state() | {"meter": meter.state_dict()}  # first: it absorbs messages in flight into the model
+        _write(unfinished / f"worker-{comm.rank}.pt", own)
+        with training.strategy.handle.average_model(comm):
+            if comm.rank == 0:
+                _write(unfinished / "shared.pt", training.shared_state())
+                write_json(unfinished / "checkpoint.json", {"step": step, "row": row, "config": training.config.as_dict()})
+
+
+@contextmanager
+def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path | None]:
+    """Context that writes into a folder, which then gets its name; None where it has it already."""
+    unfinished, finished = folder / f".{name_of(step)}", folder / name_of(step)
+    if comm.gather_objects(finished.is_dir())[0]:
+        yield None
+        return
+    unfinished.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    comm.barrier()
+    if comm.rank == 0:
+        _to_disk(unfinished)
+        os.replace(unfinished, finished)
+        _to_disk(folder)
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, path)
+    _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def tidy(folder: Path, config: RunConfig, metric: str) -> None:
+    """Keep the last `config.keep` checkpoints and the best, and link to the latter; one worker does this for all.
+
+    Args:
+        folder: the run's `checkpoints`.
+        config: of the run.
+        metric: by which a model is judged, such as "accuracy".
+    """
+    found = _finished(folder)
+    best = _best(found, metric)
+    if best is not None:
+        link = folder / ".best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best.name)
+        os.replace(link, folder / "best")
+    kept = {best, *found[-config.keep :]}
+    begun_and_left = [path for path in folder.glob(".step-*") if path.name < f".{found[-1].name}"] if found else []
+    for path in begun_and_left:
+        shutil.rmtree(path)
+    for path in found:
+        if path not in kept:
+            hidden = path.rename(folder / f".{path.name}")  # first: half of a checkpoint must not look like one
+            shutil.rmtree(hidden)
+
+
+def _finished(folder: Path) -> list[Path]:
+    """All checkpoints, the last at the end."""
+    return sorted((path for path in folder.glob("step-*") if path.is_dir()), key=lambda path: int(path.name[5:]))
+
+
+def _best(found: list[Path], metric: str) -> Path | None:
+    """The one with the best test; the first of equal ones."""
+    tested = {path: _tested(describe(path), metric) for path in found}
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    return max((path for path in found if tested[path] is not None), key=lambda path: sign * tested[path], default=None)
+
+
+def _tested(facts: dict[str, Any], metric: str) -> float | None:
+    """The test of the mean model, where there is one, else of the model; None where it wasn't tested, or diverged."""
+    row = facts["row"] if facts["row"].get("step") == facts["step"] else {}
+    return row.get(f"mean_model_test_{metric}", row.get(f"test_{metric}"))
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint with the most steps in a run's `checkpoints`, if there is one."""
+    return next(reversed(_finished(folder)), None)
+
+
+def name_of(step: int) -> str:
+    """Name of a step's checkpoint.
+
+    Example:
+        >>> name_of(330)
+        'step-000330'
+    """
+    return f"step-{step:06d}"
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a checkpoint's `checkpoint.json` says: `step`, `row` and `config`.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    try:
+        facts = json.loads((path / "checkpoint.json").read_text())
+        facts["step"], facts["row"].items(), facts["config"].items()
+        return facts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path / "checkpoint.json", error) from error
+
+
+def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> tuple[int, dict[str, Any]]:
+    """Restore the last checkpoint in place, if there is one; all workers come here together, before the first step.
+
+    Returns:
+        Number of steps done, and the last row of metrics before it.
+
+    Raises:
+        ValueError: on all workers alike, if files are missing or damaged, or of another model or averager.
+    """
+    name = comm.gather_objects([path.name for path in _finished(folder)[-1:]] if comm.rank == 0 else None)[0]
+    if not name:
+        return 0, {}
+    path = folder / name[0]
+    facts = together(comm, lambda: describe(path))
+    together(comm, lambda: _load(path, training, meter, comm.rank))
+    return facts["step"], facts["row"]
+
+
+def _load(path: Path, training: Training, meter: Meter, rank: int) -> None:
+    shared, own = (_read(path / name) for name in ("shared.pt", f"worker-{rank}.pt"))
+    try:
+        meter.load_state_dict(own["meter"])
+        training.load_state(shared, own)
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} is of another model, optimizer or averager: {reason}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:  # PyTorch itself compares no checksums
+            wrong = archive.testzip()
+        require(wrong is None, f"checksum of {wrong}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(
+        f"{path} is missing, truncated or damaged ({reason}); remove the folder {path.parent} to go on from the checkpoint "
+        "before it, or from the start"
+    )

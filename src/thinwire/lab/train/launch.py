@@ -1,0 +1,108 @@
+"""Where a run's workers come from: this process is one where a launcher has started it, else it starts them itself.
+
+A launcher (torchrun, srun, mpirun) starts this same command once a worker and watches over it; see `environment.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ...algorithm import require
+from ...comm import Communicator
+from . import loop
+from .config import RunConfig
+from .connect import check_mpi, choose_interface, connected
+from .environment import Environment, adopt
+from .interrupt import Interrupted, Interruption, requeue
+from .run_folder import abandon, finished_run, make_folder
+from .spawn import WorkerError, in_one_line, spawn
+from .together import SharedMistake, together
+from .weights_and_biases import check_installed
+
+TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
+OnStop = Callable[[Interrupted], None] | None
+
+
+def train(config: RunConfig, on_stop: OnStop = None) -> Path:
+    """Run to the end; returns the run's folder. Under a launcher, each of its processes calls this.
+
+    With `config.resume` it goes on where it left off, and what is finished isn't run again.
+
+    Args:
+        config: everything that determines the run.
+        on_stop: called once where the run was asked to stop and has been saved, before any worker ends: the end of one
+            makes launchers kill the others.
+
+    Raises:
+        ValueError: the configuration or the data are wrong, as all workers find, or the folder is taken.
+        WorkerError: a worker ended badly; all others have been stopped.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 asked the run to stop, and it was saved.
+    """
+    config.parsed_averager()
+    check_installed(config)
+    if config.backend == "mpi":
+        check_mpi()
+    environment = adopt()
+    if finished := finished_run(config):
+        return finished
+    return _join(config, environment, on_stop) if environment else _spawn(config, on_stop)
+
+
+def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
+    choose_interface(config.interface, one_node=True)
+    loop.choose_device(config)
+    folder = make_folder(config)
+    try:
+        spawn(config, folder)
+    except ValueError:
+        abandon(folder)
+        raise
+    except Interrupted as stop:
+        _stopped(config, stop, on_stop)
+        raise
+    return folder
+
+
+def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
+    """Be one of a launcher's workers."""
+    name, rank, size = environment.launcher, environment.rank, environment.size
+    require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
+    try:
+        with Interruption() as interruption, connected(config, environment) as comm:
+            made = together(comm, lambda: make_folder(config) if rank == 0 else None)
+            folder = Path(comm.gather_objects(str(made))[0])
+            _run(config, folder, comm, interruption, on_stop)
+    except Interrupted:
+        raise
+    except SharedMistake:
+        time.sleep(TELLING_SECONDS if rank else 0)
+        raise
+    except Exception as error:
+        raise WorkerError(f"worker {rank} failed: {in_one_line(error)}") from error
+    return folder
+
+
+def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption, on_stop: OnStop) -> None:
+    try:
+        loop.run(config, folder, comm, interruption)
+        interruption.settle()
+    except Interrupted as stop:
+        if comm.rank == 0:
+            _stopped(config, stop, on_stop)
+        comm.barrier()
+        raise
+    except SharedMistake:
+        if comm.rank == 0:
+            abandon(folder)
+        raise
+
+
+def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
+    if on_stop:
+        on_stop(stop)
+    if config.requeue and stop.signal == signal.SIGUSR1:
+        print(f"thinwire: {requeue()}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""One worker's run, from the first weight to the summary.
+
+    1. data and model    the same on every worker, from the seed
+    2. strategy          one line: `compress_gradients`, or `gossip_parameters`, as the averager asks for (`strategy.py`)
+    3. steps             batches (`order.py`); forward, backward, clip, optimizer (`training.py`)
+    4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
+    5. checkpoint        after an epoch, every so many steps where asked for, and when the run is to stop (`checkpoint.py`)
+    6. summary           what was learned, and what it cost on the wire
+
+Where the folder has a checkpoint, the run goes on from the last one, with the same bits as if it had never stopped. All
+workers run this alike; rank 0 also shows the progress and writes the files. Metrics travel over a communicator of their
+own, so that the ledger counts training alone.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...algorithm import require
+from ...allocator import keep_freed_memory
+from ...comm import Communicator
+from ...kernels import mix_key
+from . import checkpoint
+from .config import RunConfig
+from .data import Dataset
+from .evaluation import evaluate
+from .insight import insight, own_gradients
+from .interrupt import Interrupted, Interruption
+from .meter import Meter
+from .optimize import set_learning_rate
+from .order import count_steps, steps
+from .progress import Progress
+from .records import Records, write_json
+from .run_folder import begin
+from .strategy import Strategy
+from .together import alike, together
+from .training import prepare
+from .weights_and_biases import WandB
+
+
+def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption) -> None:
+    """Train as `config` says and leave the records in `folder`; all workers call this together.
+
+    Raises:
+        Interrupted: the run was asked to stop, and can go on from its checkpoint.
+        ValueError: data, configuration or checkpoint are wrong, on all workers alike.
+    """
+    torch.set_num_threads(config.threads)
+    keep_freed_memory()
+    data = together(comm, config.data.load)
+    _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
+    device = together(comm, lambda: choose_device(config))
+    with alike():
+        training = prepare(config, data, device)
+    together(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
+    torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
+    meter = Meter(data, training.strategy, comm)
+    checkpoints = folder / "checkpoints"
+    done, row = checkpoint.load_latest(checkpoints, training, meter, comm)
+
+    watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
+    try:
+        for step in steps(config, data, comm, done, meter.clock):
+            if step.begins_epoch is not None:
+                training.strategy.handle.set_epoch(step.begins_epoch)
+                training.carried = None
+            learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps, comm.size)
+            set_learning_rate(training.optimizer, learning_rate)
+            row_is_due = step.number % config.log_every == 0 or step.ends_epoch
+            watched = config.variance and row_is_due and comm.rank == 0
+            with meter.clock("step"), own_gradients(training.model) if watched else nullcontext({}) as gradients:
+                answers = training.step(step.batches)
+            for scores, labels in answers:
+                meter.add(scores, labels)
+            in_rounds = training.strategy.in_rounds  # workers without rounds meet at rows alone
+            stop = interruption.requested(comm, at_once=not in_rounds) if in_rounds or row_is_due else 0
+            is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
+            if is_saved:
+                training.strategy.absorb()  # so that what is tested is what is saved
+            if row_is_due:
+                row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
+                row |= insight(training.strategy, gradients)
+                if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
+                    row |= evaluate(config, data, training.model, training.strategy, comm)
+                for watcher in watchers:
+                    watcher.row(row)
+            if is_saved:
+                checkpoint.save(checkpoints, step.number, training, meter, row, comm)
+                if comm.rank == 0:
+                    checkpoint.tidy(checkpoints, config, data.best_metric)
+            if stop:
+                break
+    finally:
+        for watcher in watchers:
+            watcher.close()
+
+    finished = row.get("step") == num_steps
+    if finished and comm.rank == 0:
+        write_json(folder / "summary.json", summary(config, data, row, training.strategy))
+    training.strategy.handle.detach()
+    if not finished:
+        raise Interrupted(stop, checkpoints / checkpoint.name_of(step.number))
+
+
+def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
+    """What each row of metrics goes to: has `row(values)` and `close()`."""
+    watchers = [Progress(folder.name, num_steps, metric, done), Records(folder, done)]
+    return [*watchers, WandB(config, folder)] if config.wandb else watchers
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """Where this worker computes; those of one machine share its GPUs.
+
+    Raises:
+        ValueError: a GPU was asked for, and there is none.
+    """
+    found = torch.cuda.is_available()
+    require(found or config.device != "cuda", "device 'cuda' was asked for, but PyTorch finds no GPU; leave --device out")
+    if not found or config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: Strategy) -> dict[str, Any]:
+    """What `summary.json` says; bytes are means over the workers, who may differ."""
+    ledger, bytes_sent = strategy.handle.ledger, last["bytes_sent"]
+    tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
+    return {
+        "recipe": config.recipe,
+        "averager": repr(config.parsed_averager()),
+        "workers": config.workers,
+        "seed": config.seed,
+        "metric": f"test_{data.best_metric}",
+        "final": tested | {"train_accuracy": last["accuracy"], "train_loss": last["loss"], "steps": last["step"]},
+        "bytes_sent_per_worker": bytes_sent,
+        "dense_fp32_bytes": ledger.dense_fp32_bytes,
+        "dense_bf16_bytes": ledger.dense_bf16_bytes,
+        "compression_vs_fp32": ledger.dense_fp32_bytes / bytes_sent if bytes_sent else None,
+        "seconds": last["seconds"],
+    }

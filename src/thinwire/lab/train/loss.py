@@ -1,0 +1,43 @@
+"""What a model's scores are judged by while it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...algorithm import require
+from .data import IGNORE
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy, in nats, against labels of which a share e is spread over all C classes.
+
+        loss = -(1 - e) log p[label] - (e / C) sum_c log p[c]
+
+    averaged over the labels that count.
+
+    Raises:
+        ValueError: smoothing outside [0, 1).
+
+    Source: Szegedy et al. 2016, arXiv 1512.00567; 0.1 for the Transformer, Vaswani et al. 2017, arXiv 1706.03762.
+
+    Example:
+        >>> import torch
+        >>> scores, labels = torch.zeros(2, 3, 4), torch.tensor([[0, 1, IGNORE], [3, IGNORE, IGNORE]])
+        >>> round(CrossEntropy(0.1)(scores, labels).exp().item(), 4)
+        4.0
+    """
+
+    label_smoothing: float = 0.0
+    """Share e of each label that is spread over all classes; higher => less confident answers. 0.1 is usual."""
+
+    def __post_init__(self):
+        require(0 <= self.label_smoothing < 1, f"loss.label_smoothing must be in [0, 1), got {self.label_smoothing}")
+
+    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Loss of scores (..., C) against labels (...), of which those that are IGNORE don't count."""
+        scores, labels = scores.flatten(0, -2), labels.flatten()
+        return F.cross_entropy(scores, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)

@@ -1,0 +1,90 @@
+"""What a row of metrics is made of: sums over batches, the ledger's totals, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...clock import Clock
+from ...comm import Communicator
+from .data import Dataset
+from .strategy import Strategy
+
+COUNTS = ("bytes_sent", "bytes_received", "messages")
+
+
+class Meter:
+    """Adds up what happens between two rows.
+
+    Args:
+        data: says what its sums mean.
+        strategy: whose ledger and clock are read.
+        comm: connects the workers for the metrics' own sums.
+    """
+
+    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator):
+        self._data, self._strategy, self._comm = data, strategy, comm
+        self._began = time.perf_counter()
+        self.clock = Clock()
+        """Times the phases "data" and "step"."""
+        self._start_row()
+
+    def _start_row(self) -> None:
+        self._row_began = time.perf_counter()
+        self._phases = self._all_phases()
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._num_examples = 0
+
+    def _all_phases(self) -> dict[str, float]:
+        return {**self._strategy.handle.seconds, **self.clock.seconds}
+
+    def add(self, scores: Tensor, labels: Tensor) -> None:
+        """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
+        self._sums += self._data.sums(scores, labels)
+        self._num_examples += len(labels)
+
+    def row(self) -> dict[str, float]:
+        """Means over all workers: since the last row, and of the ledgers' totals. All workers call it together."""
+        now, ledger = time.perf_counter(), self._strategy.handle.ledger
+        counts = torch.tensor([ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples])
+        totals = self._comm.all_reduce(torch.cat([self._sums, counts.double()])).wait()
+        sent = (totals[4:7] / self._comm.size).round().long().tolist()
+        row = self._data.metrics(totals[:4])
+        row |= dict(zip(COUNTS, sent, strict=True))
+        row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
+        row |= self._seconds_by_phase()
+        if self._strategy.models_differ:
+            row["consensus_distance"] = self._strategy.handle.consensus_distance(self._comm)
+        self._start_row()
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: this worker's sums since the last row, and its ledger."""
+        now, ledger = time.perf_counter(), self._strategy.handle.ledger
+        took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phase_seconds": self._phases_of_row()}
+        return took | {"sums": self._sums, "num_examples": self._num_examples, "ledger": ledger.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. What was sent to start again doesn't count."""
+        self._start_row()
+        self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
+        self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
+        self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
+        self._strategy.handle.ledger.load_state_dict(saved["ledger"])
+
+    def _phases_of_row(self) -> dict[str, float]:
+        return {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}
+
+    def _seconds_by_phase(self) -> dict[str, float]:
+        took = self._phases_of_row()
+        averaging = sum(took.get(phase, 0.0) for phase in self._strategy.phases_in_step)
+        return {
+            "data_seconds": took.get("data", 0.0),
+            "compute_seconds": took.get("step", 0.0) - averaging,
+            "encode_seconds": took.get("compensate", 0.0) + took.get("encode", 0.0),
+            "wait_seconds": took.get("wait", 0.0),
+            "decode_seconds": took.get("decode", 0.0),
+        }

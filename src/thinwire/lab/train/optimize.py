@@ -1,0 +1,246 @@
+"""How parameters follow the averaged gradient: the optimizer, the schedule of its learning rate, and weight decay."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from ... import strategy
+from ...algorithm import require
+
+Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """The learning rate over a run, as a multiple of the optimizer's: up in a line, then constant or down.
+
+    Step s = 1..n, of which the first w warm up; after these, with p = (s - 1 - w) / (n - w),
+
+        constant      1
+        linear        1 - p
+        cosine        (1 + cos(pi p)) / 2
+        steps         drop_factor^(number of `drops` that (s - 1) / n has reached)
+        inverse_sqrt  sqrt(w / s)
+        points        straight lines from each of the `points` (p, multiple) to the next
+
+    With `scale_by_workers` all this is multiplied by the number of workers W, and warm-up starts at 1 instead of 0.
+
+    Raises:
+        ValueError: an unknown shape, or a fraction outside [0, 1].
+
+    Source: scaling and warm-up, Goyal et al. 2017, arXiv 1706.02677; cosine, Loshchilov and Hutter 2017, arXiv 1608.03983;
+    inverse square root, Vaswani et al. 2017, arXiv 1706.03762.
+
+    Example:
+        >>> schedule = LearningRateSchedule(warmup_fraction=0.5)
+        >>> [round(schedule.at(step, 8), 2) for step in range(8)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.85, 0.5, 0.15]
+    """
+
+    warmup_fraction: float = 0.1
+    """Share of the run in which the learning rate rises; higher => a gentler start. `warmup_steps` goes before it."""
+    shape: Shape = "cosine"
+    """What it does after that."""
+    drops: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
+    """Shares of the run after which a learning rate in steps drops; the default is 30, 60 and 80 of 90 epochs."""
+    drop_factor: float = 0.1
+    """What it is multiplied by at each of them."""
+    points: tuple[tuple[float, float], ...] = ()
+    """Pairs of p, from 0 to 1, and the multiple there, for "points"; two of the same p make a jump."""
+    scale_by_workers: bool = False
+    """Whether it grows with the number of workers, as the batch of all workers together does."""
+    warmup_steps: int | None = None
+    """Steps in which it rises, however long the run is; None => `warmup_fraction` of the run."""
+
+    def __post_init__(self):
+        known = get_args(Shape)
+        require(self.shape in known, f"optimizer.schedule.shape must be one of {known}, got {self.shape!r}")
+        for name in ("warmup_fraction", "drop_factor"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"optimizer.schedule.{name} must be in [0, 1], got {value}")
+        fractions = list(self.drops)
+        rises = self.warmup_steps is None or self.warmup_steps >= 0
+        require(rises, f"optimizer.schedule.warmup_steps must be 0 or more, got {self.warmup_steps}")
+        inside = all(0 < drop < 1 for drop in fractions) and fractions == sorted(fractions)
+        require(inside, f"optimizer.schedule.drops must ascend between 0 and 1, got {self.drops}")
+
+        at = [p for p, _ in self.points]
+        whole = at == sorted(at) and at[:1] == [0] and at[-1:] == [1]
+        require(
+            whole or self.shape != "points",
+            f"optimizer.schedule.points must ascend from 0 to 1, such as ((0, 1), (1, 0)), got {self.points}",
+        )
+
+    def at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
+        """The multiple at a step, 0..num_steps-1."""
+        scale = num_workers if self.scale_by_workers else 1
+        warmup_steps = round(self.warmup_fraction * num_steps) if self.warmup_steps is None else self.warmup_steps
+        if step >= warmup_steps:
+            return scale * self._after(step, warmup_steps, num_steps)
+        start = 1 if self.scale_by_workers else 0
+        return start + (scale - start) * (step + 1) / warmup_steps
+
+    def _after(self, step: int, warmup_steps: int, num_steps: int) -> float:
+        progress = (step - warmup_steps) / (num_steps - warmup_steps)
+        match self.shape:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1 - progress
+            case "cosine":
+                return (1 + math.cos(math.pi * progress)) / 2
+            case "steps":
+                return self.drop_factor ** sum(step >= round(drop * num_steps) for drop in self.drops)
+            case "inverse_sqrt":
+                return math.sqrt(max(1, warmup_steps) / (step + 1))
+            case "points":
+                return self._between_points(progress)
+
+    def _between_points(self, progress: float) -> float:
+        passed = sum(p <= progress for p, _ in self.points)
+        (p, multiple), (next_p, next_multiple) = self.points[passed - 1], self.points[passed]
+        return multiple + (next_multiple - multiple) * (progress - p) / (next_p - p)
+
+
+@dataclass(frozen=True)
+class Optimizer(ABC):
+    """What all optimizers have in common."""
+
+    learning_rate: float
+    """What one worker uses after warm-up; higher => faster, until it diverges. Sparse gradients bear less than dense ones."""
+    weight_decay: float
+    """Pull of the weights towards zero; higher => smaller weights."""
+    decay_vectors: bool = False
+    """Whether it pulls at vectors too: biases, and the scales and shifts of norms."""
+    schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, f"optimizer.learning_rate must be above 0, got {self.learning_rate}")
+        require(self.weight_decay >= 0, f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
+
+    @abstractmethod
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """PyTorch's own optimizer over the model's parameters."""
+
+    def learning_rate_at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
+        """Learning rate of a step, 0..num_steps-1, on this many workers."""
+        return self.learning_rate * self.schedule.at(step, num_steps, num_workers)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The model's trainable parameters for PyTorch: those that weight decay pulls at, and those that it spares.
+
+        Example:
+            >>> [(len(group["params"]), group["weight_decay"]) for group in SGD().groups(nn.Linear(2, 3))]
+            [(1, 0.0005), (1, 0.0)]
+        """
+        decayed, spared = [], []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                (decayed if self.decay_vectors or parameter.dim() > 1 else spared).append(parameter)
+        groups = ((decayed, self.weight_decay), (spared, 0.0))
+        return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum: `v = m v + g + d x; x -= r (g + d x + m v)`, or `x -= r v`.
+
+    r is the learning rate, m the momentum, d the weight decay; the first form is Nesterov's.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    learning_rate: float = 0.05
+    """What one worker uses after warm-up; higher => faster, until it diverges. Sparse gradients bear less than dense ones."""
+    weight_decay: float = 5e-4
+    """Pull of the weights towards zero; higher => smaller weights."""
+    momentum: float = 0.9
+    """Share of the last step that is repeated; 0 => plain SGD."""
+    nesterov: bool = True
+    """Whether to step from where momentum is about to lead."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(self.groups(model), self.learning_rate, self.momentum, nesterov=nesterov)
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam, with weight decay beside the gradient rather than in it (AdamW): `x -= r (m' / (sqrt(v') + eps) + d x)`.
+
+    m' and v' are the running means of the gradient and of its square, each divided by `1 - beta^step`. The defaults are the
+    Transformer's.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Kingma and Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101.
+    """
+
+    learning_rate: float = 7e-4
+    """What one worker uses after warm-up; higher => faster, until it diverges."""
+    weight_decay: float = 0.0
+    """Pull of the weights towards zero; 0 => Adam as first published."""
+    beta1: float = 0.9
+    """Share of the running mean of gradients that each step keeps."""
+    beta2: float = 0.98
+    """Share of the running mean of squared gradients that each step keeps; higher => steadier, slower to adapt."""
+    eps: float = 1e-9
+    """Added to the root of the mean square; higher => smaller steps where gradients are tiny."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+        require(self.eps > 0, f"optimizer.eps must be above 0, got {self.eps}")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(model), self.learning_rate, (self.beta1, self.beta2), self.eps)
+
+
+@dataclass(frozen=True)
+class DGCSGD(Optimizer):
+    """`thinwire.DGCSGD`, for averagers that apply momentum to gradients themselves: `b = m b + d x; x -= r (g + b)`.
+
+    r is the learning rate, m the momentum, d the weight decay; g carries momentum already, and weight decay gets a buffer of
+    its own. Where nothing is lost on the wire it does what `SGD` does.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887, in the authors' implementation.
+    """
+
+    learning_rate: float = 0.05
+    """What one worker uses after warm-up; higher => faster, until it diverges."""
+    weight_decay: float = 5e-4
+    """Pull of the weights towards zero; higher => smaller weights."""
+    momentum: float = 0.9
+    """Of weight decay alone; the averager's own, so that both act alike."""
+    nesterov: bool = False
+    """Whether the averager's momentum is Nesterov's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        options = {"momentum": self.momentum, "nesterov": self.nesterov}
+        return strategy.DGCSGD(self.groups(model), self.learning_rate, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give all parameter groups this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

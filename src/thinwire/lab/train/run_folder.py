@@ -1,0 +1,148 @@
+"""The folder of a run: made anew, or found again where the run goes on, which it does only as it began."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...algorithm import require
+from ..fields import flat
+from .checkpoint import describe, latest
+from .config import RunConfig
+from .records import write_json
+
+FREE = (
+    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
+)
+"""Fields that may change when a run goes on: they don't change what it learns, but for rounding. (With `overlap`, a checkpoint
+takes in the messages in flight early; `checkpoint_every` then matters as much as whether a run was stopped.)"""
+
+
+def folder_of(config: RunConfig) -> Path:
+    """The folder of a run's name, or of our name for it, without a number."""
+    return config.output / (config.name or config.default_name)
+
+
+def make_folder(config: RunConfig) -> Path:
+    """Make the run's folder: a name that was given must be free, unless it may be overwritten; ours is numbered.
+
+    What is to be overwritten is still there, until `begin`.
+    With `resume` it is the folder of that name, or of ours without a number, as far as it is the same run's.
+
+    Raises:
+        ValueError: the folder is taken, or another run's, or cannot be made or written.
+    """
+    folder = folder_of(config)
+    with _writing(config):
+        if (config.resume or config.overwrite) and folder.exists():
+            is_run = (folder / "config.json").is_file()
+            require(config.resume or is_run, f"{str(folder)!r} is not a run; --overwrite leaves it alone")
+            if config.resume:
+                check_same_run(config, folder)
+            for report in folder.glob("worker-*-error.txt"):  # what went wrong last time is not what goes wrong now
+                report.unlink()
+            return folder
+        made = _claim(folder, numbered=config.name is None and not config.resume)
+        write_json(made / "config.json", config.as_dict())
+        return made
+
+
+def begin(config: RunConfig, folder: Path) -> None:
+    """Note the configuration, and clear away what is to be overwritten; called when data, model and averager were found right.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with _writing(config):
+        if config.overwrite:
+            (folder / "summary.json").unlink(missing_ok=True)  # from now on it is not finished
+            for path in [path for path in folder.iterdir() if path.name != "config.json"]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        write_json(folder / "config.json", config.as_dict())
+
+
+def abandon(folder: Path) -> None:
+    """Remove a folder that holds nothing but a configuration, which was wrong: its name is free again."""
+    if [path.name for path in folder.iterdir()] == ["config.json"]:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _writing(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror or error}"
+        raise ValueError(f"{reason}; choose another with --output") from None
+
+
+def _claim(folder: Path, numbered: bool) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 10_000):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
+            return candidate
+        except FileExistsError:
+            advice = "go on with --resume, replace it with --overwrite, or choose another --name"
+            require(numbered, f"{str(folder)!r} exists; {advice}")
+    raise ValueError(f"{str(folder)!r} and 9999 numbered ones exist; choose a --name")
+
+
+def finished_run(config: RunConfig) -> Path | None:
+    """The folder of the run that `resume` asks for, if that run is finished.
+
+    Raises:
+        ValueError: it is another run.
+    """
+    folder = folder_of(config)
+    if not (config.resume and (folder / "summary.json").is_file()):
+        return None
+    check_same_run(config, folder)
+    return folder
+
+
+def check_same_run(config: RunConfig, folder: Path) -> None:
+    """See that a folder's run, and its last checkpoint, are of this configuration.
+
+    A run that ended before it had a row is nobody's: a mistake in its configuration can be mended.
+
+    Raises:
+        ValueError: a field differs, or the folder is no run.
+    """
+    began = (folder / "config.json").is_file()
+    require(began or not any(folder.iterdir()), f"{str(folder)!r} is not a run; choose another --name")
+    if (folder / "metrics.jsonl").exists():
+        check_same(config, json.loads((folder / "config.json").read_text()), folder)
+    checkpoint = latest(folder / "checkpoints")
+    if checkpoint is not None:
+        check_same(config, describe(checkpoint)["config"], checkpoint)
+
+
+def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
+    """See that what a run began with is what it shall go on with.
+
+    Raises:
+        ValueError: it names the fields that differ, with both values.
+    """
+    before, now = binding(saved), binding(config.as_dict())
+    differing = [
+        f"{name} {before.get(name, 'nothing')!r}, not {now.get(name, 'nothing')!r}"
+        for name in {**now, **before}
+        if before.get(name, "nothing") != now.get(name, "nothing")
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    require(
+        not differing,
+        f"{where} has {'; '.join(differing[:3])}{more}. A run goes on as it began; give it the same options, or another --name",
+    )
+
+
+def binding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that determine a run's result, by path: all but `FREE`."""
+    return {path: value for path, value in flat(config) if path not in FREE and path.split(".")[0] not in FREE}

@@ -1,0 +1,159 @@
+"""What a step changes, and the step itself: forward, backward, clip, optimizer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...algorithm import require
+from ...average import Averager
+from .config import RunConfig
+from .data import Batch, Dataset
+from .models import apply
+from .strategy import Strategy, attach
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Training:
+    """A worker's model, and all that changes with it from step to step.
+
+    Args:
+        config: of the run.
+        model: whose keys a checkpoint has.
+        forward: the same model, compiled where that was asked for.
+        optimizer: PyTorch's own.
+        scaler: of the loss; it does nothing but for fp16.
+        strategy: the averager at work.
+        carried: what a recurrent model remembers of the batch before, None at the start of an epoch.
+    """
+
+    config: RunConfig
+    model: nn.Module
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    strategy: Strategy
+    carried: Any = None
+
+    def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
+        """One step on these batches of this worker; returns the scores and labels of each."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        answers = []
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with nullcontext() if last else self.strategy.accumulating():
+                answers.append(self._backward(batch.to(self.device), 1 / len(batches)))
+        if self.config.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.scaler.step(self.optimizer)  # averagers of parameters work in this
+        self.scaler.update()
+        return answers
+
+    def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            scores, self.carried = apply(self.forward, batch.inputs, self.carried)
+            loss = self.config.loss(scores, batch.labels)
+        self.scaler.scale(loss * weight).backward()  # averagers of gradients work in this
+        return scores.detach(), batch.labels
+
+    def _autocast(self) -> torch.autocast | nullcontext:
+        dtype = DTYPES.get(self.config.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    # ---- what a checkpoint holds ----
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all workers; within `average_model`, where models differ their mean."""
+        model = {"model": self.model.state_dict()}
+        return model if self.strategy.models_differ else model | {"optimizer": self.optimizer.state_dict()}
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this worker's own."""
+        averager = self.strategy.handle.state_dict()  # first: it absorbs messages in flight into the model
+        model = self.model.state_dict()
+        own = {"averager": averager, "scaler": self.scaler.state_dict(), "carried": self.carried, "random": random_state()}
+        if self.strategy.models_differ:
+            return own | {"model": model, "optimizer": self.optimizer.state_dict()}
+        return own | {"buffers": {name: model[name] for name, _ in self.model.named_buffers() if name in model}}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Restore what the two returned, in place.
+
+        Raises:
+            ValueError, RuntimeError, KeyError: they are another model's, optimizer's or averager's.
+        """
+        whole = own if self.strategy.models_differ else shared
+        self.model.load_state_dict(whole["model"] | own.get("buffers", {}))
+        self.optimizer.load_state_dict(whole["optimizer"])
+        self.scaler.load_state_dict(own["scaler"])
+        self.strategy.handle.load_state_dict(own["averager"])
+        self.carried = moved(own["carried"], self.device)
+        set_random_state(own["random"])
+
+
+def random_state() -> dict[str, Tensor]:
+    """PyTorch's generators: the only ones that a run draws from."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def set_random_state(saved: dict[str, Tensor]) -> None:
+    """Restore what `random_state` returned; of a GPU, only where there is one."""
+    torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """A recurrent model's state on a device: a tensor, a tuple of such, or None.
+
+    Example:
+        >>> moved((torch.ones(1), None), torch.device("cpu"))
+        (tensor([1.]), None)
+    """
+    if isinstance(state, tuple):
+        return tuple(moved(part, device) for part in state)
+    return state.to(device) if isinstance(state, Tensor) else state
+
+
+def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
+    """The model, the same on all workers, from the seed, with optimizer and averager; all workers call this together.
+
+    Raises:
+        ValueError: an averager, optimizer and options that don't go together.
+    """
+    torch.manual_seed(config.seed)
+    model = config.model.build(data.num_classes).to(device)
+    optimizer = config.optimizer.build(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    check_clipping(config)
+    strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None)
+    return Training(config, model, torch.compile(model) if config.compile else model, optimizer, scaler, strategy)
+
+
+def check_clipping(config: RunConfig) -> None:
+    """See that gradients are clipped where it helps.
+
+    Raises:
+        ValueError: they would be clipped after they were added up.
+    """
+    averager = config.parsed_averager()
+    adds_up = isinstance(averager, Averager) and averager.has_momentum
+    require(
+        config.clip_norm is None or not adds_up,
+        f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has added up already; "
+        "leave it out and clip there: MomentumCorrection(clip=ClipByNorm(...))",
+    )

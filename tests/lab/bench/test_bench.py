@@ -1,0 +1,155 @@
+"""`thinwire bench`: the rows that it writes, on tiny sizes, and what its numbers must agree with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.lab.bench import CodecsBench, StepBench, timeline
+from thinwire.lab.bench.codecs import DEFAULT_CODECS
+from thinwire.lab.bench.step import DEFAULT_AVERAGERS, mlp
+
+CODEC_COLUMNS = [
+    "codec", "backend", "num_elements", "encode_gb_per_s", "decode_gb_per_s", "copy_gb_per_s", "encode_ratio",
+    "decode_ratio", "reference_encode_gb_per_s", "payload_bytes", "compression",
+]  # fmt: skip
+STEP_COLUMNS = [
+    *("rate", "workers", "method", "step_seconds", "compute_seconds", "bytes_sent_per_step"),
+    *("cpu_seconds", "compute_cpu_seconds", "phase_seconds"),
+]
+
+
+def _run_step(tmp_path: Path, **options) -> list[dict]:
+    """Run the benchmark in processes of its own, as the command does, and read what it wrote."""
+    file = tmp_path / "step.json"
+    code = f"from pathlib import Path, PosixPath; from thinwire.lab.bench import StepBench; b = {options!r}"
+    main = f"\nif __name__ == '__main__':\n    StepBench(json=Path({str(file)!r}), **b).run()\n"
+    script = tmp_path / "step.py"
+    script.write_text(code + main)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ratio" in done.stdout
+    return json.loads(file.read_text())
+
+
+def test_codecs_rows_have_the_documented_columns_and_true_sizes(tmp_path, capsys):
+    file = tmp_path / "codecs.json"
+    returned = CodecsBench(megabytes=0.04, repetitions=2, json=file).run()
+    rows = json.loads(file.read_text())
+    assert rows == returned
+    rows, parts = rows[: len(DEFAULT_CODECS)], rows[len(DEFAULT_CODECS) :]
+    assert [list(part) for part in parts] == [["part", "milliseconds", "copy_ratio"]] * 3
+    assert [part["copy_ratio"] is None for part in parts] == [False, False, True]
+    assert all(part["milliseconds"] > 0 for part in parts)
+    assert [row["codec"] for row in rows] == [repr(tw.parse(text)) for text in DEFAULT_CODECS]
+    for row in rows:
+        assert list(row) == CODEC_COLUMNS
+        assert row["backend"] == "cpu"
+        assert row["num_elements"] == 10_000
+        codec, bound = tw.parse(row["codec"]), tw.parse(row["codec"]).nbytes(10_000)
+        assert row["payload_bytes"] == bound if codec.fixed_size else 0 < row["payload_bytes"] <= bound
+        assert row["compression"] == pytest.approx(40_000 / row["payload_bytes"])
+        assert row["encode_ratio"] == pytest.approx(row["encode_gb_per_s"] / row["copy_gb_per_s"])
+        assert row["decode_ratio"] == pytest.approx(row["decode_gb_per_s"] / row["copy_gb_per_s"])
+        assert row["reference_encode_gb_per_s"] > 0
+    assert "chain(TopK(ratio=0.01), QSGD(bits=4))" in capsys.readouterr().out
+
+
+def test_codecs_without_the_reference_and_with_the_callers_threads_restored():
+    before = torch.get_num_threads()
+    options = {"repetitions": 1, "reference_repetitions": 0, "threads": 2, "parts": False}
+    rows = CodecsBench(codecs=("SignNorm()",), megabytes=0.01, **options).run()
+    assert [row["reference_encode_gb_per_s"] for row in rows] == [None]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"megabytes": 0}, "megabytes must be"),
+        ({"repetitions": 0}, "repetitions must be"),
+        ({"reference_repetitions": -1}, "reference_repetitions must be"),
+        ({"threads": 0}, "threads must be"),
+        ({"codecs": ("TopK(2)",)}, "ratio must be"),
+        ({"codecs": ("TopQ(0.1)",)}, "did you mean 'TopK'"),
+        ({"codecs": ("Mean()",)}, "is no codec"),
+        ({"json": Path("/nowhere/at/all.json")}, "cannot write /nowhere/at/all.json"),
+    ],
+)
+def test_codecs_mistakes_are_said_in_one_line(options, words):
+    with pytest.raises(ValueError, match=words) as error:
+        CodecsBench(**options).run()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": 0}, "workers must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"warmup": -1}, "warmup must be"),
+        ({"bucket_megabytes": 0.0}, "bucket_megabytes must be"),
+        ({"averagers": ("TopK(0.1)",)}, "is no averager"),
+        ({"averagers": ("Mean(QSGD(bits=9))",)}, "bits must be"),
+        ({"json": Path("/nowhere/at/all.json")}, "cannot write"),
+        ({"timeline": Path("timeline.words")}, "can be written as"),
+        ({"averagers": (), "baselines": False}, "nothing to measure"),
+    ],
+)
+def test_step_mistakes_are_said_before_any_worker_starts(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words) as error:
+        StepBench(**options).run()
+    assert "\n" not in str(error.value)
+
+
+def test_step_rows_have_the_documented_columns_and_true_bytes(tmp_path):
+    rows = _run_step(tmp_path, steps=2, warmup=2, hidden=64, layers=2, batch_size=4)
+    assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *DEFAULT_AVERAGERS]
+    for row in rows:
+        assert list(row) == STEP_COLUMNS
+        assert (row["rate"], row["workers"]) == ("loopback", 2)
+        assert row["step_seconds"] > 0
+        assert row["compute_seconds"] > 0
+    model = mlp(64, 2)
+    numel = sum(p.numel() for p in model.parameters())
+    matrices = [p.numel() for p in model.parameters() if p.ndim == 2]
+    dense_bytes = 4 * (numel - sum(matrices))  # biases travel as they are
+    codecs = [tw.parse(text).codec for text in DEFAULT_AVERAGERS]
+    # Two workers: a ring all-reduce sends n bytes, a gather one payload.
+    expected = [4 * numel, 2 * numel, *(codec.nbytes(matrices) + dense_bytes for codec in codecs)]
+    assert [row["bytes_sent_per_step"] for row in rows] == expected
+
+
+def test_step_draws_a_timeline(tmp_path):
+    file = tmp_path / "timeline.svg"
+    _run_step(tmp_path, steps=1, warmup=1, hidden=32, layers=1, batch_size=2, timeline=file, rate="any")
+    drawing = file.read_text()
+    assert drawing.count("<svg") == 1
+    assert len(drawing) > 10_000
+
+
+def test_the_timed_model_is_the_one_of_22_million_parameters():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in mlp(2048, 6).parameters()) == 22_052_874
+
+
+def test_a_timeline_holds_marked_phases_of_all_threads_in_milliseconds():
+    events = [
+        {"ph": "X", "name": "thinwire::encode", "ts": 2500.0, "dur": 500.0, "tid": 1},
+        {"ph": "X", "name": "backward", "ts": 2000.0, "dur": 3000.0, "tid": 1},
+        {"ph": "X", "name": "aten::mm", "ts": 2100.0, "dur": 10.0, "tid": 1},
+        {"ph": "X", "name": "thinwire::decode", "ts": 4000.0, "dur": 250.0, "tid": 2},
+        {"ph": "i", "name": "thinwire::wait", "ts": 0.0, "tid": 2},
+    ]
+    assert timeline.spans_of({"traceEvents": events}) == [
+        ("backward", 1, 0.0, 3.0),
+        ("encode", 1, 0.5, 1.0),
+        ("decode", 2, 2.0, 2.25),
+    ]

@@ -1,0 +1,165 @@
+"""Every recipe: its name, its twin, its averager, and what it says of itself; a few of them take real steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from thinwire import LocalWorld, Pairwise, compress_gradients, gossip_parameters, parse
+from thinwire.algorithm import Algorithm
+from thinwire.average.gossip_base import Gossip
+from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
+from thinwire.lab.report import read_run
+from thinwire.lab.train import RunConfig, train
+from thinwire.lab.train.data import ImageFolder
+from thinwire.lab.train.optimize import DGCSGD
+
+ALL = recipes()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_recipe_is_a_configuration_that_knows_its_name(name):
+    config = ALL[name].config
+    assert config.recipe == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
+    assert ALL[name].about and "\n" not in ALL[name].about
+    assert isinstance(config.parsed_averager(), Algorithm)
+    json.dumps(config.as_dict())
+
+
+@pytest.mark.parametrize("task", tasks(), ids=lambda task: f"{task.full.recipe} {task.title}")
+def test_every_task_names_its_paper_and_twins_are_the_same_task(task):
+    if task.small is None:
+        return
+    assert task.full.recipe == task.small.recipe
+    assert re.search(r"\d{4}\.\d{5}", task.title), "title without an arXiv number"
+    assert type(task.full.data) is type(task.small.data)
+    assert type(task.full.model) is type(task.small.model)
+    for end in task.methods:
+        assert ALL[task.name(end) + SMALL].config.parsed_averager().__class__ is (
+            ALL[task.name(end)].config.parsed_averager().__class__
+        )
+
+
+def test_where_the_averager_applies_momentum_the_optimizer_does_not():
+    averager = "Mean(TopK(0.01), MomentumCorrection(0.9, nesterov=True))"
+    full = RunConfig("task")
+    config = Task("a task", full, {"dgc": Method("sparse", averager)}).recipes()["task-dgc"].config
+    assert isinstance(config.optimizer, DGCSGD) and config.optimizer.nesterov
+    assert config.optimizer.schedule == full.optimizer.schedule
+    other = replace(full, optimizer=replace(full.optimizer, momentum=0.8))
+    with pytest.raises(ValueError, match="must have the momentum of"):
+        Task("a task", other, {"dgc": Method("sparse", averager)}).recipes()
+
+
+def test_there_is_a_recipe_for_every_experiment():
+    expected = """
+        cifar10-resnet9-topk cifar10-alexnet-qsgd cifar10-vgg16-terngrad-model imagenet-resnet50-randomk
+        cifar10-resnet20-dgc cifar10-resnet110-dgc imagenet-resnet18-dgc imagenet-resnet50-dgc imagenet-vgg16-dgc
+        imagenet-resnet50-sgp imagenet-resnet50-osgp imagenet-resnet50-adpsgd
+        cifar10-resnet32-alq cifar10-resnet32-amq cifar10-resnet110-alq imagenet-resnet18-alq
+        cifar10-resnet20-powergossip cifar10-resnet20-choco cifar10-resnet20-powergossip-by-class
+    """.split()
+    for name in expected:
+        assert {name, name + SMALL} <= ALL.keys()
+    for model in {name.rsplit("-", 1)[0] for name in expected if name.count("-") == 2}:
+        assert f"{model}-dense" in ALL
+
+
+def averaging(config):
+    return config.averager, config.workers, config.overlap, config.staleness, config.order
+
+
+@pytest.mark.parametrize("averager", sorted({averaging(recipe.config) for recipe in ALL.values()}), ids=str)
+def test_every_averager_takes_a_step_on_as_many_workers_as_its_recipe_has(averager):
+    text, size, overlap, staleness, order = averager
+
+    def worker(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if isinstance(parse(text), (Gossip, Pairwise)):
+            options = {"overlap": overlap, "staleness": staleness, "order": order}
+            handle = gossip_parameters(model, optimizer, parse(text), comm=comm, **options)
+        else:
+            handle = compress_gradients(model, parse(text), comm=comm)
+        before = model.weight.clone()
+        model(torch.full((4, 20), 1.0 + comm.rank)).square().mean().backward()
+        optimizer.step()
+        handle.detach()
+        return (model.weight != before).any().item() and model.weight.isfinite().all().item()
+
+    assert all(LocalWorld(size).run(worker))
+
+
+@pytest.mark.parametrize("end", ["resnet18-dgc", "resnet50-dgc", "vgg16-dense", "resnet50-sgp-dense", "resnet50-sgp"])
+def test_learning_rates_of_imagenet_are_a_tenth_for_256_images_and_drop_three_times(end):
+    config = ALL[f"imagenet-{end}"].config
+    rates = [config.optimizer.learning_rate_at(epoch, 90, config.workers) for epoch in range(90)]
+    highest = 0.1 * config.workers * config.batch_size / 256
+    assert rates[0] < rates[3] < rates[4] == pytest.approx(highest)
+    assert [rates[epoch] / highest for epoch in (29, 30, 60, 80)] == pytest.approx([1, 0.1, 0.01, 0.001])
+
+
+def test_the_layerwise_study_counts_an_image_for_as_much_as_its_original_in_every_phase():
+    config = ALL["imagenet-resnet50-dense"].config
+    assert [config.data.size_at(epoch) for epoch in (0, 13, 14, 31, 32, 34)] == [128, 128, 224, 224, 288, 288]
+    # (epoch, learning rate, batch) of the original for 8 GPUs
+    for epoch, rate, batch in (
+        (6, 1, 512),
+        (15, 224 / 512, 224),
+        (17, 22.4 / 512, 224),
+        (30, 2.24 / 512, 224),
+        (34, 0.128 / 512, 128),
+    ):
+        here = config.optimizer.learning_rate_at(epoch, 35, config.workers) / config.batch_size
+        assert here == pytest.approx(rate / batch)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Twenty images of noise in each of ten classes, and as many for the test."""
+    folder = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for label in range(10):
+            place = folder / part / str(label)
+            place.mkdir(parents=True)
+            for i in range(20):
+                Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place / f"{i}.png")
+    return folder
+
+
+def test_every_model_takes_images_of_every_size_that_its_recipe_has():
+    checked = set()
+    for name, recipe in ALL.items():
+        data, model = recipe.config.data, recipe.config.model
+        if isinstance(data, ImageFolder) and name.endswith(SMALL) and (model, data.sizes) not in checked:
+            checked.add((model, data.sizes))
+            network = model.build(10).eval()
+            for size in {data.test_size, *(size for _, size in data.sizes)}:
+                assert network(torch.zeros(1, 3, size, size)).shape == (1, 10), name
+    assert len(checked) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cifar10-resnet20-dgc-small", "cifar10-resnet20-powergossip-by-class-small", "cifar10-resnet32-alq-small"]
+    + ["cifar10-alexnet-topk-model-small", "imagenet-resnet50-osgp-small"],
+)
+def test_small_twins_take_real_steps(name, images, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = ALL[name].config
+    data = replace(config.data, folder=images)
+    if isinstance(data, ImageFolder):
+        data = replace(data, test="test", num_loaders=0)
+    folder = train(replace(config, data=data, workers=2, batch_size=8, max_steps=3, log_every=1, output=tmp_path))
+    run = read_run(folder)
+    assert run.summary["recipe"] == name and run.summary["bytes_sent_per_worker"] > 0
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert all(row["loss"] > 0 for row in run.rows)

@@ -1,0 +1,311 @@
+"""Figures and the page: what is drawn from which data, labels that do not overlap, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from report_runs import write_run
+
+from thinwire.lab.cli import main
+from thinwire.lab.report import write_report
+from thinwire.lab.report.bars import speeds, step_time
+from thinwire.lab.report.consensus import best_of_each
+from thinwire.lab.report.drawings import draw
+from thinwire.lab.report.groups import grouped
+from thinwire.lab.report.labels import End, label_ends, spread
+from thinwire.lab.report.metrics import main_metric, metric
+from thinwire.lab.report.runs import find
+from thinwire.lab.report.style import logarithmic, new_figure, save, styled
+
+SPARSE = "Mean(chain(TopK(ratio=0.005), QSGD(bits=4)), ErrorFeedback())"
+RUN_FIGURES = {"metric-epochs", "metric-bytes", "metric-seconds", "loss", "step-time"}
+WATCHED = {
+    "consensus_distance": lambda step: 2.0 / step,
+    "variance": 0.3,
+    "levels": lambda step: [-1.0, -0.5 / step, 0.5 / step, 1.0],
+    "data_seconds": 0.03,
+}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> Path:
+    """Runs that measured all there is, on one and four workers, a broken one, and an experiment of consensus."""
+    folder = tmp_path_factory.mktemp("everything")
+    for seed in (0, 1):
+        for workers in (1, 4):
+            for averager, sent in (("Mean()", 4e8), (SPARSE, 1e6)):
+                name = f"{averager[5:10]}{workers}-{seed}"
+                measured = WATCHED | {"rate": 1000.0 * workers + seed}
+                config = {"averager": averager, "workers": workers, "seed": seed}
+                write_run(folder / "runs" / name, 0.9 + 0.01 * seed, sent * (workers > 1), measured, **config)
+    write_run(folder / "runs" / "broken <b>", averager=SPARSE, seed=7)
+    (folder / "runs" / "broken <b>" / "summary.json").unlink()
+    rows = [
+        {"averager": f"Choco(gamma={g})", "step_size": g, "round": k, "bits_sent": 1e6 * k, "squared_error": rate**k}
+        for g, rate in ((0.5, 0.5), (1.0, 0.1))
+        for k in range(8)
+    ]
+    rows += [
+        {"averager": "Mix()", "step_size": None, "round": k, "bits_sent": 3e7 * k, "squared_error": 0.2**k} for k in range(8)
+    ]
+    (folder / "consensus.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(everything, tmp_path_factory) -> Path:
+    """Everything, reported on."""
+    out = tmp_path_factory.mktemp("report")
+    write_report([everything / "runs", everything / "consensus.json"], out, title="All & more", made_by="thinwire 1.2.3")
+    return out
+
+
+class Page(HTMLParser):
+    """The elements of a page, and whether they are nested as they should be."""
+
+    VOID = {"meta", "path", "use", "rect", "line", "br"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.elements, self.captions, self.words = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if "figcaption" in self.open:
+            self.captions.append(data)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(report):
+    text = (report / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    tags = [tag for tag, _ in page.elements]
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(tags)
+    for tag, attributes in page.elements:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href"):
+                assert value.startswith("#"), (tag, name, value)
+    fetched = re.findall(r"url\(([^)]*)\)|@import", text)
+    assert all(target.startswith("#") for target in fetched)
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {target[1:] for target in fetched} <= set(ids)
+    assert ("viewport" in text) and ("@media print" in text) and ("prefers-color-scheme" in text)
+
+
+def test_every_figure_has_a_caption_that_says_what_was_run(report):
+    page = Page((report / "report.html").read_text())
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("figure") == tags.count("figcaption") == tags.count("svg") == 11
+    captions = " ".join(page.captions)
+    assert captions.count("recipe digits") == 9 and captions.count("seeds 0 and 1") == 9
+    assert "consensus.json" in captions and "MB (10⁶ bytes)" in captions
+    words = " ".join(page.words)
+    assert "All & more" in words and "thinwire 1.2.3" in words and "8 finished runs of 4 methods, 1 unfinished" in words
+    assert "broken <b>" in words and "not finished: its last row is of step 40" in words
+
+
+def test_every_figure_comes_in_three_formats_with_text_in_it(report):
+    names = {path.stem for path in (report / "figures").iterdir()}
+    more = {"consensus-distance", "variance", "levels", "scaling", "consensus-bits", "consensus-rounds"}
+    assert names == RUN_FIGURES | more
+    for name in names:
+        svg = (report / "figures" / f"{name}.svg").read_text()
+        assert len(re.findall(r"<text\b", svg)) >= 4, name
+        assert (report / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        assert (report / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    svg = (report / "figures" / "metric-bytes.svg").read_text()
+    assert "sent by each worker (MB, log scale)" in svg and "test accuracy (%)" in svg and "ErrorFeedback())" in svg
+
+
+def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
+    write_report([everything / "runs", everything / "consensus.json"], tmp_path, title="All & more", made_by="thinwire 1.2.3")
+    for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf"):
+        assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
+
+
+def drawn(folder: Path) -> set[str]:
+    found = find([folder])
+    drawings = draw(grouped(found.runs), main_metric(found.runs, None), found.consensus)
+    assert all(drawing.needs for drawing in drawings if drawing.figure is None)
+    return {drawing.name for drawing in drawings if drawing.figure is not None}
+
+
+def test_what_was_not_measured_is_left_out(tmp_path):
+    write_run(tmp_path / "a")
+    assert drawn(tmp_path) == RUN_FIGURES
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert drawn(tmp_path) == {"loss"}
+
+
+@pytest.mark.parametrize("key", ["consensus_distance", "variance", "levels"])
+def test_what_was_measured_is_drawn(key, tmp_path):
+    write_run(tmp_path / "a", measured={key: WATCHED[key]})
+    assert drawn(tmp_path) == RUN_FIGURES | {key.replace("_", "-")}
+
+
+def test_a_loss_that_diverged_ends_its_line(tmp_path):
+    write_run(tmp_path / "a", measured={"loss": lambda step: 1.0 if step < 25 else None})
+    found = find([tmp_path])
+    (loss,) = [d for d in draw(grouped(found.runs), None, {}) if d.name == "loss"]
+    (line,) = [line for line in loss.figure.axes[0].lines if len(line.get_xdata()) > 1]
+    assert list(line.get_xdata()) == [1, 2]
+
+
+def test_an_unfinished_method_is_drawn_and_said_to_be_so(tmp_path):
+    write_run(tmp_path / "a")
+    (write_run(tmp_path / "b", averager=SPARSE) / "summary.json").unlink()
+    write_report([tmp_path], tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"Not finished: {SPARSE}." in page
+    assert f"| `{SPARSE}` | 0 | – |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_figure_that_is_no_longer_drawn_is_removed(tmp_path):
+    write_run(tmp_path / "runs" / "a", measured={"variance": 0.1})
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    assert (tmp_path / "out" / "figures" / "variance.svg").exists()
+    write_run(tmp_path / "other" / "a")
+    write_report([tmp_path / "other"], tmp_path / "out")
+    assert not (tmp_path / "out" / "figures" / "variance.svg").exists()
+
+
+def test_phases_of_a_step_and_speeds_are_means(everything):
+    runs = find([everything / "runs"]).runs
+    dense = [run for run in runs if run.label == "Mean()"]
+    # Four rows of so many seconds each, over 40 steps.
+    expected = {"data_seconds": 3.0, "compute_seconds": 5.0, "encode_seconds": 2.0, "wait_seconds": 2.0, "decode_seconds": 1.0}
+    assert step_time(dense) == pytest.approx(expected)
+    assert [(s.workers, s.mean, s.std) for s in speeds(dense)] == [
+        (1, pytest.approx(1000.5), pytest.approx(0.5**0.5)),
+        (4, pytest.approx(4000.5), pytest.approx(0.5**0.5)),
+    ]
+
+
+def test_the_best_step_size_of_an_averager_stands_for_it(everything):
+    rows = json.loads((everything / "consensus.json").read_text())
+    chosen = best_of_each(rows, 1e-4)
+    assert list(chosen) == ["Choco(), step size 1", "Mix()"]
+    assert chosen["Choco(), step size 1"][-1]["squared_error"] == pytest.approx(1e-7)
+
+
+def test_spread_moves_as_little_as_it_can():
+    assert spread([10, 20, 30], [5, 5, 5]) == [10, 20, 30]
+    assert spread([10, 10], [4, 4]) == [8, 12]
+    assert spread([1, 0, 50], [10, 10, 10]) == [5.5, -4.5, 50]
+    assert spread([], []) == []
+
+
+ENDS = {
+    "at one place": [(10.0, 99.0 + 0.01 * i) for i in range(9)],
+    "apart": [(1.0 + 0.9 * i, 99.0) for i in range(9)],
+    "in pairs": [(1.0 + 4.5 * (i // 3), 90.0 + i) for i in range(9)],
+    "on a logarithmic axis": [(10.0 ** (i / 4), 99.0) for i in range(9)],
+    "one": [(10.0, 50.0)],
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_names_of_lines_do_not_overlap_and_are_not_cut(kind):
+    labels = ["Mean()", SPARSE, "Choco(Ring(), TopK(ratio=0.1))"]
+    with styled():
+        figure = new_figure()
+        axes = figure.add_subplot()
+        axes.set_xlabel("x")
+        axes.set_ylabel("y")
+        ends = [End(labels[i % 3] + f" {i}", x, y, "#000000") for i, (x, y) in enumerate(ENDS[kind])]
+        for end in ends:
+            axes.plot([0.5, end.x], [50, end.y])
+        if "log" in kind:
+            logarithmic(axes, "x")
+        label_ends(axes, ends, 2.5)
+        renderer = figure.canvas.get_renderer()
+        boxes = [text.get_window_extent(renderer) for text in figure.texts]
+        inner = axes.get_window_extent(renderer)
+    assert len(boxes) == len(ends)
+    page = figure.bbox
+    for box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
+        assert not box.overlaps(inner)
+    for a, b in combinations(boxes, 2):
+        assert not a.overlaps(b)
+    tight = axes.get_tightbbox(renderer)
+    assert tight.x0 >= 0 and tight.y0 >= 0
+
+
+def test_a_figure_must_have_a_known_format(tmp_path):
+    with pytest.raises(ValueError, match="must end in .pdf, .png, .svg"):
+        save(new_figure(), tmp_path / "a.jpg")
+
+
+def test_the_axis_shows_the_end_of_the_curves(tmp_path):
+    write_run(tmp_path / "a", 0.99, measured={"test_accuracy": lambda step: 0.1 if step == 10 else 0.97 + step / 4000})
+    found = find([tmp_path])
+    by_epochs = draw(grouped(found.runs), metric("test_accuracy"), {})[0].figure.axes[0]
+    assert 70 < by_epochs.get_ylim()[0] < 97
+
+
+# ---- the command ----
+
+
+def test_the_command_reports(everything, tmp_path, capsys):
+    options = ["--out", str(tmp_path / "out"), "--names", "Mean()=dense", "--title", "Mine"]
+    code = main(["report", str(everything / "runs"), *options])
+    printed = capsys.readouterr().out
+    assert code == 0
+    for words in ("Mine", "dense, 4 workers", "test accuracy (%) ↑", "not finished", str(tmp_path / "out" / "report.html")):
+        assert words in printed
+    assert "dense" in (tmp_path / "out" / "figures" / "metric-epochs.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], "runs come first"),
+        (["--out", "x"], "runs come first"),
+        (["nowhere"], "no run to report on: nowhere does not exist"),
+        (["RUNS", "--metric", "test_bleu"], "no run has the metric 'test_bleu'"),
+        (["RUNS", "--group", "workerz"], "no run has a field 'workerz'"),
+        (["RUNS", "--names", "dense"], "LABEL=NAME, got 'dense'"),
+        (["RUNS", "--names", "Mix()=gossip"], "nothing is called 'Mix()'"),
+        (["RUNS", "--outt", "x"], "did you mean '--out'"),
+        (["RUNS", "--out", "/proc/nowhere"], "cannot write to '/proc/nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, expected, everything, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *(str(everything / "runs") if a == "RUNS" else a for a in arguments)]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("thinwire: ") and complaint.count("\n") == 1 and expected in complaint
+
+
+def test_what_training_writes_is_what_a_report_reads(tmp_path):
+    train = ["train", "digits", "--workers", "1", "--max-steps", "6", "--log-every", "2", "--output", str(tmp_path / "runs")]
+    done = subprocess.run([sys.executable, "-m", "thinwire", *train], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert report.problems == [] and report.table.lines[0].label == "Mean()" and report.table.lines[0].num_runs == 1
+    names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {"metric-epochs.svg", "loss.svg", "step-time.svg"} <= names

@@ -1,0 +1,222 @@
+"""Runs, their groups and their table, against NumPy; and runs that are broken."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_runs import STEPS, write_run
+
+from thinwire.lab.report.curves import curve, reading
+from thinwire.lab.report.groups import differing, grouped, what_was_run
+from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
+from thinwire.lab.report.runs import Run, find
+from thinwire.lab.report.tables import as_csv, as_markdown, comparison
+
+SPARSE = "Mean(TopK(ratio=0.01), ErrorFeedback())"
+ACCURACIES = {"Mean()": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}
+SENT = {"Mean()": 4e8, SPARSE: 1e7}
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """Two methods; three seeds of one, two of the other."""
+    for averager, accuracies in ACCURACIES.items():
+        for seed, accuracy in enumerate(accuracies):
+            name = f"{averager[:8]}-{seed}"
+            write_run(tmp_path / "runs" / name, accuracy, SENT[averager], averager=averager, seed=seed, name=name)
+    return tmp_path / "runs"
+
+
+def table_of(*paths, **options):
+    found = find(paths)
+    return comparison(grouped(found.runs, **options), main_metric(found.runs, None))
+
+
+def test_means_and_deviations_over_seeds(runs):
+    table = table_of(runs)
+    records = list(csv.DictReader(io.StringIO(as_csv(table))))
+    assert [record["method"] for record in records] == ["Mean()", SPARSE]  # the best first
+    for record in records:
+        accuracies = 100 * np.array(ACCURACIES[record["method"]])
+        sent = SENT[record["method"]]
+        expected = {
+            "test_accuracy_percent_mean": accuracies.mean(),
+            "test_accuracy_percent_std": accuracies.std(ddof=1),
+            "test_loss_mean": 1 - accuracies.mean() / 100,
+            "megabytes_sent_per_worker_mean": sent / 1e6,
+            "compression_vs_fp32_mean": 8e8 / sent,
+            "compression_vs_bf16_mean": 4e8 / sent,
+            "seconds_mean": 4.0,
+            "seconds_std": 0.0,
+        }
+        assert {key: float(record[key]) for key in expected} == pytest.approx(expected)
+        assert int(record["runs"]) == len(accuracies)
+
+
+def test_markdown_says_which_way_is_better_and_what_is_best(runs):
+    head, _, dense, sparse = as_markdown(table_of(runs)).splitlines()
+    assert "test accuracy (%) ↑" in head and "test loss ↓" in head and "MB per worker ↓" in head
+    assert dense.startswith("| `Mean()` | 3 | **94.00 ± 3.61** | 400 |")
+    assert sparse.startswith(f"| `{SPARSE}` | 2 | 92.50 ± 3.54 | **10.0** | **80.0** |")
+
+
+def test_one_run_has_no_deviation(tmp_path):
+    write_run(tmp_path / "a", 0.9)
+    (line,) = table_of(tmp_path).lines
+    assert line.cells[0][:3] == (pytest.approx(90), None, "90.00") and not line.cells[0].is_best
+
+
+def test_curves_are_means_at_the_steps_that_all_seeds_share(runs):
+    members = [run for run in find([runs]).runs if run.label == "Mean()"]
+    members[0].rows.pop(1)
+    found = curve(members, reading("seconds"), "test_accuracy", 100.0)
+    share = np.array([step for step in STEPS if step != 20]) / STEPS[-1]
+    each = 100 * np.outer(ACCURACIES["Mean()"], share)
+    np.testing.assert_allclose(found.x, [1, 3, 4])
+    np.testing.assert_allclose(found.y, each.mean(axis=0))
+    np.testing.assert_allclose(found.std, each.std(axis=0, ddof=1))
+
+
+def test_groups_are_what_differs_but_for_the_seed(tmp_path):
+    fast = {"learning_rate": 0.1, "schedule": {"shape": "cosine"}}
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", seed=seed, name=f"a{seed}", output=str(seed))
+        write_run(tmp_path / f"b{seed}", seed=seed, optimizer=fast)
+        write_run(tmp_path / f"c{seed}", seed=seed, workers=1)
+    runs = find([tmp_path]).runs
+    assert set(differing(runs)) == {"optimizer.learning_rate", "workers"}
+    labels = {group.label: len(group.runs) for group in grouped(runs)}
+    assert labels == {"4 workers, learning_rate=0.05": 2, "4 workers, learning_rate=0.1": 2, "1 worker, learning_rate=0.05": 2}
+    assert {group.label: len(group.runs) for group in grouped(runs, ["workers"])} == {"4 workers": 4, "1 worker": 2}
+    said = what_was_run(runs)
+    for words in ("recipe digits", "1 and 4 workers", "40 steps (4 epochs)", "test_fraction=0.3", "seeds 0 and 1"):
+        assert words in said
+
+
+def test_what_follows_from_the_averager_is_not_in_the_name(tmp_path):
+    write_run(tmp_path / "a", averager="dgc()", optimizer={"momentum": 0.0})
+    for seed in (0, 1):
+        write_run(tmp_path / f"b{seed}", optimizer={"momentum": 0.9}, seed=seed)
+    runs = find([tmp_path]).runs
+    assert {g.label: len(g.runs) for g in grouped(runs)} == {"dgc()": 1, "Mean()": 2}
+    assert {g.label: len(g.runs) for g in grouped(runs, names={"Mean()": "dense"})} == {"dgc()": 1, "dense": 2}
+
+
+def test_the_metric_is_what_the_summaries_name(tmp_path):
+    folder = write_run(tmp_path / "a", measured={"test_perplexity": 20.0})
+    assert main_metric(find([tmp_path]).runs, None).key == "test_accuracy"
+    summary = json.loads((folder / "summary.json").read_text()) | {"metric": "test_perplexity"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert main_metric(find([tmp_path]).runs, None).key == "test_perplexity"
+    assert main_metric(find([tmp_path]).runs, "test_loss").key == "test_loss"
+
+
+def test_levels_are_no_metric_to_compare_by():
+    runs = [Run("diverged", {}, [{"step": 1, "levels": [[0.0, 1.0]], "loss": None}])]
+    assert main_metric(runs, "loss").key == "loss"
+    with pytest.raises(ValueError, match="no run has the metric 'levels'"):
+        main_metric(runs, "levels")
+
+
+def test_a_field_that_an_older_run_does_not_have_sets_it_apart(tmp_path):
+    write_run(tmp_path / "old")
+    write_run(tmp_path / "new", clip=None)
+    assert {group.label for group in grouped(find([tmp_path]).runs)} == {"clip=not set", "clip=None"}
+
+
+def test_unknown_fields_and_names_are_one_line(tmp_path):
+    write_run(tmp_path / "a")
+    runs = find([tmp_path]).runs
+    with pytest.raises(ValueError, match="no run has a field 'learning_rat' to group by.*optimizer.learning_rate"):
+        grouped(runs, ["learning_rat"])
+    with pytest.raises(ValueError, match=r"nothing is called 'Mix\(\)'; there are: Mean\(\)"):
+        grouped(runs, names={"Mix()": "gossip"})
+    with pytest.raises(ValueError, match="no run has the metric 'test_bleu'.*test_accuracy, test_loss"):
+        main_metric(runs, "test_bleu")
+
+
+def test_metrics_of_every_kind_know_their_direction(tmp_path):
+    more = {"test_top5_accuracy": 0.99, "test_perplexity": 20.0, "test_bleu": 30.0, "mean_model_test_perplexity": 21.0}
+    write_run(tmp_path / "a", measured=more | {"test_odd": 1.0})
+    found = [(m.key, m.higher_is_better) for m in on_test_sets(find([tmp_path]).runs)]
+    assert found == [
+        ("test_accuracy", True),
+        ("test_bleu", True),
+        ("test_top5_accuracy", True),
+        ("test_perplexity", False),
+        ("test_loss", False),
+        ("test_odd", None),
+        ("mean_model_test_perplexity", False),
+    ]
+    assert metric("test_bleu").best([1, 3]) == 3 and metric("test_loss").best([1, 3]) == 1
+
+
+def test_a_run_that_diverged_leaves_no_mean(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    summary["final"]["test_loss"] = None
+    (tmp_path / "b" / "summary.json").write_text(json.dumps(summary))
+    table = table_of(tmp_path)
+    at = [m.key for m in table.columns].index("test_loss")
+    assert table.lines[0].cells[at].text == "diverged in 1 of 2" and table.lines[0].cells[at].mean is None
+
+
+def test_a_single_worker_sends_nothing(tmp_path):
+    write_run(tmp_path / "a", sent=0.0, workers=1)
+    assert not {m.key for m in table_of(tmp_path).columns} & {"bytes_sent_per_worker", "compression_vs_fp32"}
+
+
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    """One good run, and one of each kind of damage."""
+    for name in ("good", "no-summary", "half-line", "empty", "no-config", "bad-config", "no-metrics", "bad-summary"):
+        write_run(tmp_path / "runs" / "below" / name, seed=len(name))
+    below = tmp_path / "runs" / "below"
+    (below / "no-summary" / "summary.json").unlink()
+    metrics = below / "half-line" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-30])
+    (below / "half-line" / "summary.json").unlink()
+    (below / "empty" / "metrics.jsonl").write_text("")
+    (below / "no-config" / "config.json").unlink()
+    (below / "bad-config" / "config.json").write_text("[1, 2")
+    (below / "no-metrics" / "metrics.jsonl").unlink()
+    (below / "bad-summary" / "summary.json").write_text("{")
+    (tmp_path / "runs" / "notes").mkdir()
+    return tmp_path / "runs"
+
+
+def test_broken_runs_are_named_and_the_others_read(broken, tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    found = find([broken, broken / "notes", broken / "gone", tmp_path / "other.json"])
+    said = {problem.path.name: problem.text for problem in found.problems}
+    assert said == {
+        "no-summary": "not finished: its last row is of step 40",
+        "half-line": "line 4 of metrics.jsonl cannot be read; not finished: its last row is of step 30",
+        "empty": "metrics.jsonl is empty; left out",
+        "no-config": "config.json is missing; left out",
+        "bad-config": "config.json cannot be read; left out",
+        "no-metrics": "metrics.jsonl is missing; left out",
+        "bad-summary": "summary.json cannot be read; not finished: its last row is of step 40",
+        "notes": "holds no run",
+        "gone": "does not exist",
+        "other.json": "is neither a run's folder nor what thinwire consensus --json writes; left out",
+    }
+    assert sorted(run.folder.name for run in found.runs) == ["bad-summary", "good", "half-line", "no-summary"]
+    (line,) = comparison(grouped(found.runs), main_metric(found.runs, None)).lines
+    assert line.num_runs == 1  # unfinished runs are no part of a mean
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path):
+    write_run(tmp_path / "a")
+    assert len(find([tmp_path, tmp_path / "a"]).runs) == 1
+
+
+def test_no_run_at_all_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=f"no run to report on: {tmp_path} holds no run"):
+        find([tmp_path])

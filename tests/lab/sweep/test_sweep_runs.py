@@ -1,0 +1,318 @@
+"""Sweeps that really run: real processes, real signals, real files; and what is told of runs by their files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console, ConsoleDimensions
+
+from thinwire.lab.sweep import Status, read_sweep, run_locally, status_of
+from thinwire.lab.sweep.execute import read_run, write_down
+from thinwire.lab.sweep.show import Lines, status_table, statuses_of
+
+COMMAND = [sys.executable, "-m", "thinwire", "sweep"]
+SHORT = """
+recipe = "digits"
+output = "runs"
+[fixed]
+workers = 1
+max_steps = {steps}
+log_every = 1
+[grid]
+averager = ["Mean()", "Mean(TopK(0.01), ErrorFeedback())"]
+seed = {seeds}
+"""
+
+
+def write(folder: Path, steps: int = 2, seeds: str = "[1]") -> Path:
+    file = folder / "grid.toml"
+    file.write_text(SHORT.format(steps=steps, seeds=seeds))
+    return file
+
+
+def run(folder: Path, *arguments, timeout=200):
+    return subprocess.run(
+        [*COMMAND, "grid.toml", *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def sweep_in(folder: Path, monkeypatch):
+    monkeypatch.chdir(folder)
+    return read_sweep(Path("grid.toml"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished sweep of two runs, and what it printed."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write(folder)
+    done = run(folder, "--local", 2)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return folder, done.stdout
+
+
+def summaries(folder: Path) -> dict[str, int]:
+    """When the results were written, by run."""
+    return {file.parent.name: file.stat().st_mtime_ns for file in (folder / "runs").glob("*/summary.json")}
+
+
+def test_every_run_leaves_its_records_and_its_log(finished, monkeypatch):
+    folder, printed = finished
+    sweep = sweep_in(folder, monkeypatch)
+    assert len(sweep.runs) == 2 and "runs: 2 runs: 2 finished" in printed
+    for planned in sweep.runs:
+        assert status_of(planned).state == "finished" and planned.folder.name in printed
+        summary = json.loads((planned.folder / "summary.json").read_text())
+        assert summary["seed"] == 1 and summary["final"]["steps"] == 2
+        assert "step 2/2" in (planned.records / "log.txt").read_text()
+
+
+def test_finished_runs_are_skipped_and_others_run(finished, monkeypatch):
+    folder, _ = finished
+    before = summaries(folder)
+    assert "2 finished" in run(folder).stdout and summaries(folder) == before
+    # Another seed is another run; the same configuration in other words is not.
+    text = (
+        (folder / "grid.toml")
+        .read_text()
+        .replace("seed = [1]", "seed = [1, 2]")
+        .replace("TopK(0.01)", "TopK(ratio=0.01)")
+    )
+    (folder / "grid.toml").write_text(text)
+    listed = run(folder, "--dry-run").stdout
+    assert "4 runs: 2 finished, 2 waiting" in listed and summaries(folder) == before
+    assert run(folder, "--local", 2).returncode == 0
+    after = summaries(folder)
+    assert len(after) == 4 and before.items() <= after.items()
+    assert "4 runs: 4 finished" in run(folder, "--status").stdout
+    write(folder)
+
+
+def test_a_run_that_was_changed_by_hand_is_run_again(finished, monkeypatch):
+    folder, _ = finished
+    planned = sweep_in(folder, monkeypatch).runs[0]
+    config = json.loads((planned.folder / "config.json").read_text())
+    (planned.folder / "config.json").write_text(json.dumps(config | {"batch_size": 31}))
+    assert status_of(planned).state == "waiting"
+    (planned.folder / "config.json").write_text(json.dumps(config | {"threads": 31}))
+    assert status_of(planned).state == "finished"
+
+
+def wait_until(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+def processes_of(folder: Path) -> list[int]:
+    """All processes whose working directory it is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [int(process.name)] if Path(os.readlink(process / "cwd")) == folder else []
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def no_leftovers(tmp_path):
+    """Ends what a test that fails leaves running."""
+    yield
+    for process in processes_of(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_leftovers")
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="reads Linux's table of processes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_is_stopped_in_good_order_and_continued(number, tmp_path, monkeypatch):
+    write(tmp_path, steps=100_000)
+    (tmp_path / "grid.toml").write_text(
+        (tmp_path / "grid.toml").read_text().replace("workers = 1", "workers = 1\nepochs = 5000")
+    )
+    process = subprocess.Popen([*COMMAND, "grid.toml", "--local", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    sweep = sweep_in(tmp_path, monkeypatch)
+    first, second = sweep.runs
+    wait_until(lambda: (first.folder / "metrics.jsonl").exists() and (first.folder / "metrics.jsonl").stat().st_size)
+
+    shown = run(tmp_path, "--status").stdout  # from another process, while the sweep runs
+    assert re.search(rf"{first.folder.name}\s+running\s+\d+%, step \d+", shown) and "1 running, 1 waiting" in shown
+
+    # A second sweep of the same file leaves the running one alone.
+    other = subprocess.Popen(
+        [*COMMAND, "grid.toml"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: status_of(second).state == "running")
+    other.send_signal(signal.SIGINT)
+    assert other.wait(60) == 130 and status_of(first).state == "running"
+    assert status_of(second).state in ("stopped", "waiting")  # it may have had no time to begin
+
+    process.send_signal(number)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaint.count("\n") == 1 and "the same command goes on" in complaint
+    assert status_of(first).state == "stopped" and "step" in status_of(first).detail
+    wait_until(lambda: processes_of(tmp_path) in ([], [os.getpid()]), 20)
+
+    # It goes on where it was: rows are kept with the seconds that they took, and more are added.
+    before = rows_of(first)
+    process = subprocess.Popen([*COMMAND, "grid.toml"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(rows_of(first)) > len(before))
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    after = rows_of(first)
+    assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, len(after) + 1))
+
+
+def test_a_run_that_begins_as_ctrl_c_comes_is_stopped_too(tmp_path, monkeypatch):
+    write(tmp_path)
+    begun = []
+
+    def start(planned):
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        os.kill(os.getpid(), signal.SIGINT)
+        return begun[-1]
+
+    module = sys.modules[run_locally.__module__]
+    monkeypatch.setattr(module, "start", start)
+    with pytest.raises(KeyboardInterrupt, match="1 of the runs were under way"):
+        run_locally(sweep_in(tmp_path, monkeypatch).runs, 2, Lines())
+    assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM
+
+
+def rows_of(planned) -> list[dict]:
+    return [
+        json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
+
+
+def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_path, monkeypatch):
+    # That the data are not there is found out by the workers.
+    grid = """
+        recipe = "digits"
+        output = "runs"
+        [fixed]
+        workers = 1
+        max_steps = 2
+        [[list]]
+        data = { kind = "CIFAR10", folder = "nowhere" }
+        [[list]]
+        averager = "Mean()"
+    """
+    (tmp_path / "grid.toml").write_text(grid)
+    done = run(tmp_path)
+    assert done.returncode == 1, done
+    broken, good = sweep_in(tmp_path, monkeypatch).runs
+    assert status_of(good).state == "finished"
+    status = status_of(broken)
+    assert status.state == "failed" and status.detail.startswith("nowhere/cifar-10-python.tar.gz is missing")
+    assert f"failed: {broken.folder.name}" in done.stdout and str(broken.records / "log.txt") in done.stdout
+    assert status.detail in " ".join(done.stdout.split())
+    again = run(tmp_path, "--status")
+    assert again.returncode == 0 and "1 finished, 1 failed" in again.stdout and "is missing" in again.stdout
+
+
+def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch):
+    grid = """
+        command = "consensus"
+        output = "runs"
+        [fixed]
+        workers = 3
+        rounds = 4
+        shape = [4, 2]
+        [grid]
+        averager = ["Choco(Ring(), QSGD(bits=4))", "PowerGossip()"]
+        step_sizes = [0.1, 0.5]
+    """
+    (tmp_path / "grid.toml").write_text(grid)
+    done = run(tmp_path, "--local", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "runs" / "consensus.json").read_text())
+    found = sorted({(row["averager"].split("(")[0], row["step_size"]) for row in rows})
+    assert found == [(name, size) for name in ("Choco", "PowerGossip") for size in (0.1, 0.5)]
+    assert len(rows) == 4 * 5  # rounds 0..4
+    assert all("of the error left" in status_of(planned).detail for planned in sweep_in(tmp_path, monkeypatch).runs)
+    assert "4 finished" in run(tmp_path, "--dry-run").stdout
+
+
+# ---- what files tell ----
+
+
+def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
+    write(tmp_path, steps=8, seeds="[1, 2, 3]")
+    sweep = sweep_in(tmp_path, monkeypatch)
+    done, running, stopped, failed, killed, waiting = sweep.runs
+    for planned in (done, running, stopped, failed, killed):
+        write_down(planned)
+        planned.folder.mkdir()
+        (planned.folder / "config.json").write_text(json.dumps(planned.config.as_dict(), default=str))
+    final = {"test_accuracy": 0.5, "steps": 8}
+    summary = {"final": final, "bytes_sent_per_worker": 2_000_000, "seconds": 3.2}
+    (done.folder / "summary.json").write_text(json.dumps(summary))
+    rows = [json.dumps({"step": step, "epoch": 0.01 * step, "loss": 1.0}) for step in (1, 2)]
+    for planned in (running, stopped):
+        (planned.folder / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 3, "ep')  # half a row
+    (stopped.records / "ended.json").write_text('{"code": 143}')
+    (failed.records / "ended.json").write_text('{"code": 1}')
+    (failed.records / "log.txt").write_text("much\nbefore\nthinwire: worker 1 failed: [no] reason\n\n")
+    (killed.records / "ended.json").write_text('{"code": null}')
+    with open(running.records / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        states = statuses_of(sweep.runs)
+    assert list(states.values()) == [
+        Status("finished", "test accuracy 50.00%, 2.00 MB sent, 3 s"),
+        Status("running", "25%, step 2"),
+        Status("stopped", "25%, step 2"),
+        Status("failed", "worker 1 failed: [no] reason"),
+        Status("failed", "ended without a word: killed, or out of memory?"),
+        Status("waiting"),
+    ]
+    shown = drawn(status_table(sweep, states))
+    assert "6 runs: 1 finished, 1 running, 1 stopped, 2 failed, 1 waiting" in shown
+    for planned, status in zip(sweep.runs, states.values(), strict=True):
+        assert re.search(rf"{re.escape(planned.folder.name)}\s+{status.state}\s+{re.escape(status.detail)}", shown)
+    # On a small screen those that need a look come first, and the others are counted.
+    small = drawn(status_table(sweep, states, ConsoleDimensions(70, 10)), 70)
+    assert small.count("failed  ") == 2 and "running  " in small and "finished  " not in small and "and 3 more" in small
+    assert small.splitlines()[0].rstrip() == "runs: 6 runs: 1 finished, 1 running, 1 stopped, 2 failed, 1 waiting"
+    assert "and 3 more" in small.splitlines()[-1] and len(small.splitlines()) <= 10
+    narrow = drawn(status_table(sweep, states, ConsoleDimensions(80, 50)), 80)
+    assert "test accuracy 50.00%, 2.00 MB sent, 3 s" in narrow and "…" in narrow
+    assert all(planned.folder.name[-6:] in narrow for planned in sweep.runs)
+
+
+def drawn(table, width: int = 160) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_what_is_executed_is_what_was_planned(tmp_path, monkeypatch):
+    write(tmp_path)
+    for planned in sweep_in(tmp_path, monkeypatch).runs:
+        write_down(planned)
+        assert read_run(planned.records / "run.json") == planned
+
+
+def test_choose_one_of_the_ways(tmp_path):
+    write(tmp_path)
+    for arguments, expected in (
+        (["--local", 0], "--local must be 1 or more"),
+        (["--local", 1, "--dry-run"], "choose one"),
+    ):
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,176 @@
+"""A run that was interrupted goes on as if it had not been: the same bits in every metric but times, and in every weight."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from spawn import spawn
+
+from thinwire.lab.train import RunConfig, loop
+from thinwire.lab.train.data import CIFAR10, PlainText
+from thinwire.lab.train.interrupt import Interrupted
+from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel
+from thinwire.lab.train.optimize import Adam
+
+STEPS = 7  # the second epoch begins after the fourth
+CONFIG = RunConfig(
+    "digits", workers=4, batch_size=70, epochs=2, max_steps=STEPS, log_every=3, keep=STEPS, model=DigitsNet(width=4)
+)
+
+AVERAGERS = [
+    "Mean()",
+    "Mean(TopK(0.1), ErrorFeedback())",
+    "Mean(TopK(0.1), MomentumCorrection(0.9))",
+    "Mean(TopK(GeometricWarmup(final=0.05, num=2)), MomentumCorrection(0.9, nesterov=True, clip=ClipByNorm(1.0)))",
+    "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())",
+    "Mean(RandomK(0.1), ErrorFeedback())",
+    "Mean(QSGD(bits=4))",
+    "Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce')",
+    "Mean(ALQ(bits=3, update_steps=(2, 3, 5)))",
+    "Mean(AMQ(bits=3, update_steps=(2, 3, 5)), ErrorFeedback())",
+    "Mean(SignNorm(), ErrorFeedback(), granularity='model')",
+    "PowerSGD(rank=2)",
+    "Mix(Ring())",
+    "PushSum(Exponential())",
+    "Choco(Ring(), TopK(0.1), gamma=0.2)",
+    "DeepSqueeze(Ring(), QSGD(bits=8), eta=0.5)",
+    "PowerGossip(Ring(), rank=1)",
+    "Moniqua(Ring(), bits=8, theta=0.5)",
+]
+
+
+def configs(folder: Path) -> dict[str, RunConfig]:
+    """All runs that are interrupted, by what is special to them; their data lies in `folder`."""
+    found = {averager: replace(CONFIG, averager=averager) for averager in AVERAGERS}
+    for name, config in found.items():
+        if "MomentumCorrection" in name:
+            found[name] = replace(config, optimizer=replace(config.optimizer, momentum=0.0, learning_rate=0.01))
+    compressed = found["Mean(TopK(0.1), ErrorFeedback())"]
+    text = PlainText(folder / "train.txt", folder / "test.txt", context=5)
+    recurrent = {"data": text, "model": LSTMLanguageModel(width=8, layers=2, dropout=0.5)}
+    residual = {"data": CIFAR10(folder / "images"), "model": CIFARResNet(depth=8), "batch_size": 5}
+    return found | {
+        "accumulate": replace(compressed, batch_size=35, accumulate=2),
+        "fp16": replace(compressed, precision="fp16"),
+        "fp16, parameters": replace(CONFIG, averager="Mix(Ring())", precision="fp16"),
+        "by-class": replace(compressed, split="by-class", shuffled=0.1),
+        "adam, clipped": replace(compressed, optimizer=Adam(learning_rate=1e-2), clip_norm=0.5),
+        "dropout, carried state": replace(compressed, batch_size=20, **recurrent),
+        "dropout, carried state, parameters": replace(CONFIG, averager="Mix(Ring())", batch_size=20, **recurrent),
+        "running statistics, augmentation": replace(compressed, **residual),
+        "running statistics, parameters": replace(CONFIG, averager="PushSum(Exponential())", **residual),
+    }
+
+
+# Workers that wait for nobody, or for late messages, go on, but no two of their runs are the same.
+LOOSE = {
+    "overlap": replace(CONFIG, averager="PushSum(Exponential())", overlap=True, staleness=1),
+    "asynchronous": replace(CONFIG, averager="Pairwise()"),
+}
+STRICT = list(configs(Path()))
+
+class StopAfter:
+    """Asks the loop to stop after some of its calls, as a signal would."""
+
+    def __init__(self, steps: int | None):
+        self.left = steps
+
+    def requested(self, comm, at_once: bool = False) -> int:
+        if self.left is None:
+            return 0
+        self.left -= 1
+        return signal.SIGTERM if self.left == 0 else 0
+
+
+def go_on(config: RunConfig, folder: Path, comm, steps: int | None = None) -> bool:
+    """Start the run, or go on with it, for some steps or to its end; whether it is finished."""
+    if comm.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    comm.barrier()
+    try:
+        loop.run(config, folder, comm, StopAfter(steps))
+    except Interrupted:
+        return False
+    finally:
+        comm.barrier()
+    return True
+
+
+def stop_wherever_they_can(comm, configs: dict[str, RunConfig], folder: Path) -> None:
+    """Of each configuration one run without a stop, and one that stops wherever it can: after every step, or row."""
+    for name, config in configs.items():
+        try:
+            assert go_on(config, folder_of(folder, name) / "whole", comm)
+            while not go_on(config, folder_of(folder, name) / "chain", comm, steps=1):
+                pass
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+
+
+def rows_of(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+
+
+def states_of(folder: Path) -> dict:
+    """Everything in the last checkpoint but times, flat."""
+    states = {}
+    for file in sorted((folder / "checkpoints" / f"step-{STEPS:06d}").glob("*.pt")):
+        states |= flat(torch.load(file, weights_only=True), file.name)
+    return {name: value for name, value in states.items() if "seconds" not in name}
+
+
+def flat(value, name: str) -> dict:
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for place, part in items for key, leaf in flat(part, f"{name}/{place}").items()}
+    return {name: value}
+
+
+def assert_same(first: Path, second: Path) -> None:
+    assert rows_of(first) == rows_of(second)
+    states, others = states_of(first), states_of(second)
+    assert states.keys() == others.keys()
+    for name, value in states.items():
+        same = torch.equal(value, others[name]) if isinstance(value, torch.Tensor) else value == others[name]
+        assert same, name
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (first, second)]
+    assert [{**summary, "seconds": 0} for summary in summaries[:1]] == [{**summary, "seconds": 0} for summary in summaries[1:]]
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    return folder / "".join(character if character.isalnum() else "-" for character in name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with the runs of each configuration, all by the same four processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny.text(folder)
+    tiny.images(folder / "images")
+    spawn(4, stop_wherever_they_can, configs(folder) | LOOSE, folder, timeout_seconds=400)
+    return folder
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_run_that_stops_after_every_step_goes_on_with_the_same_bits(name, runs):
+    whole, chain = (folder_of(runs, name) / which for which in ("whole", "chain"))
+    steps = [row["step"] for row in rows_of(whole)]
+    assert {3, 6, 7} < set(steps) and sum("test_loss" in row for row in rows_of(whole)) == 2
+    saved = sorted(path.name for path in (chain / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:06d}" for step in range(1, STEPS + 1)]
+    assert_same(whole, chain)
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_late_and_asynchronous_averaging_go_on_too(name, runs):
+    whole, chain = (rows_of(folder_of(runs, name) / which) for which in ("whole", "chain"))
+    assert [row["step"] for row in whole] == [row["step"] for row in chain] == [3, 4, 6, 7]
+    assert all(row["consensus_distance"] > 0 for row in chain)
+    assert chain[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.2)

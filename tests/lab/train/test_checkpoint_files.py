@@ -1,0 +1,242 @@
+"""What a run leaves to go on from, and what is said where that does not fit: whole commands and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.lab.train import RunConfig, train
+from thinwire.lab.train.checkpoint import latest
+from thinwire.lab.train.models import DigitsNet
+from thinwire.lab.train.records import Records, read_rows
+from thinwire.lab.train.run_folder import FREE, check_same, make_folder
+
+CONFIG = RunConfig(
+    *("digits", "Mean(TopK(0.1), ErrorFeedback())"),
+    **{"workers": 2, "batch_size": 200, "epochs": 3, "log_every": 1, "checkpoint_every": 2, "keep": 2, "name": "run"},
+    model=DigitsNet(width=4),
+)  # three steps an epoch
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    return train(replace(CONFIG, output=tmp_path_factory.mktemp("finished")))
+
+
+@pytest.fixture
+def begun(finished, tmp_path) -> tuple[RunConfig, Path]:
+    """A run that was killed after its eighth step, in the middle of a row and of its next checkpoint."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder, symlinks=True)
+    (folder / "summary.json").unlink()
+    (folder / "checkpoints" / "step-000009").rename(folder / "checkpoints" / ".step-000009")
+    (folder / "checkpoints" / ".step-000009" / "shared.pt").unlink()
+    (folder / "checkpoints" / "best").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    return replace(CONFIG, output=tmp_path, resume=True), folder
+
+
+def without_times(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "error" not in path.name}
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(finished):
+    rows = without_times(finished)
+    tested = {row["step"]: row["test_accuracy"] for row in rows if "test_accuracy" in row}
+    assert list(tested) == [3, 6, 9]
+    best = max(tested, key=lambda step: (tested[step], -step))
+    assert os.readlink(finished / "checkpoints" / "best") == f"step-{best:06d}"
+    kept = sorted(path.name for path in (finished / "checkpoints").glob("step-*"))
+    assert kept == sorted({f"step-{step:06d}" for step in (best, 8, 9)})
+    files = [*(finished / "checkpoints").rglob("*.pt")]
+    assert len(files) >= 3 * len(kept)
+    for file in files:
+        torch.load(file, weights_only=True)
+    facts = json.loads((finished / "checkpoints" / "step-000009" / "checkpoint.json").read_text())
+    assert facts["step"] == 9 and facts["row"]["test_accuracy"] == tested[9] and facts["config"]["averager"]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(begun, finished):
+    config, folder = begun
+    assert train(config) == folder
+    assert without_times(folder) == without_times(finished)
+    columns = [[line.count(",") for line in (each / "metrics.csv").read_text().splitlines()] for each in (folder, finished)]
+    assert columns[0] == columns[1] and len(columns[0]) == 10
+    models = [torch.load(each / "checkpoints" / "step-000009" / "shared.pt", weights_only=True) for each in (folder, finished)]
+    assert all(torch.equal(value, models[1]["model"][name]) for name, value in models[0]["model"].items())
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, finished)]
+    assert {**summaries[0], "seconds": 0} == {**summaries[1], "seconds": 0}
+    assert (folder / "checkpoints" / "best").resolve() == folder / "checkpoints" / (
+        os.readlink(finished / "checkpoints" / "best")
+    )
+    assert not list((folder / "checkpoints").glob(".step-*"))
+
+
+def test_a_finished_run_is_not_run_again(finished):
+    before = contents(finished)
+    assert train(replace(CONFIG, output=finished.parent, resume=True, threads=2)) == finished
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"model": DigitsNet(width=8)}, "model.width 4, not 8"),
+        ({"averager": "Mean()"}, r"averager 'Mean\(TopK\(ratio=0.1\), ErrorFeedback\(\)\)', not 'Mean\(\)'"),
+        ({"workers": 4}, "workers 2, not 4"),
+        ({"epochs": 9}, "epochs 3, not 9"),
+        ({"max_steps": 20}, "max_steps None, not 20"),
+        ({"seed": 1, "split": "by-class"}, "seed 0, not 1; split 'even', not 'by-class'"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(changes, expected, begun):
+    config, folder = begun
+    before = contents(folder)
+    with pytest.raises(ValueError, match=expected):
+        train(replace(config, **changes))
+    assert contents(folder) == before
+
+
+def test_what_does_not_change_the_result_may_change():
+    assert {name.split(".")[0] for name in FREE} > {"output", "keep", "log_every", "threads", "device"}
+    free = {"log_every": 7, "keep": 3, "checkpoint_every": None, "threads": 2, "device": "cpu", "evaluate_every": 2}
+    check_same(replace(CONFIG, **free), json.loads(json.dumps(CONFIG.as_dict())), Path("run"))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name, damage", [("shared.pt", cut), ("shared.pt", flip), ("worker-1.pt", flip), ("worker-0.pt", Path.unlink)]
+)
+def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(name, damage, begun):
+    config, folder = begun
+    damage(folder / "checkpoints" / "step-000008" / name)
+    before = contents(folder)
+    expected = rf"step-000008/{name} is missing, truncated or damaged .* remove the folder"
+    with pytest.raises(ValueError, match=expected) as error:
+        train(config)
+    assert "\n" not in str(error.value)
+    after = contents(folder)
+    assert {path: after[path] for path in before if "config.json" not in path} == {
+        path: data for path, data in before.items() if "config.json" not in path
+    }
+
+
+def test_a_checkpoint_without_its_description_is_refused_before_anything_starts(begun):
+    config, folder = begun
+    (folder / "checkpoints" / "step-000008" / "checkpoint.json").write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint\.json is missing, truncated or damaged"):
+        train(config)
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "worker-0.pt"])
+def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_path):
+    """Files that say to be of this run, and are not."""
+    config, folder = begun
+    path = folder / "checkpoints" / "step-000008" / name
+    state = torch.load(path, weights_only=True)
+    if name == "shared.pt":
+        state["model"] = DigitsNet(width=8).build().state_dict()
+    else:
+        state["averager"]["memory"] = None
+    torch.save(state, path)
+    with pytest.raises(ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"):
+        train(config)
+
+
+def test_names_that_are_free_taken_or_nobodys(tmp_path):
+    config = replace(CONFIG, output=tmp_path, resume=True)
+    assert make_folder(config) == tmp_path / "run" == make_folder(config)  # nothing there yet, and nothing begun
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "worker-1-error.txt").write_text("the data was not there")
+    assert make_folder(config) == tmp_path / "run"  # ended before its first row: a mistake that can be mended
+    assert not (tmp_path / "run" / "worker-1-error.txt").exists()
+    assert make_folder(replace(config, name=None)).name == replace(config, name=None).default_name
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not a run"):
+        make_folder(replace(config, name="thesis"))
+    with pytest.raises(ValueError, match="resume goes on .* overwrite replaces"):
+        replace(config, overwrite=True)
+
+
+def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
+    first = Records(tmp_path)
+    for step in (1, 2, 3):
+        first.row({"step": step, "loss": step / 3})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4')
+    second = Records(tmp_path, done=2)
+    second.row({"step": 3, "loss": 7.0})
+    second.close()
+    assert read_rows(tmp_path / "metrics.jsonl", 9) == [
+        *({"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}, {"step": 3, "loss": 7.0})
+    ]
+    assert [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()] == ["step", "1", "2", "3"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("loss")] == [(1, 0.333), (2, 0.667), (3, 7.0)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
+def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_path):
+    options = ["--averager", "Mean(TopK(0.05), MomentumCorrection(0.9))", "--optimizer.momentum", "0"]
+    options += ["--max-steps", "20", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
+    command = [sys.executable, "-m", "thinwire", "train", "digits", "--workers", "4", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    killed = subprocess.Popen(
+        [*command, "--name", "killed"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    folder = tmp_path / "runs" / "killed"
+    while not (latest(folder / "checkpoints") or Path()).name > "step-000002":
+        assert killed.poll() is None
+        time.sleep(0.01)
+    below = [int(child) for child in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    while any(Path(f"/proc/{process}").exists() for process in below):
+        time.sleep(0.05)
+    assert not (folder / "summary.json").exists()
+    resumed = subprocess.run(
+        [*command, "--name", "killed", "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert resumed.returncode == 0 and resumed.stderr == "", resumed.stderr
+    assert "goes on after step" in resumed.stdout
+    assert without_times(folder) == without_times(tmp_path / "runs" / "whole")
+    models = [
+        torch.load(tmp_path / "runs" / name / "checkpoints" / "step-000020" / "shared.pt", weights_only=True)["model"]
+        for name in ("whole", "killed")
+    ]
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    again = subprocess.run(
+        [*command, "--name", "killed", "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 0 and "test accuracy" in again.stdout and "step" not in again.stdout

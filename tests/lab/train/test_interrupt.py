@@ -1,0 +1,202 @@
+"""A run that is asked to stop: all workers agree on the step, the checkpoint is whole, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire.comm import LocalWorld
+from thinwire.lab.train import Interrupted, RunConfig, WorkerError, spawn, train
+from thinwire.lab.train.interrupt import SIGNALS, Interruption, requeue
+
+THINWIRE = [sys.executable, "-m", "thinwire"]
+LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_all_workers_stop_after_the_same_step_one_late(number):
+    """Ranks 1 and 2 of four hear of it after their fifth step, at their own time."""
+
+    def steps(comm):
+        interruption = Interruption()  # not entered: threads cannot listen to signals
+        for step in range(1, 10):
+            if step == 5 and comm.rank in (1, 2):
+                interruption.received = number
+            if stop := interruption.requested(comm):
+                return step, stop
+        return None
+
+    assert LocalWorld(4).run(steps) == [(6, number)] * 4
+
+
+def test_workers_without_rounds_ask_for_now():
+    def rows(comm):
+        interruption = Interruption()
+        answers = [interruption.requested(comm, at_once=True)]
+        interruption.received = signal.SIGTERM if comm.rank == 1 else 0
+        answers.append(interruption.requested(comm, at_once=True))
+        interruption.settle()
+        return answers
+
+    assert LocalWorld(3).run(rows) == [[0, signal.SIGTERM]] * 3
+
+
+def test_ctrl_c_counts_first_and_without_signals_nothing_stops():
+    def mixed(comm):
+        interruption = Interruption()
+        interruption.received = SIGNALS[comm.rank]
+        return [interruption.requested(comm) for _ in range(2)]
+
+    def none(comm):
+        interruption = Interruption()
+        answers = [interruption.requested(comm) for _ in range(3)]
+        interruption.settle()
+        return answers
+
+    assert LocalWorld(3).run(mixed) == [[0, signal.SIGINT]] * 3
+    assert LocalWorld(3).run(none) == [[0, 0, 0]] * 3
+
+
+BLOCKED = """
+import os, signal
+from thinwire.lab.train.interrupt import SIGNALS, Interruption
+
+before = [signal.getsignal(number) for number in SIGNALS]
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+os.kill(os.getpid(), signal.SIGUSR1)
+with Interruption() as interruption:
+    assert interruption.received == signal.SIGUSR1
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interruption.received == signal.SIGUSR1, "the first one counts"
+assert [signal.getsignal(number) for number in SIGNALS] == before
+"""
+
+
+def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A run in the middle of training."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*THINWIRE, *LONG], cwd=tmp_path, env=env, start_new_session=True, **pipes)
+    try:
+        metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+        deadline = time.monotonic() + 90
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline, "the run did not start"
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes below that have a thread pool: neither the fork server nor the resource tracker."""
+    found, new = [], [pid]
+    while new:
+        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
+        found += new
+    return [p for p in found if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
+
+
+@linux
+@pytest.mark.parametrize(
+    "number, whom, code",
+    [(signal.SIGINT, "group", 130), (signal.SIGTERM, "group", 75), (signal.SIGUSR1, "worker", 75)],
+)
+def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(running, number, whom, code, tmp_path):
+    """The group is what a terminal or SLURM signals: parent, workers and fork server at once."""
+    workers = workers_of(running.pid)
+    assert len(workers) == 2
+    if whom == "group":
+        os.killpg(running.pid, number)
+    else:
+        os.kill(workers[1], number)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == code, said
+    assert said.count("\n") == 1
+    (checkpoint,) = (tmp_path / "runs" / "long" / "checkpoints").glob("step-*")
+    name = signal.Signals(number).name
+    command = shlex.join(["thinwire", *LONG, "--resume"])
+    saved = checkpoint.relative_to(tmp_path)
+    assert said == f"thinwire: stopped by {name}, saved in {saved}; go on with: {command}\n"
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert json.loads((checkpoint / "checkpoint.json").read_text())["step"] == step
+    assert all((checkpoint / f"worker-{rank}.pt").exists() for rank in range(2))
+    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+@linux
+def test_a_second_ctrl_c_stops_at_once(running):
+    workers = workers_of(running.pid)
+    os.kill(workers[0], signal.SIGSTOP)  # so that no step can be finished
+    os.kill(running.pid, signal.SIGINT)
+    time.sleep(1)
+    assert running.poll() is None
+    os.kill(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=10)
+    assert running.returncode == 130
+    assert said == "thinwire: stopped; what was written so far is in runs/long\n"
+    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+@linux
+def test_a_worker_that_does_not_stop_in_time_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+
+    def stop_one_and_ask(wait=spawn.wait, asked=[]):  # noqa: B006
+        def waiting(sentinels, timeout):
+            if not asked and any(tmp_path.glob("*/metrics.jsonl")):
+                asked.append(os.kill(workers_of(os.getpid())[-1], signal.SIGSTOP))
+                os.kill(os.getpid(), signal.SIGTERM)
+            return wait(sentinels, 0.1)
+
+        return waiting
+
+    monkeypatch.setattr(spawn, "wait", stop_one_and_ask())
+    with pytest.raises(WorkerError, match="did not stop within 1 seconds of SIGTERM and was killed"):
+        train(RunConfig("digits", workers=2, epochs=1000, output=tmp_path))
+    assert not workers_of(os.getpid())
+
+
+def test_requeue_needs_a_job_and_says_what_slurm_says(monkeypatch, tmp_path):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert requeue() == "not requeued: this is no SLURM job"
+    script = tmp_path / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "Invalid job id" >&2\nexit $(cat {tmp_path}/code)\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    (tmp_path / "code").write_text("0")
+    assert requeue() == "SLURM will start job 12 again"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    (tmp_path / "code").write_text("1")
+    assert requeue() == "not requeued: Invalid job id"
+    assert (tmp_path / "asked").read_text() == "requeue 12\nrequeue 11_3\n"
+
+
+def test_requeue_without_resume_is_refused():
+    with pytest.raises(ValueError, match="needs --resume and a --name"):
+        RunConfig("digits", requeue=True, name="x")
+    assert RunConfig("digits", requeue=True, resume=True, name="x").requeue
+
+
+def test_how_a_run_was_stopped_is_its_exit_code():
+    assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75]

@@ -1,0 +1,409 @@
+"""Single topologies against closed forms, networkx, and their definitions; and the errors for impossible requests."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from math import cos, log2, pi
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from thinwire import topology as tw
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "topologies.md"
+
+
+def as_networkx(topology: tw.Topology, size: int, step: int = 0) -> nx.DiGraph:
+    graph = nx.empty_graph(size, create_using=nx.DiGraph)
+    graph.add_edges_from((i, j) for i in range(size) for j in topology.neighbours(i, step, size).sends)
+    return graph
+
+
+def edges(graph: nx.Graph) -> set[tuple[int, int]]:
+    return set(graph.to_directed().edges)
+
+
+def distances(topology: tw.Topology, size: int, rank: int = 0) -> list[list[int]]:
+    """The distances to whom a rank sends, step by step over one period."""
+    steps = range(topology.period(size))
+    return [[(peer - rank) % size for peer in topology.neighbours(rank, step, size).sends] for step in steps]
+
+
+def product(topology: tw.Topology, size: int) -> np.ndarray:
+    total = np.eye(size)
+    for step in range(topology.period(size)):
+        total = topology.matrix(step, size) @ total
+    return total
+
+
+# Exact averaging
+
+
+@pytest.mark.parametrize("k", range(1, 8))
+def test_one_peer_exponential_reaches_the_mean_exactly_in_log2_steps(k):
+    size = 2**k
+    assert tw.Exponential().period(size) == k
+    assert np.array_equal(product(tw.Exponential(), size), np.full((size, size), 1 / size))
+    assert tw.Exponential().spectral_gap(size) == 1.0
+
+
+@pytest.mark.parametrize(("peers", "size"), [(2, 3), (2, 9), (2, 27), (3, 16), (3, 64), (4, 25)])
+def test_exponential_reaches_the_mean_exactly_on_powers_of_peers_plus_one(peers, size):
+    topology = tw.Exponential(peers=peers)
+    np.testing.assert_allclose(product(topology, size), 1 / size, rtol=1e-14)
+    assert topology.spectral_gap(size) == 1.0
+
+
+# Closed forms of the spectral gap
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 8, 16, 33, 64])
+def test_spectral_gaps_of_rings(n):
+    eigenvalues = [(1 + 2 * cos(2 * pi * k / n)) / 3 for k in range(1, n)]
+    assert tw.Ring().spectral_gap(n) == pytest.approx(1 - max(map(abs, eigenvalues)), abs=1e-12)
+    assert tw.Ring().spectral_gap(n) == pytest.approx(1 - (1 + 2 * cos(2 * pi / n)) / 3) or n < 4
+    assert tw.DirectedRing().spectral_gap(n) == pytest.approx(1 - cos(pi / n), abs=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 3), (3, 4), (4, 4), (4, 5), (5, 7), (8, 8)])
+def test_spectral_gap_of_the_torus(rows, columns):
+    def eigenvalue(i, j):
+        return (1 + 2 * cos(2 * pi * i / rows) + 2 * cos(2 * pi * j / columns)) / 5
+
+    others = [abs(eigenvalue(i, j)) for i in range(rows) for j in range(columns) if i or j]
+    assert tw.Torus(rows=rows).spectral_gap(rows * columns) == pytest.approx(1 - max(others), abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 17])
+def test_spectral_gaps_of_complete_and_star(n):
+    assert tw.Complete().spectral_gap(n) == 1.0
+    if n > 2:  # the leaves' differences keep 1 - 1/W
+        assert tw.Star().spectral_gap(n) == pytest.approx(1 / n)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_spectral_gap_of_the_hypercube(k):
+    assert tw.Hypercube().spectral_gap(2**k) == pytest.approx(1.0 if k == 1 else 2 / (k + 1))
+
+
+@pytest.mark.parametrize("n", [8, 16, 32, 64])
+def test_spectral_gap_of_the_static_exponential_graph(n):
+    """The eigenvalue of the alternating vector loses only the odd distance (Ying et al. 2021, Proposition 1)."""
+    assert tw.Exponential(static=True).spectral_gap(n) == pytest.approx(2 / (1 + log2(n)))
+
+
+def test_second_largest_modulus_counts_not_the_second_largest_eigenvalue():
+    """Complete bipartite K(3,3) with uniform weights: eigenvalues 1, 1/4 (four times), -1/2."""
+    graph = tw.from_networkx(nx.complete_bipartite_graph(3, 3))
+    assert graph.spectral_gap(6) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("topology", [tw.Ring(), tw.Exponential(), tw.Linear(), tw.BipartiteLinear()], ids=str)
+def test_disagreement_shrinks_at_the_rate_of_the_gap(topology):
+    size, num_periods = 12, 40
+    total = np.linalg.matrix_power(product(topology, size) - 1 / size, num_periods)
+    disagreement = np.linalg.norm(total, 2)
+    rate = disagreement ** (1 / (num_periods * topology.period(size)))
+    assert rate == pytest.approx(1 - topology.spectral_gap(size), rel=0.01)
+
+
+# Against networkx
+
+
+@pytest.mark.parametrize(
+    ("topology", "graph"),
+    [
+        (tw.Ring(), nx.cycle_graph(9)),
+        (tw.Ring(), nx.path_graph(2)),
+        (tw.DirectedRing(), nx.cycle_graph(9, create_using=nx.DiGraph)),
+        (tw.Complete(), nx.complete_graph(7)),
+        (tw.Star(), nx.star_graph(8)),
+        (tw.Torus(), nx.convert_node_labels_to_integers(nx.grid_2d_graph(4, 5, periodic=True))),
+        (tw.Torus(), nx.convert_node_labels_to_integers(nx.grid_2d_graph(2, 3, periodic=True))),
+        (tw.Torus(rows=6), nx.convert_node_labels_to_integers(nx.grid_2d_graph(6, 4, periodic=True))),
+        (tw.DavisSouthernWomen(), nx.convert_node_labels_to_integers(nx.davis_southern_women_graph())),
+        (tw.Exponential(static=True, bidirectional=True), nx.circulant_graph(16, [1, 2, 4, 8])),
+        (tw.BipartiteLinear(static=True), nx.circulant_graph(10, [1, 3, 5])),
+        (tw.WattsStrogatz(rewire=0.0), nx.circulant_graph(12, [1, 2])),
+        (tw.ErdosRenyi(probability=1.0), nx.complete_graph(6)),
+    ],
+    ids=str,
+)
+def test_named_graphs_are_those_of_networkx(topology, graph):
+    assert edges(as_networkx(topology, len(graph))) == edges(graph)
+
+
+def test_hypercube_is_that_of_networkx():
+    graph = nx.relabel_nodes(nx.hypercube_graph(4), lambda bits: int("".join(map(str, bits)), 2))
+    assert edges(as_networkx(tw.Hypercube(), 16)) == edges(graph)
+
+
+@pytest.mark.parametrize(
+    "graph", [nx.karate_club_graph(), nx.petersen_graph(), nx.gn_graph(9, seed=1).to_undirected(), nx.path_graph("abc")]
+)
+def test_any_networkx_graph(graph):
+    topology, size = tw.from_networkx(graph), len(graph)
+    assert isinstance(topology, tw.Graph)
+    assert edges(as_networkx(topology, size)) == edges(nx.convert_node_labels_to_integers(graph))
+    assert topology.is_doubly_stochastic(size)
+
+
+def test_any_directed_networkx_graph():
+    graph = nx.compose(nx.cycle_graph(7, create_using=nx.DiGraph), nx.gn_graph(7, seed=2))
+    graph.add_edge(3, 3)
+    topology = tw.from_networkx(graph)
+    graph.remove_edge(3, 3)
+    assert isinstance(topology, tw.DirectedGraph)
+    assert edges(as_networkx(topology, 7)) == set(graph.edges)
+    assert topology.is_column_stochastic(7)
+
+
+def test_parallel_edges_count_once():
+    assert tw.from_networkx(nx.MultiGraph([(0, 1), (0, 1), (1, 2)])) == tw.Graph(edges=((0, 1), (1, 2)))
+
+
+def test_metropolis_weights():
+    """1 / (1 + the larger degree) on edges; the rest stays at home."""
+    graph = tw.Graph(edges=((0, 1), (0, 2), (0, 3), (1, 2)))
+    expected = np.array([[3, 3, 3, 3], [3, 5, 4, 0], [3, 4, 5, 0], [3, 0, 0, 9]]) / 12
+    np.testing.assert_allclose(graph.matrix(0, 4), expected, rtol=0, atol=1e-15)
+
+
+def test_uniform_weights_are_the_senders():
+    matrix = tw.Star(weights="uniform").matrix(0, 4)
+    expected = np.array([[1, 2, 2, 2], [1, 2, 0, 0], [1, 0, 2, 0], [1, 0, 0, 2]]) / 4
+    np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-15)
+
+
+# Distances of the time-varying graphs
+
+
+def test_exponential_distances():
+    assert distances(tw.Exponential(), 16) == [[1], [2], [4], [8]]
+    assert distances(tw.Exponential(), 12, rank=7) == [[1], [2], [4], [8]]
+    assert distances(tw.Exponential(peers=2), 27) == [[1, 2], [3, 6], [9, 18]]
+    assert distances(tw.Exponential(peers=2), 6) == [[1, 2], [3]], "6 meets 0 and is left out"
+    assert distances(tw.Exponential(peers=2, static=True), 27) == [[1, 2, 3, 6, 9, 18]]
+    assert distances(tw.Exponential(bidirectional=True), 8) == [[1, 7], [2, 6], [4]], "no double edge across"
+
+
+def test_linear_distances():
+    assert distances(tw.Linear(), 8) == [[1], [7], [3], [5]]
+    assert distances(tw.Linear(peers=2), 8) == [[1, 7], [3, 5]]
+    assert distances(tw.Linear(peers=3), 8) == [[1, 7, 3], [5, 1, 7], [3, 5, 1], [7, 3, 5]]
+    assert sorted(distances(tw.Linear(static=True), 8)[0]) == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("kind", [tw.BipartiteLinear, tw.BipartiteExponential])
+@pytest.mark.parametrize("size", [2, 4, 6, 10, 16])
+def test_bipartite_graphs_are_matchings_of_active_with_passive(kind, size):
+    for step in range(kind().period(size)):
+        for rank in range(size):
+            (peer,) = kind().neighbours(rank, step, size).sends
+            assert kind.is_active(rank) != kind.is_active(peer)
+            assert list(kind().neighbours(peer, step, size).sends) == [rank]
+
+
+def test_bipartite_distances():
+    assert distances(tw.BipartiteExponential(), 16, rank=1) == [[1], [15], [3], [13], [5], [11], [9], [7]]
+    assert distances(tw.BipartiteExponential(), 32, rank=1) == [[d % 32] for d in (1, -1, 3, -3, 5, -5, 9, -9, 17, -17)]
+    assert sorted(distances(tw.BipartiteLinear(), 12, rank=1)) == [[1], [3], [5], [7], [9], [11]]
+
+
+# Schedules and hierarchy
+
+
+def test_a_schedule_starts_each_phase_anew():
+    schedule = tw.Phases(phases=((0, tw.Exponential(peers=2)), (1, tw.Exponential())), steps_per_epoch=3)
+    assert [list(schedule.neighbours(0, step, 9).sends) for step in range(8)] == [
+        *([1, 2], [3, 6], [1, 2]),
+        *([1], [2], [4], [8], [1]),
+    ]
+    assert schedule.spectral_gap(9) == tw.Exponential().spectral_gap(9)
+    assert list(schedule.steps(9)) == [0, 1, 3, 4, 5, 6]
+
+
+def test_a_schedule_of_schedules():
+    inner = tw.Phases(phases=((0, tw.Complete()), (2, tw.Exponential())))
+    outer = tw.Phases(phases=((0, tw.Ring()), (5, inner)))
+    assert [len(outer.neighbours(0, step, 8).sends) for step in (4, 5, 6, 7)] == [2, 7, 7, 1]
+    assert eval(repr(outer), vars(tw)) == outer
+
+
+def test_hierarchy_averages_within_and_gossips_between_nodes():
+    topology = tw.Hierarchical(tw.Ring(), workers_per_node=3)
+    expected = np.kron(tw.Ring().matrix(0, 4), np.full((3, 3), 1 / 3))
+    np.testing.assert_allclose(topology.matrix(0, 12), expected, rtol=0, atol=1e-15)
+    assert repr(topology) == "Hierarchical(Ring(), workers_per_node=3)"
+    assert [topology.leader(rank) for rank in range(6)] == [0, 0, 0, 3, 3, 3]
+    assert np.array_equal(tw.Hierarchical(tw.Ring(), 4).matrix(0, 4), np.full((4, 4), 0.25)), "one node averages"
+
+
+# Random graphs
+
+
+@pytest.mark.parametrize("kind", [tw.ErdosRenyi, tw.WattsStrogatz])
+@pytest.mark.parametrize("size", [2, 5, 16, 64])
+def test_random_graphs_are_connected_and_differ_by_seed(kind, size):
+    graphs = [as_networkx(kind(seed=seed), size).to_undirected() for seed in range(8)]
+    assert all(nx.is_connected(graph) for graph in graphs)
+    assert size < 16 or len({frozenset(graph.edges) for graph in graphs}) == 8
+
+
+def test_random_graphs_depend_on_nothing_but_their_seed():
+    code = """if True:
+        import random, sys
+        import numpy as np
+        from thinwire.topology import ErdosRenyi, WattsStrogatz
+        random.seed(int(sys.argv[1])); np.random.seed(int(sys.argv[1])); before = np.random.get_state()[1].tolist()
+        print([sorted(t.row(rank, 0, 24)) for t in (ErdosRenyi(), WattsStrogatz()) for rank in range(24)])
+        assert np.random.get_state()[1].tolist() == before
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", code, seed], env=env, stdout=subprocess.PIPE, check=True) for seed in "12"
+    ]
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_random_graphs_stay_as_they_are():
+    """Golden: workers with different versions of NumPy must still agree."""
+    assert sorted(tw.ErdosRenyi(seed=7).neighbours(0, 0, 12).sends) == GOLDEN_ERDOS_RENYI
+    assert sorted(tw.WattsStrogatz(rewire=0.5, seed=7).neighbours(0, 0, 12).sends) == GOLDEN_WATTS_STROGATZ
+
+
+GOLDEN_ERDOS_RENYI = [1, 3, 6, 7, 8]
+GOLDEN_WATTS_STROGATZ = [3, 5, 9, 10]
+
+
+def test_erdos_renyi_has_the_asked_density():
+    degrees = [len(tw.ErdosRenyi(probability=0.2, seed=1).neighbours(rank, 0, 400).sends) for rank in range(400)]
+    # 79800 pairs: the mean degree's standard deviation is 0.28, so this allows five
+    assert np.mean(degrees) == pytest.approx(0.2 * 399, abs=1.4)
+
+
+def test_watts_strogatz_keeps_its_edges_and_rewires_the_asked_share():
+    size = 400
+    lattice = edges(nx.circulant_graph(size, [1, 2, 3]))
+    rewired = edges(as_networkx(tw.WattsStrogatz(degree=6, rewire=0.3), size))
+    assert len(rewired) == len(lattice) == size * 6
+    # 1200 edges at 0.3: standard deviation 0.013
+    assert len(lattice - rewired) / len(lattice) == pytest.approx(0.3, abs=0.06)
+
+
+# Impossible requests
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "message"),
+    [
+        (tw.Torus(), 7, r"Torus\(\) cannot connect 7 workers: 7 is prime.*use 6 or 8 workers"),
+        (tw.Torus(), 3, "use 4 workers"),
+        (tw.Torus(rows=4), 10, "rows of equal length"),
+        (tw.Torus(rows=4), 4, "2 or more"),
+        (tw.Hypercube(), 6, "power of two; use 4 or 8 workers"),
+        (tw.BipartiteExponential(), 5, "must be even; use 4 or 6 workers"),
+        (tw.BipartiteLinear(), 7, "must be even"),
+        (tw.BipartiteLinear(peers=3), 4, "has 2 to choose from; use peers=2"),
+        (tw.Exponential(peers=8), 8, "has 7 to choose from"),
+        (tw.Linear(peers=5), 8, "has 4 to choose from"),
+        (tw.DavisSouthernWomen(), 31, "has 32 members"),
+        (tw.Graph(edges=((0, 1), (2, 3))), 4, r"disconnected: no path joins rank 0 both ways with the ranks \[2, 3\]"),
+        (tw.Graph(edges=((0, 2),)), 3, r"disconnected.*\[1\]"),
+        (tw.Graph(edges=((0, 1), (1, 2))), 4, "names? the ranks 0 to 2; use 3 workers"),
+        (tw.DirectedGraph(edges=((0, 1), (1, 2), (2, 1))), 3, r"disconnected.*\[1, 2\]"),
+        (tw.ErdosRenyi(probability=0.0), 4, "were all disconnected"),
+        (tw.Hierarchical(tw.Ring(), workers_per_node=4), 6, "do not fill nodes of 4"),
+        (tw.Hierarchical(tw.Torus(), workers_per_node=2), 14, "7 is prime"),
+        (tw.Phases(phases=((0, tw.Ring()), (9, tw.Hypercube()))), 6, "power of two"),
+    ],
+    ids=str,
+)
+def test_impossible_numbers_of_workers(topology, size, message):
+    for use in (topology.validate, topology.period, topology.spectral_gap, lambda size: topology.row(0, 0, size)):
+        with pytest.raises(ValueError, match=message):
+            use(size)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: tw.Exponential(peers=0), "peers >= 1"),
+        (lambda: tw.Linear(peers=-1), "peers >= 1"),
+        (lambda: tw.BipartiteLinear(peers=0), "peers >= 1"),
+        (lambda: tw.Star(weights="heavy"), "'metropolis' or 'uniform', got 'heavy'"),
+        (lambda: tw.ErdosRenyi(probability=1.5), "between 0 and 1, got 1.5"),
+        (lambda: tw.ErdosRenyi(seed=-1), "must not be negative"),
+        (lambda: tw.WattsStrogatz(degree=3), "even"),
+        (lambda: tw.WattsStrogatz(rewire=-0.1), "rewire is a probability"),
+        (lambda: tw.Torus(rows=0), "rows"),
+        (lambda: tw.Graph(edges=((0, 0),)), r"leave out the edge \(0, 0\)"),
+        (lambda: tw.Graph(edges=((0, 1, 2),)), "pair of ranks"),
+        (lambda: tw.DirectedGraph(edges=((0, "a"),)), "pair of ranks"),
+        (lambda: tw.Phases(phases=()), "start at 0"),
+        (lambda: tw.Phases(phases=((1, tw.Ring()),)), "start at 0"),
+        (lambda: tw.Phases(phases=((0, tw.Ring()),), steps_per_epoch=0), "steps_per_epoch"),
+        (lambda: tw.Hierarchical(tw.Ring(), workers_per_node=0), "workers_per_node"),
+        (lambda: tw.from_networkx(nx.empty_graph(3)), "disconnected"),
+    ],
+)
+def test_impossible_configurations(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# Documentation, facts and pictures
+
+
+def test_the_documented_examples_run():
+    assert doctest.testfile(str(DOCUMENT), module_relative=False).failed == 0
+
+
+def test_the_documented_table_of_spectral_gaps():
+    rows = [line.split("|")[1:-1] for line in DOCUMENT.read_text().splitlines() if line.count("|") == 8]
+    assert len(rows) > 15
+    for name, _, period, *gaps in rows[2:]:
+        topology = eval(name.strip(" `"), vars(tw))
+        assert topology.period(32) == int(period)
+        for size, gap in zip((8, 16, 32, 64), gaps, strict=True):
+            assert not gap.strip() or topology.spectral_gap(size) == pytest.approx(float(gap), abs=6e-5)
+
+
+def test_facts():
+    facts = tw.facts(tw.Exponential(), 16)
+    assert (facts["period_steps"], facts["max_peers"], facts["messages_per_step"]) == (4, 1, 16)
+    assert (facts["directed"], facts["doubly_stochastic"], facts["steps_per_tenfold"]) == (True, True, 0.0)
+    ring = tw.facts(tw.Ring(), 16)
+    assert (1 - ring["spectral_gap"]) ** ring["steps_per_tenfold"] == pytest.approx(0.1)
+
+
+def test_facts_of_a_hierarchy_count_what_leaders_send():
+    facts = tw.facts(tw.Phases(phases=((0, tw.Hierarchical(tw.Ring(), 4)),)), 32)
+    assert (facts["min_peers"], facts["max_peers"], facts["messages_per_step"]) == (0, 2, 16)
+
+
+def test_describe_says_what_push_sum_is_for():
+    assert ("mixing matrix", "column-stochastic (use push-sum), not symmetric") in tw.describe(
+        tw.Star(weights="uniform"), 5
+    )
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    ("topology", "size"),
+    [(tw.Exponential(), 16), (tw.Ring(), 1), (tw.Linear(), 40), (tw.Hierarchical(tw.DirectedRing(), 4), 12)],
+    ids=str,
+)
+def test_draw(topology, size, kind, tmp_path):
+    path = tw.draw(topology, size, tmp_path / f"picture.{kind}")
+    assert path.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+
+
+def test_draw_refuses_other_files(tmp_path):
+    with pytest.raises(ValueError, match=r"must end in .pdf, .png, .svg"):
+        tw.draw(tw.Ring(), 4, tmp_path / "ring.jpeg")
