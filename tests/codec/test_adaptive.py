@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.codec.adaptation import adaptive_part
-from thinwire.codec.gradient_statistics import BucketStatistics, bucket_statistics, mixture, pooled
-from thinwire.codec.level_search import amq, exponential_levels, uniform_levels
+from thinwire.codec.adaptive.adaptation import adaptive_part
+from thinwire.codec.adaptive.level_search import amq, exponential_levels, uniform_levels
+from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
 
 WHEN = {"bucket_size": 64, "update_steps": (2, 3), "update_every": 5}
 CODECS = [

@@ -11,9 +11,9 @@ import torch
 from scipy import stats
 from scipy.integrate import quad
 
-from thinwire.codec.cdf_integral import CdfIntegral, FoldedCdfIntegral
-from thinwire.codec.distributions import TruncatedNormal, TruncatedNormalMixture
-from thinwire.codec.gradient_statistics import BucketStatistics, bucket_statistics, mixture, pooled
+from thinwire.codec.adaptive.cdf_integral import CdfIntegral, FoldedCdfIntegral
+from thinwire.codec.adaptive.distributions import TruncatedNormal, TruncatedNormalMixture
+from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
 
 # mean and std on [-1, 1]: ordinary, near the edge, narrow, wide, outside, far tails
 PARAMETERS = [

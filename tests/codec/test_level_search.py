@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.codec.distributions import TruncatedNormal, TruncatedNormalMixture
-from thinwire.codec.gradient_statistics import bucket_statistics, mixture, pooled
-from thinwire.codec.level_search import (
+from thinwire.codec.adaptive.distributions import TruncatedNormal, TruncatedNormalMixture
+from thinwire.codec.adaptive.level_search import (
     alq,
     alq_gd,
     amq,
@@ -24,6 +23,7 @@ from thinwire.codec.level_search import (
     exponential_levels,
     uniform_levels,
 )
+from thinwire.codec.adaptive.statistics import bucket_statistics, mixture, pooled
 
 ROUNDING = 1e-12  # relative; the closed form of Psi itself is good to about 1e-11 of each term
 

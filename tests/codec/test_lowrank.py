@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.codec.lowrank import best_factors, matrix_shape
+from thinwire.codec.dense.svd import best_factors, matrix_shape
 
 
 def randn(*shape, seed=0):

@@ -12,7 +12,7 @@ from test_kernels_backends import assert_backends_agree, clones, segments
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.codec.ternary import SharedTernary
+from thinwire.codec.quantize.ternary import SharedTernary
 
 LEVELS = [
     (-1.0, 1.0),

@@ -45,7 +45,7 @@ from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import AgreedCodec, Codec, Key
-from ..codec.adaptation import adaptive_part
+from ..codec.adaptive.adaptation import adaptive_part
 from ..comm import Communicator, Handle
 from ..schedule import Progress
 from ..topology import Hierarchical, Neighbours, Topology

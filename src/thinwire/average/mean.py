@@ -23,9 +23,9 @@ from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import AgreedCodec, Codec, Identity, Key
-from ..codec.adaptation import adapted, adaptive_part, reaching
-from ..codec.preselected import topk_counts
-from ..codec.sparse import Selection
+from ..codec.adaptive.adaptation import adapted, adaptive_part, reaching
+from ..codec.compose.preselected import topk_counts
+from ..codec.sparse.base import Selection
 from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve

@@ -1,22 +1,11 @@
-"""Codecs: what crosses the wire. `base` has the contract; one family, one file."""
+"""Codecs: what crosses the wire. `base` has the contract; one package a family, one algorithm a file."""
 
-from .adaptive import ALQ, AMQ
+from .adaptive import ALQ, AMQ, TruncatedNormal, TruncatedNormalMixture
 from .base import AdaptiveCodec, AgreedCodec, Codec, Key
-from .cast import Cast, Identity
-from .chain import chain
-from .chunk_top_k import ChunkTopK
-from .distributions import TruncatedNormal, TruncatedNormalMixture
-from .entropy import Huffman
-from .gaps import Rice
-from .levels import NUQSGD, Quantize
-from .lowrank import SVD
-from .quantize import QSGD
-from .random_k import RandomK
-from .sign import OneBit, SignNorm, SignSGD
-from .ternary import TernGrad
-from .threshold import AdaptiveThreshold, Threshold
-from .top_k import TopK
-from .top_k_in_chunks import TopKInChunks
+from .compose import Huffman, Rice, chain
+from .dense import SVD, Cast, Identity
+from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad
+from .sparse import AdaptiveThreshold, ChunkTopK, RandomK, Threshold, TopK, TopKInChunks
 
 __all__ = [
     "ALQ",

@@ -23,10 +23,10 @@ from torch import Tensor
 from ... import kernels
 from ...clock import Clock
 from ...codec import Codec, Key
-from ...codec.chain import Chain
-from ...codec.chunk_top_k import AgreedChunks, ChunkTopK
-from ...codec.preselected import preselected
-from ...codec.sparse import Selection, Sparsifier
+from ...codec.compose.chain import Chain
+from ...codec.compose.preselected import preselected
+from ...codec.sparse.base import Selection, Sparsifier
+from ...codec.sparse.coarse_grained import AgreedChunks, ChunkTopK
 from ...comm import Communicator
 from ...memory import ErrorFeedbackState
 

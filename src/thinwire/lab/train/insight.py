@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...average import Mean
 from ...codec import Codec, Key
-from ...codec.adaptation import adaptive_part
-from ...codec.chain import Chain
-from ...codec.entropy import EntropyCoded
+from ...codec.adaptive.adaptation import adaptive_part
+from ...codec.compose.chain import Chain
+from ...codec.compose.huffman import EntropyCoded
 from ...strategy import GradientCompression
 from .strategy import Strategy
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .sparse import Selection, Sparsifier, _tail, check_ratio
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from .base import Selection, Sparsifier, _tail, check_ratio
 from .top_k import num_kept
 
 _MAX_CHUNK = 4096  # so that a position in a chunk fits 12 bits

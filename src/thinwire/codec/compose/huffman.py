@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import Algorithm, require
-from .base import Codec, Symbols
+from ... import kernels
+from ...algorithm import Algorithm, require
+from ..base import Codec, Symbols
 
 
 class EntropyCoder(Algorithm, ABC):

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..algorithm import require
-from .base import AdaptiveCodec, Key
+from ...algorithm import require
+from ..base import AdaptiveCodec, Key
+from ..quantize.levels import Quantize
+from ..quantize.qsgd import check_buckets
 from .distributions import TruncatedNormal, TruncatedNormalMixture
-from .gradient_statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 from .level_search import alq, alq_gd, amq, exponential_levels, fixed_multiplier
-from .levels import Quantize
-from .quantize import check_buckets
+from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from .base import AgreedCodec, Codec, Symbols
+from ... import kernels
+from ...algorithm import require
+from ..base import AgreedCodec, Codec, Symbols
 
 
 @dataclass(frozen=True, repr=False)

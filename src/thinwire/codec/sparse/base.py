@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .base import Codec, Key, Size, as_list
-from .cast import Identity
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from ..base import Codec, Key, Size, as_list
+from ..dense.cast import Identity
 
 
 class Selection(NamedTuple):

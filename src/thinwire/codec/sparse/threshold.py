@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .sparse import Selection, Sparsifier
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from .base import Selection, Sparsifier
 
 _SMALLEST = 2.0**-149  # the smallest positive float32; zeros are never worth sending
 

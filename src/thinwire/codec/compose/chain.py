@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..algorithm import require
-from .base import Codec, Key, Size
-from .entropy import EntropyCoded, EntropyCoder
-from .gaps import GapCoded, Rice
-from .sparse import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ...algorithm import require
+from ..base import Codec, Key, Size
+from ..sparse.base import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from .huffman import EntropyCoded, EntropyCoder
+from .rice import GapCoded, Rice
 
 
 @dataclass(frozen=True, repr=False)

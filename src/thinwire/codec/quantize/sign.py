@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from .base import Codec
+from ... import kernels
+from ...algorithm import require
+from ..base import Codec
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .sparse import Selection, Sparsifier, check_ratio, with_length, without_length
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from .base import Selection, Sparsifier, check_ratio, with_length, without_length
 
 # Of Deep Gradient Compression: which numbers of coordinates are near enough to k, and how the threshold comes down.
 _TOO_MANY, _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 1.3, 0.8, 0.8, 10

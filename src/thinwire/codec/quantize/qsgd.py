@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .base import Codec, Symbols
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from ..base import Codec, Symbols
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AdaptiveCodec, Codec, Key
-from .chain import Chain
-from .entropy import EntropyCoded
+from ..base import AdaptiveCodec, Codec, Key
+from ..compose.chain import Chain
+from ..compose.huffman import EntropyCoded
 
 
 def adaptive_part(codec: Codec) -> AdaptiveCodec | None:

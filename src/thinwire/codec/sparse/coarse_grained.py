@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .base import AgreedCodec, Codec, Key, Size
-from .sparse import Selection, check_ratio
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from ..base import AgreedCodec, Codec, Key, Size
+from .base import Selection, check_ratio
 from .top_k import num_kept
 
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .base import Codec, Symbols
-from .quantize import check_buckets
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from ..base import Codec, Symbols
+from .qsgd import check_buckets
 
 
 class LevelCodec(Codec):

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import require
-from ..schedule import Schedule
-from .base import Codec
+from ... import kernels
+from ...algorithm import require
+from ...schedule import Schedule
+from ..base import Codec
 
 
 @dataclass(frozen=True, repr=False)

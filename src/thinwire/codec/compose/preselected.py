@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Codec
+from ..base import Codec
+from ..sparse.base import Selection, Sparsifier
+from ..sparse.top_k import TopK
 from .chain import Chain
-from .gaps import GapCoded
-from .sparse import Selection, Sparsifier
-from .top_k import TopK
+from .rice import GapCoded
 
 
 class Preselected(Sparsifier):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import kernels
-from ..algorithm import Algorithm, require
-from .sparse import Selection, Sparsifier, with_length, without_length
-from .threshold import AdaptiveThreshold, Threshold
-from .top_k import TopK
+from ... import kernels
+from ...algorithm import Algorithm, require
+from ..sparse.base import Selection, Sparsifier, with_length, without_length
+from ..sparse.threshold import AdaptiveThreshold, Threshold
+from ..sparse.top_k import TopK
 
 
 @dataclass(frozen=True, repr=False)
