@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 import zlib
 from dataclasses import dataclass
 from typing import ClassVar
@@ -459,7 +460,44 @@ def test_torchrun_says_how_many_workers_share_a_node():
                 raise error
 
 
-def test_auto_does_not_look_at_the_environment(monkeypatch):
+def launched_worker(comm, averager, places):
+    local_size, local_rank = places[comm.rank]
+    launcher = {"WORLD_SIZE": str(comm.size), "LOCAL_WORLD_SIZE": local_size, "LOCAL_RANK": local_rank}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, value in launcher.items():
+            patch.setenv(name, value)
+        before = comm.ledger.bytes_sent
+        state = averager.init(gradients(comm.rank, 0), comm)
+        warned = sum("ignores nodes" in str(w.message) for w in caught)
+        return [state.exchange, state.workers_per_node, warned, comm.ledger.bytes_sent - before]
+
+
+TWO_NODES = [("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]
+ONE_NODE = [("4", str(rank)) for rank in range(4)]
+UNEVEN = [("1", "0"), ("3", "0"), ("3", "1"), ("3", "2")]
+CYCLIC = [("2", "0"), ("2", "0"), ("2", "1"), ("2", "1")]
+
+
+def test_auto_uses_the_nodes_that_the_launcher_says():
+    sparse, masked = tw.Mean(SPARSE), tw.Mean(SPARSE, tw.MomentumCorrection(0.9))
+    assert [answer[:3] for answer in spawn(4, launched_worker, sparse, TWO_NODES)] == [["hierarchical", 2, 0]] * 4
+    assert [answer[:3] for answer in spawn(4, launched_worker, masked, TWO_NODES)] == [["all_gather", 1, 0]] * 4
+
+
+@pytest.mark.parametrize("places", [UNEVEN, CYCLIC])
+def test_auto_warns_once_where_ranks_do_not_fill_equal_nodes(places):
+    answers = spawn(4, launched_worker, tw.Mean(SPARSE), places)
+    assert [answer[:3] for answer in answers] == [["all_gather", 1, 1]] + [["all_gather", 1, 0]] * 3
+
+
+def test_auto_sends_nothing_more_on_one_node():
+    alone = spawn(4, launched_worker, tw.Mean(SPARSE), ONE_NODE)
+    chosen = spawn(4, launched_worker, tw.Mean(SPARSE, exchange="all_gather"), ONE_NODE)
+    assert alone[0][:3] == ["all_gather", 1, 0] and [a[3] for a in alone] == [c[3] for c in chosen]
+
+
+def test_auto_needs_more_than_the_size_of_one_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     worker = lambda comm: tw.Mean(SPARSE).init(gradients(comm.rank, 0), comm).exchange  # noqa: E731
     assert tw.LocalWorld(4).run(worker) == ["all_gather"] * 4

@@ -43,6 +43,7 @@ from .exchange import (
     cheapest,
     flatten,
     init_owner_memory,
+    launched_nodes,
     split_like,
 )
 
@@ -98,8 +99,8 @@ class Mean(Averager):
             time. `docs/algorithms.md` gives the rule, and steps and bytes for each.
         min_ndim: tensors of fewer dimensions travel dense as float32; higher => more travels dense. The default of 2
             spares biases and norms, as Deep Gradient Compression does; 0 encodes everything.
-        workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" (by default what `torchrun`
-            says in LOCAL_WORLD_SIZE) and for "auto" (by default one).
+        workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" and "auto". None takes what
+            the launcher says in LOCAL_WORLD_SIZE; "auto" uses it where all nodes have equally many workers.
 
     Raises:
         ValueError: an unknown word, an all-reduce of payloads that cannot be added, or workers that cannot be split
@@ -188,6 +189,8 @@ class Mean(Averager):
             return self.exchange, nodes
         if _agrees(self.codec):
             return "all_reduce", nodes
+        if not needs_nodes and (self.memory is None or not self.memory.needs_support):
+            nodes = launched_nodes(comm)
         encoded, dense = self._split(tensors, self.codec)
         load = Load(
             codec=resolve(self.codec, Progress()),

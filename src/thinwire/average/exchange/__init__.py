@@ -20,7 +20,7 @@ from .all_gather import all_gather
 from .all_reduce import all_reduce
 from .base import Finish, Job, Observe, flatten, split_like
 from .cost import COSTS, Load, cheapest
-from .hierarchical import agree_on_nodes, hierarchical
+from .hierarchical import agree_on_nodes, hierarchical, launched_nodes
 from .scatter_reduce import OWNER_MEMORY, init_owner_memory, scatter_reduce
 
 EXCHANGES: dict[str, Callable[[Job], Finish]] = {
@@ -47,5 +47,6 @@ __all__ = [
     "cheapest",
     "flatten",
     "init_owner_memory",
+    "launched_nodes",
     "split_like",
 ]

@@ -20,6 +20,7 @@ Sends a leader: (L-1)(p + d) + (N-1) min(L (p + d), 4n + d); another member: 4n 
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -160,3 +161,25 @@ def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
         f"{comm.size} workers cannot be nodes of {given} each; workers_per_node (or LOCAL_WORLD_SIZE) must divide them",
     )
     return int(given)
+
+
+def launched_nodes(comm: Communicator) -> int:
+    """How many consecutive ranks share a node, as the launcher says in its environment; 1 where that is of no use.
+
+    It is 1 without a launcher, on a single node, for a part of the launcher's workers, and, with a warning, where nodes
+    differ in size or ranks are not dealt out node by node. Workers of several nodes exchange a few bytes.
+    """
+    local_size, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if local_size is None or size != str(comm.size) or local_size == size:
+        return 1
+    places = comm.gather_objects([local_size, os.environ.get("LOCAL_RANK", "0")])
+    nodes = int(local_size) if local_size.isdecimal() else 0
+    if nodes and all(place == [local_size, str(rank % nodes)] for rank, place in enumerate(places)):
+        return nodes
+    if comm.rank == 0:
+        warnings.warn(
+            f"Mean(exchange='auto') ignores nodes: ranks {places} (LOCAL_WORLD_SIZE, LOCAL_RANK) are not nodes of equal "
+            "size filled in order; start as many workers on each node, or choose an exchange",
+            stacklevel=2,
+        )
+    return 1
