@@ -20,7 +20,7 @@ from thinwire.lab.recipes import recipes
 from thinwire.lab.recipes.base import momentum_applied_once
 from thinwire.lab.report import Run
 from thinwire.lab.report.groups import Group
-from thinwire.lab.report.lines import along_bytes, lines
+from thinwire.lab.report.line_figures import along_bytes, lines
 from thinwire.lab.report.metrics import metric
 from thinwire.lab.report.style import save, styled
 from thinwire.lab.report.tables import times

@@ -25,6 +25,7 @@ FLOORS = {
     "notation": 4,
     "strategy": 4,
     "lab.fields": 10,
+    "lab.files": 10,
     "lab.report": 11,
     "lab.train": 12,
     "lab.bench": 13,

@@ -15,9 +15,9 @@ from report_runs import write_run
 
 from thinwire.lab.cli import main
 from thinwire.lab.report import write_report
-from thinwire.lab.report.bars import speeds, step_time
+from thinwire.lab.report.bar_figures import speeds, step_time
+from thinwire.lab.report.captioned_figures import captioned_figures
 from thinwire.lab.report.consensus import best_of_each
-from thinwire.lab.report.drawings import draw
 from thinwire.lab.report.groups import grouped
 from thinwire.lab.report.labels import End, label_ends, spread
 from thinwire.lab.report.metrics import main_metric, metric
@@ -147,7 +147,7 @@ def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
 
 def drawn(folder: Path) -> set[str]:
     found = find([folder])
-    drawings = draw(grouped(found.runs), main_metric(found.runs, None), found.consensus)
+    drawings = captioned_figures(grouped(found.runs), main_metric(found.runs, None), found.consensus)
     assert all(drawing.needs for drawing in drawings if drawing.figure is None)
     return {drawing.name for drawing in drawings if drawing.figure is not None}
 
@@ -169,7 +169,7 @@ def test_what_was_measured_is_drawn(key, tmp_path):
 def test_a_loss_that_diverged_ends_its_line(tmp_path):
     write_run(tmp_path / "a", measured={"loss": lambda step: 1.0 if step < 25 else None})
     found = find([tmp_path])
-    (loss,) = [d for d in draw(grouped(found.runs), None, {}) if d.name == "loss"]
+    (loss,) = [d for d in captioned_figures(grouped(found.runs), None, {}) if d.name == "loss"]
     (line,) = [line for line in loss.figure.axes[0].lines if len(line.get_xdata()) > 1]
     assert list(line.get_xdata()) == [1, 2]
 
@@ -263,7 +263,7 @@ def test_a_figure_must_have_a_known_format(tmp_path):
 def test_the_axis_shows_the_end_of_the_curves(tmp_path):
     write_run(tmp_path / "a", 0.99, measured={"test_accuracy": lambda step: 0.1 if step == 10 else 0.97 + step / 4000})
     found = find([tmp_path])
-    by_epochs = draw(grouped(found.runs), metric("test_accuracy"), {})[0].figure.axes[0]
+    by_epochs = captioned_figures(grouped(found.runs), metric("test_accuracy"), {})[0].figure.axes[0]
     assert 70 < by_epochs.get_ylim()[0] < 97
 
 

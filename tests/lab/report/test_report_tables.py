@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from report_runs import STEPS, write_run
 
-from thinwire.lab.report.curves import curve, reading
 from thinwire.lab.report.groups import differing, grouped, what_was_run
+from thinwire.lab.report.mean_curve import curve, reading
 from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
 from thinwire.lab.report.runs import Run, find
 from thinwire.lab.report.tables import as_csv, as_markdown, comparison

@@ -17,8 +17,8 @@ import torch
 
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.checkpoint import latest
+from thinwire.lab.train.metrics_files import MetricsWriter, read_rows
 from thinwire.lab.train.models import DigitsNet
-from thinwire.lab.train.records import Records, read_rows
 from thinwire.lab.train.run_folder import FREE, check_same, make_folder
 
 CONFIG = RunConfig(
@@ -185,13 +185,13 @@ def test_names_that_are_free_taken_or_nobodys(tmp_path):
 
 
 def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
-    first = Records(tmp_path)
+    first = MetricsWriter(tmp_path)
     for step in (1, 2, 3):
         first.row({"step": step, "loss": step / 3})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')
-    second = Records(tmp_path, done=2)
+    second = MetricsWriter(tmp_path, done=2)
     second.row({"step": 3, "loss": 7.0})
     second.close()
     assert read_rows(tmp_path / "metrics.jsonl", 9) == [

@@ -13,7 +13,7 @@ import tiny
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, ImageFolder
 from thinwire.lab.train.data.cifar import ARCHIVE
-from thinwire.lab.train.together import SharedMistake, together
+from thinwire.lab.train.shared_errors import SharedError, run_on_all
 
 # What is wrong, made in a folder; returns the data set and what the line must say.
 
@@ -100,10 +100,10 @@ def test_what_one_worker_finds_stops_all_of_them(tmp_path):
                 raise ValueError("my disk has no data")
             return comm.rank
 
-        with pytest.raises(SharedMistake, match="^worker 1: my disk has no data$"):
-            together(comm, find)
-        with pytest.raises(SharedMistake, match="^nobody has$"):
-            together(comm, lambda: (_ for _ in ()).throw(ValueError("nobody has")))
-        return together(comm, lambda: comm.rank * 2)
+        with pytest.raises(SharedError, match="^worker 1: my disk has no data$"):
+            run_on_all(comm, find)
+        with pytest.raises(SharedError, match="^nobody has$"):
+            run_on_all(comm, lambda: (_ for _ in ()).throw(ValueError("nobody has")))
+        return run_on_all(comm, lambda: comm.rank * 2)
 
     assert LocalWorld(3).run(worker) == [0, 2, 4]

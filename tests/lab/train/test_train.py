@@ -15,11 +15,11 @@ from thinwire.lab.report import read_run
 from thinwire.lab.report.tables import times
 from thinwire.lab.train import RunConfig, WorkerError, train
 from thinwire.lab.train.data import Digits, Images, PlainText, Split, num_batches, shard, uneven_shard
+from thinwire.lab.train.metrics_files import COLUMNS, MetricsWriter
 from thinwire.lab.train.models import GPT, DigitsNet
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
-from thinwire.lab.train.order import steps
-from thinwire.lab.train.records import COLUMNS, Records
 from thinwire.lab.train.run_folder import begin, make_folder
+from thinwire.lab.train.steps import steps
 
 
 @pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
@@ -200,7 +200,7 @@ def test_overwrite_replaces_runs_alone(tmp_path):
 
 
 def test_a_row_can_be_read_at_once_and_a_loss_that_diverged_is_null(tmp_path):
-    records = Records(tmp_path)
+    records = MetricsWriter(tmp_path)
     records.row({"step": 1, "loss": math.nan, "bytes_sent": 7})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "bytes_sent": 7}
     with (tmp_path / "metrics.csv").open() as file:

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: figures are drawings in its text, and there are no scripts.
+"""A report as one HTML page that needs nothing else: figures are inline SVG, and there are no scripts.
 
 It fits a telephone (tables scroll sideways, figures shrink), a printer, and a dark screen.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..fields import flat
-from .drawings import Drawing
+from .captioned_figures import CaptionedFigure
 from .groups import IGNORED
 from .runs import Problem, Run
 from .style import save_svg
@@ -30,7 +30,7 @@ class Page(NamedTuple):
         title: its heading.
         made_by: name and version of the program.
         table: of methods; None where there are no runs.
-        drawings: all figures, those that could not be drawn too.
+        figures: all figures, those that could not be drawn too.
         runs: all runs that could be read.
         problems: what is wrong with runs.
     """
@@ -38,7 +38,7 @@ class Page(NamedTuple):
     title: str
     made_by: str
     table: Comparison | None
-    drawings: Sequence[Drawing]
+    figures: Sequence[CaptionedFigure]
     runs: Sequence[Run]
     problems: Sequence[Problem]
 
@@ -50,8 +50,8 @@ def as_html(page: Page) -> str:
         f'<p class="quiet">{_text(_counted(page))}</p>',
         *_problems(page.problems),
         *([_table(page.table)] if page.table else []),
-        *(_figure(drawing) for drawing in page.drawings if drawing.figure is not None),
-        *_left_out(page.drawings),
+        *(_figure(figure) for figure in page.figures if figure.figure is not None),
+        *_left_out(page.figures),
         *_configurations(page.runs),
         f'<p class="quiet">Made by {_text(page.made_by)}.</p>',
     ]
@@ -89,10 +89,10 @@ def _table(table: Comparison) -> str:
     )
 
 
-def _figure(drawing: Drawing) -> str:
-    svg = inline_svg(drawing.figure, drawing.name, drawing.title)
-    caption = f"<b>{_text(drawing.title)}.</b> {_text(drawing.caption)}"
-    return f'<figure id="{drawing.name}"><div class="paper">{svg}</div><figcaption>{caption}</figcaption></figure>'
+def _figure(figure: CaptionedFigure) -> str:
+    svg = inline_svg(figure.figure, figure.name, figure.title)
+    caption = f"<b>{_text(figure.title)}.</b> {_text(figure.caption)}"
+    return f'<figure id="{figure.name}"><div class="paper">{svg}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:
@@ -110,8 +110,8 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     return opening + svg[svg.index(">") + 1 :]
 
 
-def _left_out(drawings: Sequence[Drawing]) -> Iterable[str]:
-    missing = [drawing for drawing in drawings if drawing.figure is None]
+def _left_out(figures: Sequence[CaptionedFigure]) -> Iterable[str]:
+    missing = [figure for figure in figures if figure.figure is None]
     if missing:
         items = "".join(f"<li>{_text(d.title)}: no run has {_text(d.needs)}.</li>" for d in missing)
         yield f"<section><h2>Not drawn</h2><ul>{items}</ul></section>"

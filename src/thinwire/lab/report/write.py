@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .drawings import draw
+from .captioned_figures import captioned_figures
 from .groups import grouped
 from .metrics import main_metric
 from .page import Page, as_html
@@ -68,20 +68,20 @@ def write_report(
     groups = grouped(found.runs, group, names)
     main = main_metric(found.runs, metric)
     table = comparison(groups, main) if groups else None
-    drawings = draw(groups, main, found.consensus)
-    page = Page(title, made_by, table, drawings, found.runs, found.problems)
+    figures = captioned_figures(groups, main, found.consensus)
+    page = Page(title, made_by, table, figures, found.runs, found.problems)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if table is not None:
             (out / "table.md").write_text(as_markdown(table))
             (out / "table.csv").write_text(as_csv(table))
-        for drawing in drawings:
+        for figure in figures:
             for suffix in FORMATS:
-                _replace(out / "figures" / f"{drawing.name}{suffix}", drawing.figure)
+                _replace(out / "figures" / f"{figure.name}{suffix}", figure.figure)
         (out / "report.html").write_text(as_html(page), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write to {str(out)!r}: {error.strerror}; choose another --out") from None
-    left_out = [f"{drawing.title}: no run has {drawing.needs}" for drawing in drawings if drawing.figure is None]
+    left_out = [f"{figure.title}: no run has {figure.needs}" for figure in figures if figure.figure is None]
     return Report(table, found.problems, left_out, out / "report.html")
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..train.records import write_json
+from ..files import write_json
 from .file import PlannedRun, planned
 from .status import finished_summary, locked
 from .tasks import read_json

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithm import require
-from ..train.records import write_json
+from ..files import write_json
 from .execute import read_run, start, write_down
 from .file import PlannedRun
 from .local import GRACE_SECONDS, POLL_SECONDS

@@ -124,7 +124,7 @@ class Consensus(Task):
 
     def run(self, config: Any, folder: Path) -> None:
         from ..bench.consensus import reaching
-        from ..train.records import write_json
+        from ..files import write_json
 
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.as_dict(config))
@@ -141,7 +141,7 @@ class Consensus(Task):
 
     def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
         """All rows, as one `thinwire consensus --json` with many averagers and step sizes writes them."""
-        from ..train.records import write_json
+        from ..files import write_json
 
         rows = [row for folder in folders for row in read_json(folder / "consensus.json") or []]
         write_json(output / "consensus.json", rows)

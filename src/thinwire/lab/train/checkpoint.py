@@ -28,11 +28,11 @@ import torch
 
 from ...algorithm import require
 from ...comm import Communicator
+from ..files import write_json
 from .config import RunConfig
 from .data import LOWER_IS_BETTER
 from .meter import Meter
-from .records import write_json
-from .together import together
+from .shared_errors import run_on_all
 from .training import Training
 
 
@@ -172,8 +172,8 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
     if not name:
         return 0, {}
     path = folder / name[0]
-    facts = together(comm, lambda: describe(path))
-    together(comm, lambda: _load(path, training, meter, comm.rank))
+    facts = run_on_all(comm, lambda: describe(path))
+    run_on_all(comm, lambda: _load(path, training, meter, comm.rank))
     return facts["step"], facts["row"]
 
 

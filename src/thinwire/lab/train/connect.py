@@ -18,7 +18,7 @@ from ...comm import Communicator, ProcessGroupCommunicator
 from .config import RunConfig
 from .environment import Environment
 from .loop import choose_device
-from .together import alike
+from .shared_errors import same_error_on_all
 
 RENDEZVOUS = timedelta(seconds=120)  # time enough to import PyTorch on a busy machine
 
@@ -45,7 +45,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         rank, size = environment.rank, environment.size
         if store is None:
             store = fresh(next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS))[0], rank, size)
-        with alike():
+        with same_error_on_all():
             backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
     with ProcessGroupCommunicator() as comm:

@@ -19,8 +19,8 @@ from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
 from .run_folder import abandon, finished_run, make_folder
+from .shared_errors import SharedError, run_on_all
 from .spawn import WorkerError, in_one_line, spawn
-from .together import SharedMistake, together
 from .weights_and_biases import check_installed
 
 TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
@@ -73,12 +73,12 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
         with Interruption() as interruption, connected(config, environment) as comm:
-            made = together(comm, lambda: make_folder(config) if rank == 0 else None)
+            made = run_on_all(comm, lambda: make_folder(config) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             _run(config, folder, comm, interruption, on_stop)
     except Interrupted:
         raise
-    except SharedMistake:
+    except SharedError:
         time.sleep(TELLING_SECONDS if rank else 0)
         raise
     except Exception as error:
@@ -95,7 +95,7 @@ def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inte
             _stopped(config, stop, on_stop)
         comm.barrier()
         raise
-    except SharedMistake:
+    except SharedError:
         if comm.rank == 0:
             abandon(folder)
         raise

@@ -2,7 +2,7 @@
 
     1. data and model    the same on every worker, from the seed
     2. strategy          one line: `compress_gradients`, or `gossip_parameters`, as the averager asks for (`strategy.py`)
-    3. steps             batches (`order.py`); forward, backward, clip, optimizer (`training.py`)
+    3. steps             batches (`steps.py`); forward, backward, clip, optimizer (`training.py`)
     4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
     5. checkpoint        after an epoch, every so many steps where asked for, and when the run is to stop (`checkpoint.py`)
     6. summary           what was learned, and what it cost on the wire
@@ -25,20 +25,21 @@ from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator
 from ...kernels import mix_key
+from ..files import write_json
 from . import checkpoint
+from .codec_statistics import codec_statistics, own_gradients
 from .config import RunConfig
 from .data import Dataset
 from .evaluation import evaluate
-from .insight import insight, own_gradients
 from .interrupt import Interrupted, Interruption
 from .meter import Meter
+from .metrics_files import MetricsWriter
 from .optimize import set_learning_rate
-from .order import count_steps, steps
 from .progress import Progress
-from .records import Records, write_json
 from .run_folder import begin
+from .shared_errors import run_on_all, same_error_on_all
+from .steps import count_steps, steps
 from .strategy import Strategy
-from .together import alike, together
 from .training import prepare
 from .weights_and_biases import WandB
 
@@ -52,12 +53,12 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     """
     torch.set_num_threads(config.threads)
     keep_freed_memory()
-    data = together(comm, config.data.load)
-    _, num_steps = together(comm, lambda: count_steps(config, data, comm.size))
-    device = together(comm, lambda: choose_device(config))
-    with alike():
+    data = run_on_all(comm, config.data.load)
+    _, num_steps = run_on_all(comm, lambda: count_steps(config, data, comm.size))
+    device = run_on_all(comm, lambda: choose_device(config))
+    with same_error_on_all():
         training = prepare(config, data, device)
-    together(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
+    run_on_all(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)
     checkpoints = folder / "checkpoints"
@@ -84,7 +85,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 training.strategy.absorb()  # so that what is tested is what is saved
             if row_is_due:
                 row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
-                row |= insight(training.strategy, gradients)
+                row |= codec_statistics(training.strategy, gradients)
                 if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
                     row |= evaluate(config, data, training.model, training.strategy, comm)
                 for watcher in watchers:
@@ -109,7 +110,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
 
 def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
     """What each row of metrics goes to: has `row(values)` and `close()`."""
-    watchers = [Progress(folder.name, num_steps, metric, done), Records(folder, done)]
+    watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done)]
     return [*watchers, WandB(config, folder)] if config.wandb else watchers
 
 

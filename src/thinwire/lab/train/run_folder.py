@@ -11,9 +11,9 @@ from typing import Any
 
 from ...algorithm import require
 from ..fields import flat
+from ..files import write_json
 from .checkpoint import describe, latest
 from .config import RunConfig
-from .records import write_json
 
 FREE = (
     *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),

@@ -33,7 +33,7 @@ from .config import RunConfig
 from .connect import RENDEZVOUS, connected
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
-from .together import SharedMistake
+from .shared_errors import SharedError
 
 MISTAKEN = 2  # a worker's exit code when all found the same mistake of the user's
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
@@ -191,7 +191,7 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
                 interruption.settle()
     except Interrupted as stop:
         os._exit(128 + stop.signal)
-    except SharedMistake as mistake:
+    except SharedError as mistake:
         store.set("mistake", str(mistake))
         os._exit(MISTAKEN)
     except BaseException as error:

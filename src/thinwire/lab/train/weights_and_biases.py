@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..files import plain
 from .config import RunConfig
-from .records import plain
 
 
 def check_installed(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""The figure of a few single runs, such as the demo's."""
+"""The demo's figure: test accuracy against bytes sent, one curve a run."""
 
 from __future__ import annotations
 

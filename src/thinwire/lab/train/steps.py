@@ -1,7 +1,7 @@
-"""The order of a run: which step follows which, and the batches of this worker in each of them.
+"""The steps of a run, and this worker's batches in each step.
 
-Everything here is a pure function of the configuration and the step's number, so a run that is resumed after any step goes
-on with the very batch that comes next.
+Everything here is a pure function of the configuration and the step's number. So a run that is resumed after any step
+continues with exactly the next batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .data import Batch, Dataset, contiguous_shard, num_batches, shard, uneven_s
 
 
 class Step(NamedTuple):
-    """A step, numbered from 1, and the batches that this worker takes in it.
+    """One optimizer step and this worker's batches in it.
 
     Args:
-        number: 1 for the first.
-        epoch: passes over the data when it is done, with a fraction.
-        begins_epoch: the epoch's number, from 0, if this is its first step.
-        ends_epoch: whether it is the epoch's last, or the run's.
-        batches: as many as are accumulated.
+        number: number of the step, 1 for the first.
+        epoch: passes over the data after this step, with a fraction.
+        begins_epoch: number of the epoch, from 0, if this is its first step; else None.
+        ends_epoch: whether it is the last step of the epoch or of the run.
+        batches: `config.accumulate` batches.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 def count_steps(config: RunConfig, data: Dataset, size: int) -> tuple[int, int]:
-    """Steps of an epoch and of the whole run on `size` workers.
+    """Count the steps of an epoch and of the whole run on `size` workers.
 
     Raises:
         ValueError: a worker's share is too small for one step, or the data can't be split as the configuration wants.
@@ -58,13 +58,13 @@ def count_steps(config: RunConfig, data: Dataset, size: int) -> tuple[int, int]:
 def steps(
     config: RunConfig, data: Dataset, comm: Communicator, done: int = 0, clock: Clock | None = None
 ) -> Iterator[Step]:
-    """The steps that follow the first `done`; the last of them ends an epoch, whole or not.
+    """Yield the steps after the first `done`; the last one ends an epoch, even a partial one.
 
     Args:
         config, data: of the run.
         comm: says which worker this is.
-        done: number of steps taken before.
-        clock: times the making of batches, or the waiting for them, as phase "data".
+        done: number of steps already taken.
+        clock: times the loading of batches as phase "data".
     """
     per_epoch, num_steps = count_steps(config, data, comm.size)
     clock, batches = clock or Clock(), iter(())
@@ -80,9 +80,10 @@ def steps(
 
 
 def check_split(config: RunConfig, data: Dataset) -> None:
-    """
+    """Check that the data can be split as the configuration asks.
+
     Raises:
-        ValueError: the data can't be split as the configuration wants.
+        ValueError: it cannot.
     """
     by_class = config.split == "by-class"
     require(

@@ -1,6 +1,6 @@
-"""What a quantizer does to the gradients of a run: its relative variance, and the levels that it has found.
+"""Statistics of the codec at work, for the metrics: its relative variance on a gradient, and its adaptive levels.
 
-Both are for the records: nothing is sent, no random state is read or touched, and the run is the same without them.
+Measuring sends nothing and touches no random state, so the run is the same without it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .strategy import Strategy
 NOTHING: Mapping[str, Tensor] = {}
 
 
-def insight(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
-    """What there is to know of the codec at work: `variance`, where gradients are given, and `levels`, where they adapt.
+def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
+    """Return the codec's relative `variance` on these gradients, and its `levels` if they adapt.
 
         variance = |Q(g) - g|^2 / |g|^2
 
-    over the gradients that are encoded, at the price of one more encoding. Memory has no part in it: it is what the codec
-    does to this gradient, not to what memory adds.
+    over the gradients that are encoded. It costs one more encoding. Memory is left out: the variance is that of the codec
+    on the gradient alone.
 
     Args:
-        strategy: of the run.
-        gradients: this worker's own, before averaging, by name; see `own_gradients`.
+        strategy: the run's.
+        gradients: this worker's gradients before averaging, by name; see `own_gradients`. Empty => no `variance`.
 
     Returns:
-        `variance`, a float, and `levels`, ascending from -1 to 1; each only where there is such a thing. Averagers of
-        parameters have neither, and neither have votes nor what is sent without a loss.
+        `variance`, a float, and `levels`, ascending from -1 to 1, each only if it exists. Averagers of parameters have
+        neither; lossless codecs and votes have no variance.
 
     Example:
         >>> import torch, thinwire as tw
@@ -45,7 +45,7 @@ def insight(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHING) -> di
         >>> def worker(comm):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     handle = tw.compress_gradients(model, tw.Mean(tw.TopK(0.5)), comm=comm)
-        ...     found = insight(Strategy(handle, False, ()), {"weight": torch.tensor([[1.0, 3.0]])})
+        ...     found = codec_statistics(Strategy(handle, False, ()), {"weight": torch.tensor([[1.0, 3.0]])})
         ...     handle.detach()
         ...     return found
         >>> tw.LocalWorld(1).run(worker)
@@ -65,7 +65,7 @@ def insight(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHING) -> di
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Context in which a backward pass leaves copies of this worker's gradients, as they are before averaging.
+    """Context that collects copies of this worker's gradients in the backward pass, before they are averaged.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -109,7 +109,7 @@ def _squared(tensors: list[Tensor]) -> float:
 
 
 def _values_codec(codec: Codec) -> Codec:
-    """The link that quantizes."""
+    """The part of the codec that quantizes."""
     if isinstance(codec, Chain):
         return _values_codec(codec.values)
     return _values_codec(codec.codec) if isinstance(codec, EntropyCoded) else codec

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.lab.train.insight import insight, own_gradients
+from thinwire.lab.train.codec_statistics import codec_statistics, own_gradients
 from thinwire.lab.train.strategy import Strategy
 
 
 def found_by(averager, gradients):
-    """What `insight` finds for these gradients, before the first step."""
+    """What `codec_statistics` finds for these gradients, before the first step."""
 
     def worker(comm):
         model = torch.nn.Linear(2, 2)
         handle = tw.compress_gradients(model, averager, comm=comm)
         try:
-            return insight(Strategy(handle, False, ()), gradients)
+            return codec_statistics(Strategy(handle, False, ()), gradients)
         finally:
             handle.detach()
 
@@ -68,7 +68,7 @@ def test_nothing_of_parameters_and_of_zeros():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = tw.gossip_parameters(model, optimizer, tw.Mix(tw.Ring()), comm=comm)
         try:
-            return insight(Strategy(handle, True, ()), {"weight": matrix(2, 2)})
+            return codec_statistics(Strategy(handle, True, ()), {"weight": matrix(2, 2)})
         finally:
             handle.detach()
 
@@ -93,7 +93,7 @@ def train(comm, averager, watched):
             (own,) = torch.autograd.grad(model(inputs).square().mean(), [model.weight])
             assert torch.equal(gradients["weight"], own)  # not the mean of all
             random_state = torch.get_rng_state()
-            seen.append(insight(strategy, gradients))
+            seen.append(codec_statistics(strategy, gradients))
             assert torch.equal(torch.get_rng_state(), random_state)
         else:
             model(inputs).square().mean().backward()

@@ -1,4 +1,4 @@
-"""One curve for several seeds: their mean, and how far they lie apart."""
+"""The mean curve of several seeds, with its standard deviation."""
 
 from __future__ import annotations
 

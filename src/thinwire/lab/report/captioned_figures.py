@@ -1,4 +1,4 @@
-"""All figures of a report, each with a caption that says what was run; and what cannot be drawn, with the reason."""
+"""All figures of a report, each with a caption that says what was run, or with the reason why it cannot be drawn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .bars import scaling, step_times
+from .bar_figures import scaling, step_times
 from .consensus import FLOOR, best_of_each, error_lines, experiment
-from .curves import Row
 from .groups import Group, what_was_run
-from .lines import along_bytes, along_epochs, along_seconds, levels, lines
+from .line_figures import along_bytes, along_epochs, along_seconds, levels, lines
+from .mean_curve import Row
 from .metrics import Metric, metric
 from .style import styled
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 TARGET = 1e-4  # of the error of a consensus experiment, as `thinwire consensus` has it
 
 
-class Drawing(NamedTuple):
-    """A figure and what stands around it.
+class CaptionedFigure(NamedTuple):
+    """A figure with its title and caption.
 
     Args:
         name: of its files.
@@ -38,17 +38,25 @@ class Drawing(NamedTuple):
     needs: str = ""
 
 
-def draw(groups: Sequence[Group], main: Metric | None, consensus: Mapping[Path, Sequence[Row]]) -> list[Drawing]:
-    """All figures; those without data have no `figure`."""
+def captioned_figures(
+    groups: Sequence[Group], main: Metric | None, consensus: Mapping[Path, Sequence[Row]]
+) -> list[CaptionedFigure]:
+    """Draw all figures of a report; a figure without data has `figure` None.
+
+    Args:
+        groups: runs, grouped by method.
+        main: the metric that methods are compared by; None where no run has one.
+        consensus: rows of each consensus experiment, by its file.
+    """
     with styled():
         return [*(_of_runs(groups, main) if groups else ()), *_of_consensus(consensus)]
 
 
-def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Drawing]:
+def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[CaptionedFigure]:
     compared = _of_one_size(groups)
     epochs, said = along_epochs(compared), f"{_lines_sentence(compared)} {_run_sentence(compared, len(groups))}"
     if main is None:
-        yield Drawing("metric-epochs", "Test metric", None, "", "a metric on a test set")
+        yield CaptionedFigure("metric-epochs", "Test metric", None, "", "a metric on a test set")
     else:
         better = {True: "Higher is better. ", False: "Lower is better. ", None: ""}[main.higher_is_better]
         for name, title, axis, about, needs in (
@@ -57,14 +65,15 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Drawing]:
             ("metric-seconds", "against time", along_seconds(), SECONDS, "seconds"),
         ):
             figure = lines(compared, axis, main)
-            yield Drawing(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
+            yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
     for name, key, title, about in CURVES:
-        yield Drawing(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
-    yield Drawing("levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels")
+        yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
+    yield CaptionedFigure("levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels")
     about = _run_sentence(groups)
-    yield Drawing("step-time", "Where a step's time goes", step_times(groups), f"{STEP_TIME} {about}", "seconds by phase")
+    title, needs = "Where a step's time goes", "seconds by phase"
+    yield CaptionedFigure("step-time", title, step_times(groups), f"{STEP_TIME} {about}", needs)
     needs = "its methods on more than one number of workers"
-    yield Drawing("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
+    yield CaptionedFigure("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
 
 
 BYTES = "Bytes are those handed to the network, in MB (10⁶ bytes), mean over the workers. "
@@ -94,7 +103,7 @@ SCALING = (
 )
 
 
-def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Drawing]:
+def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[CaptionedFigure]:
     for number, (path, rows) in enumerate(consensus.items()):
         runs = best_of_each(rows, TARGET)
         suffix = "" if len(consensus) == 1 else f"-{number + 1}"
@@ -106,7 +115,7 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Drawing]:
         for x in ("bits", "rounds"):
             figure = error_lines(runs, x, TARGET)
             unit = " Mbit are 10⁶ bits." if x == "bits" else ""
-            yield Drawing(f"consensus-{x}{suffix}", f"Consensus: error against {x}", figure, about + unit)
+            yield CaptionedFigure(f"consensus-{x}{suffix}", f"Consensus: error against {x}", figure, about + unit)
 
 
 def _of_one_size(groups: Sequence[Group]) -> list[Group]:

@@ -1,21 +1,22 @@
-"""The files that a run leaves behind, all in its own folder:
+"""The metrics of a run, written to its folder row by row. A run's folder holds:
 
     config.json       the configuration, with the `repr` of the averager
-    metrics.jsonl     a row per log step; `COLUMNS` says what they hold. Written row by row: a run that was
-    metrics.csv       stopped keeps the rows that it had
+    metrics.jsonl     a row per log step; `COLUMNS` explains the columns
+    metrics.csv       the same rows, for spreadsheets
     tensorboard/      the same numbers as TensorBoard events
     checkpoints/      the last checkpoints and the best, see `checkpoint.py`
-    summary.json      the result; its presence says that the run was finished
+    summary.json      the result; it exists only when the run has finished
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
+
+from ..files import plain
 
 COLUMNS = {
     "step": "optimizer steps so far",
@@ -51,19 +52,19 @@ COLUMNS = {
 }
 
 
-class Records:
-    """Writes a run's metrics; for rank 0 alone.
+class MetricsWriter:
+    """Writes a run's metrics; only rank 0 has one.
 
     Args:
-        folder: the run's own folder.
-        done: steps after which the run goes on; rows of later ones are dropped.
+        folder: the run's folder.
+        done: steps already taken by a resumed run; rows of later steps are dropped.
     """
 
     def __init__(self, folder: Path, done: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
         kept = read_rows(folder / "metrics.jsonl", done)
-        # Beside the files of old, which are replaced when these have their rows.
+        # Written beside the old files, and renamed over them when the kept rows are in.
         self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
         self._csv_file = (folder / "metrics.csv.tmp").open("w", buffering=1, newline="")
         self._csv = csv.DictWriter(self._csv_file, COLUMNS)
@@ -92,7 +93,7 @@ class Records:
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl` up to a step; a run that was killed may have left half a row at the end."""
+    """Read the rows of `metrics.jsonl` up to a step. A killed run may have left half a row at the end, which is dropped."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -100,17 +101,3 @@ def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return [row for row in rows if row["step"] <= done]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file whole or not at all: whoever reads it never sees a part."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
-    os.replace(unfinished, path)
-
-
-def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: a loss that diverged is written as null."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

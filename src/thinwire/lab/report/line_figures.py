@@ -1,4 +1,4 @@
-"""Figures of lines: a metric against epochs, bytes or seconds; loss; agreement; what a quantizer does."""
+"""Line figures: a metric against epochs, bytes or seconds, and the adaptive levels of a quantizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .curves import Curve, curve, reading
 from .groups import Group
 from .labels import End, label_ends
+from .mean_curve import Curve, curve, reading
 from .metrics import Metric
 from .runs import Run
 from .style import COLOURS, GREY, SMALL, WIDTH, line_style, logarithmic, new_figure, plain_axes
@@ -23,7 +23,7 @@ SHOWN = 0.25  # of a curve's points may lie off the axis: the first steps, which
 
 
 class Axis(NamedTuple):
-    """What stands along x: its label, how a row is read, and whether it is logarithmic."""
+    """An x axis: its label, how to read x from a row, and whether it is logarithmic."""
 
     label: str
     read: Callable[[dict[str, Any]], float | None]

@@ -1,0 +1,45 @@
+"""JSON files: written whole or not at all, read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
+    os.replace(unfinished, path)
+
+
+def load_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        ValueError: the file is missing, is not JSON or holds something else; the message names the file.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path} is damaged: {error}; restore the file, or remove its run") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: expected a JSON object, got {type(value).__name__}; remove its run")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None.
+
+    Example:
+        >>> plain({"loss": float("nan"), "step": 3})
+        {'loss': None, 'step': 3}
+    """
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
