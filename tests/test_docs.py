@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_codecs
-import test_gossip_averagers
+from average import test_gossip_averagers
+from codec import test_codecs
 
 import thinwire as tw
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spawn import spawn
-from test_gradients import batch, fingerprint, make_model
+from helpers.gradients import batch, fingerprint, make_model
+from helpers.spawn import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from spawn import spawn
+from helpers.spawn import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

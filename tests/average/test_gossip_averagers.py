@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from spawn import spawn
+from helpers.spawn import spawn
 
 import thinwire as tw
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from spawn import spawn
-from test_gradients import batch, fingerprint, make_model, optimizer_of, train
+from helpers.gradients import batch, fingerprint, make_model, optimizer_of, train
+from helpers.spawn import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
+from helpers.gradients import fingerprint, make_model, train
+from helpers.spawn import spawn
 from sklearn.datasets import load_digits
-from spawn import spawn
-from test_gradients import fingerprint, make_model, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

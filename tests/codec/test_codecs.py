@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.codecs import CODECS, every_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -14,75 +15,11 @@ from hypothesis.extra import numpy as hnp
 import thinwire as tw
 from thinwire import kernels
 
-CODECS = [
-    tw.Identity(),
-    tw.Cast("bfloat16"),
-    tw.Cast("float16"),
-    tw.TopK(0.01),
-    tw.TopK(0.3),
-    tw.TopK(1.0),
-    tw.TopK(0.05, indices="auto"),
-    tw.TopK(0.05, sample=0.2),
-    tw.TopK(0.3, sample=0.5, indices="auto"),
-    tw.TopKInChunks(0.1, chunk=64),
-    tw.TopKInChunks(0.0005),
-    tw.ChunkTopK(0.3, chunk=32),
-    tw.Threshold(1.0),
-    tw.Threshold(1e-30),
-    tw.AdaptiveThreshold(),
-    tw.RandomK(0.1),
-    tw.RandomK(0.7, scaled=True),
-    tw.RandomK(0.1, shared=True),
-    tw.QSGD(bits=4),
-    tw.QSGD(bits=1, zero=False, bucket_size=7),
-    tw.QSGD(bits=3, bucket_size=100, norm="l2"),
-    tw.QSGD(bits=8, bucket_size=16384, zero=False),
-    tw.QSGD(levels=255, bucket_size=4096, norm="l2"),
-    tw.QSGD(levels=2000),
-    tw.QSGD(bits=5, bucket_size=64, dense_last=True),
-    tw.Quantize(levels=(-1.0, -0.5, -0.25, 0.25, 0.5, 1.0)),
-    tw.Quantize(levels=tuple(i / 10 for i in range(-10, 11)), bucket_size=100, norm="l2"),
-    tw.NUQSGD(bits=3),
-    tw.ALQ(),
-    tw.ALQ(bits=4, bucket_size=100, norm="max", zero=True),
-    tw.AMQ(bits=2, multiplier=0.3),
-    tw.chain(tw.TopK(0.2), tw.ALQ(bucket_size=64)),
-    tw.chain(tw.AMQ(), tw.Huffman()),
-    tw.TernGrad(),
-    tw.TernGrad(clip=None, bucket_size=100),
-    tw.TernGrad(shared=True),
-    tw.OneBit(),
-    tw.OneBit(bucket_size=30),
-    tw.SignSGD(),
-    tw.SignSGD(scale=0.25),
-    tw.Cast("float8_e4m3fn"),
-    tw.Cast("float8_e5m2"),
-    tw.chain(tw.QSGD(bits=4), tw.Huffman()),
-    tw.chain(tw.TopK(0.05), tw.QSGD(bits=4), tw.Huffman()),
-    tw.chain(tw.TernGrad(), tw.Huffman()),
-    tw.SignNorm(),
-    tw.SVD(rank=1),
-    tw.SVD(rank=5),
-    tw.chain(tw.TopK(0.05), tw.QSGD(bits=4)),
-    tw.chain(tw.TopK(0.05), tw.Rice()),
-    tw.chain(tw.Threshold(1.0), tw.Rice()),
-    tw.chain(tw.TopK(0.3), tw.QSGD(bits=4), tw.Rice()),
-    tw.chain(tw.TopK(0.05, sample=0.2), tw.QSGD(bits=4), tw.Huffman(), tw.Rice()),
-    tw.chain(tw.TopK(0.2), tw.SignNorm()),
-    tw.chain(tw.TopK(0.2), tw.Cast()),
-    tw.chain(tw.Threshold(0.5), tw.QSGD(bits=4)),
-    tw.chain(tw.TopKInChunks(0.1, chunk=100), tw.QSGD(bits=4, bucket_size=7)),
-    tw.chain(tw.RandomK(0.2, shared=True), tw.Cast()),
-    tw.chain(tw.RandomK(0.2, scaled=True), tw.QSGD(bits=8)),
-]
-
 
 def sparse(codec: tw.Codec) -> bool:
     """Sparsifiers' statistics have a file of their own, `test_sparse.py`."""
     return "RandomK" in repr(codec)
 
-
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 arrays = hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40), elements=floats)

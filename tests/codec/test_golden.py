@@ -67,7 +67,7 @@ def test_what_is_added_on_the_wire_has_not_changed(backend):
 
 
 def test_every_codec_has_its_golden_bytes():
-    from test_codecs import CODECS
+    from helpers.codecs import CODECS
 
     held = {type(tw.parse(text)) for text in stored()}
     missing = {type(c) for c in CODECS} - held - set(NOT_BITWISE)
@@ -75,7 +75,7 @@ def test_every_codec_has_its_golden_bytes():
 
 
 if __name__ == "__main__":
-    from test_codecs import CODECS
+    from helpers.codecs import CODECS
 
     golden = {repr(c): encode(c) for c in CODECS if not isinstance(c, NOT_BITWISE)}
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from spawn import WORLDS, run_threads, spawn
+from helpers.spawn import WORLDS, run_threads, spawn
 
 from thinwire.comm import CommunicationError
 from thinwire.comm.sockets import own_address

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from spawn import WORLDS
+from helpers.spawn import WORLDS
 
 from thinwire.comm import CommunicationError, Ledger, LocalWorld
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import traffic
-from spawn import run_threads, spawn
+from helpers import traffic
+from helpers.spawn import run_threads, spawn
 
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spawn import WORLDS, spawn
+from helpers.spawn import WORLDS, spawn
 
 import thinwire as tw
 from thinwire.comm import CommunicationError, LocalWorld

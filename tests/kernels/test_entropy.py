@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from helpers.backends import assert_backends_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_backends import assert_backends_agree
 
 import thinwire as tw
 from thinwire import kernels

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from spawn import WORLDS, run_threads, spawn
+from helpers.spawn import WORLDS, run_threads, spawn
 from torch import nn
 
 import thinwire as tw

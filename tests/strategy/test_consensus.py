@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spawn import WORLDS
+from helpers.spawn import WORLDS
 
 import thinwire as tw
 

@@ -12,7 +12,7 @@ import tracemalloc
 
 import pytest
 import torch
-from spawn import run_threads, spawn
+from helpers.spawn import run_threads, spawn
 from torch import nn
 
 import thinwire as tw

@@ -103,15 +103,6 @@ def test_second_largest_modulus_counts_not_the_second_largest_eigenvalue():
     assert graph.spectral_gap(6) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("topology", [tw.Ring(), tw.Exponential(), tw.Linear(), tw.BipartiteLinear()], ids=str)
-def test_disagreement_shrinks_at_the_rate_of_the_gap(topology):
-    size, num_periods = 12, 40
-    total = np.linalg.matrix_power(product(topology, size) - 1 / size, num_periods)
-    disagreement = np.linalg.norm(total, 2)
-    rate = disagreement ** (1 / (num_periods * topology.period(size)))
-    assert rate == pytest.approx(1 - topology.spectral_gap(size), rel=0.01)
-
-
 # Against networkx
 
 
@@ -393,15 +384,18 @@ def test_describe_says_what_push_sum_is_for():
     )
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 @pytest.mark.parametrize(
-    ("topology", "size"),
-    [(tw.Exponential(), 16), (tw.Ring(), 1), (tw.Linear(), 40), (tw.Hierarchical(tw.DirectedRing(), 4), 12)],
+    ("topology", "size", "kind", "start"),
+    [
+        (tw.Exponential(), 16, "png", b"\x89PNG"),
+        (tw.Ring(), 1, "svg", b"<?xml"),
+        (tw.Linear(), 40, "png", b"\x89PNG"),
+        (tw.Hierarchical(tw.DirectedRing(), 4), 12, "pdf", b"%PDF"),
+    ],
     ids=str,
 )
-def test_draw(topology, size, kind, tmp_path):
-    path = tw.draw(topology, size, tmp_path / f"picture.{kind}")
-    assert path.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+def test_draw(topology, size, kind, start, tmp_path):
+    assert tw.draw(topology, size, tmp_path / f"picture.{kind}").read_bytes().startswith(start)
 
 
 def test_draw_refuses_other_files(tmp_path):

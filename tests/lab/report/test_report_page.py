@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from report_runs import write_run
+from helpers.report_runs import write_run
 
 from thinwire.lab.cli import main
 from thinwire.lab.report import write_report

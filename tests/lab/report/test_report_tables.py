@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_runs import STEPS, write_run
+from helpers.report_runs import STEPS, write_run
 
 from thinwire.lab.report.groups import differing, grouped, what_was_run
 from thinwire.lab.report.mean_curve import curve, reading

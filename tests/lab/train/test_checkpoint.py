@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from spawn import spawn
+from helpers import tiny
+from helpers.spawn import spawn
 
 from thinwire.lab.train import RunConfig, loop
 from thinwire.lab.train.data import CIFAR10, PlainText

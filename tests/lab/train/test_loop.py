@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from spawn import spawn
+from helpers import tiny
+from helpers.spawn import spawn
 from torch import nn
 
 from thinwire.comm import ProcessGroupCommunicator

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
+from helpers import tiny
 
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, ImageFolder

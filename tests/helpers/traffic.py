@@ -83,7 +83,7 @@ def ledger_of(comm, name: str) -> int:
 
 
 def main() -> None:
-    from spawn import spawn
+    from helpers.spawn import spawn
 
     for size in (2, 3, 4):
         for name in OPERATIONS:
