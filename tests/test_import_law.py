@@ -99,13 +99,13 @@ def test_only_comm_and_the_launcher_import_torch_distributed():
     assert users == allowed, users - allowed
 
 
-def test_only_the_gradient_strategy_knows_ddp():
+def test_only_the_gradient_strategy_and_the_checks_of_models_know_ddp():
     users = {
         str(path.relative_to(SOURCE))
         for path, room in rooms()
         if room in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
     }
-    assert users == {"strategy/gradients.py"}
+    assert users == {"strategy/gradients.py", "strategy/models.py"}
 
 
 def test_the_core_needs_torch_and_numpy_alone():

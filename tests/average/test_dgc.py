@@ -35,7 +35,7 @@ def ddp_worker(comm, averager, bucket_cap_mb):
     ddp = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_cap_mb)
     handle = tw.compress_gradients(ddp, averager, seed=3)
     train(ddp, handle, sgd(ddp), comm.rank, epochs=4)
-    memory = handle.state_dict()["memory"]
+    memory = handle.state_dict()[f"rank{comm.rank}"]["memory"]
     handle.detach()
     return fingerprint(ddp.module), sorted(memory)
 
@@ -88,7 +88,7 @@ def scaler_worker(comm, poison_step):
         step(ddp, optimizer, comm.rank, number, lambda loss, poison=poison: scaler.scale(loss * poison))
         scaler.step(optimizer)
         scaler.update()
-        memories.append(handle.state_dict()["memory"])
+        memories.append(handle.state_dict()[f"rank{comm.rank}"]["memory"])
         weights.append(fingerprint(ddp.module))
     handle.detach()
     before, after = memories[poison_step - 1], memories[poison_step]

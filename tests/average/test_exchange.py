@@ -571,7 +571,7 @@ def train_with(comm, averager):
         optimizer.zero_grad()
         ddp(torch.randn(8, 13, generator=generator)).square().mean().backward()
         optimizer.step()
-    owned = handle.state_dict()["owner_memory"]
+    owned = handle.state_dict()[f"rank{comm.rank}"]["owner_memory"]
     handle.detach()
     flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest(), sorted(owned or {})

@@ -24,7 +24,7 @@ def ddp_worker(comm, averager, ddp_options, accumulate, alternate):
     handle = tw.compress_gradients(ddp, averager, seed=3)
     uses = one_branch if alternate else both_branches
     train(ddp, comm.rank, no_sync=handle.no_sync if accumulate else None, uses=uses, parameters=ddp.module)
-    memory = handle.state_dict()["memory"]
+    memory = handle.state_dict()[f"rank{comm.rank}"]["memory"]
     result = fingerprint(ddp.module), handle.ledger.bytes_sent, sorted(memory or {}), list(ddp.module.state_dict())
     handle.detach()
     return result
@@ -99,7 +99,7 @@ def hook_pair_worker(comm):
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
     train(ddp, comm.rank, parameters=model)
-    state.close()
+    state.detach()
     return fingerprint(model)
 
 
@@ -127,7 +127,7 @@ def scaler_worker(comm, poison_step):
         scaler.update()
         assert (fingerprint(ddp.module) == before) == (step == poison_step)
         scales.append(scaler.get_scale())
-        memories.append({k: v.clone() for k, v in handle.state_dict()["memory"].items()})
+        memories.append({k: v.clone() for k, v in handle.state_dict()[f"rank{comm.rank}"]["memory"].items()})
     handle.detach()
     unchanged = all(torch.equal(memories[poison_step][k], v) for k, v in memories[poison_step - 1].items())
     return scales, unchanged, fingerprint(ddp.module)
@@ -154,7 +154,7 @@ def broken_backward_worker(comm):
     with pytest.raises(RuntimeError, match="on purpose"):
         out.sum().backward()
     hidden.remove()
-    assert all(not v.any() for v in handle.state_dict()["memory"].values())
+    assert all(not v.any() for v in handle.state_dict()[f"rank{comm.rank}"]["memory"].values())
     model.zero_grad()
     train(model, comm.rank, steps=2)
     handle.detach()
@@ -181,10 +181,10 @@ def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(mo
         x, _ = batch(comm.rank, 0)
         with pytest.raises(RuntimeError, match="on purpose"):
             model(x).sum().backward()
-        before = handle.state_dict()
+        before = handle.state_dict()["rank0"]
         model.zero_grad()
         model(x).sum().backward()
-        after = handle.state_dict()
+        after = handle.state_dict()["rank0"]
         handle.detach()
         return before, after
 

@@ -47,6 +47,16 @@ class Averager(Algorithm, ABC):
         """Whether the result carries momentum already, so that the optimizer must not apply its own."""
         return False
 
+    @property
+    def gives_one_mean(self) -> bool:
+        """Whether a round leaves the same mean on all workers; gossip leaves each worker a value of its own."""
+        return True
+
+    @property
+    def suits_parameters(self) -> bool:
+        """Whether values themselves may be averaged, round after round; lossy codecs suit gradients and changes alone."""
+        return False
+
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that the round sends, so that `wait` may come late without delaying the others."""
         return False

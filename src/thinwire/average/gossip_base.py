@@ -139,6 +139,14 @@ class Gossip(Averager):
     def whole_model(self) -> bool:
         return True
 
+    @property
+    def gives_one_mean(self) -> bool:
+        return False
+
+    @property
+    def suits_parameters(self) -> bool:
+        return True
+
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)
         self.topology.validate(comm.size)

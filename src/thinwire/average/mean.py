@@ -167,6 +167,10 @@ class Mean(Averager):
     def has_momentum(self) -> bool:
         return self.memory is not None and self.memory.has_momentum
 
+    @property
+    def suits_parameters(self) -> bool:
+        return self.codec.lossless and self.memory is None
+
     def sends_at_once(self, state: MeanState) -> bool:
         return state.exchange in ONE_STEP and not _agrees(self.codec)
 

@@ -22,8 +22,8 @@ from torch import nn
 from ..algorithm import require
 from ..average.pairwise import Pairwise
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator
-from .gradients import make_equal, updated_by
 from .mean_model import consensus_distance, holding_mean
+from .models import make_equal, updated_by
 from .pairwise_exchange import PairwiseExchange
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..algorithm import require
 
@@ -92,8 +90,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
             "already; use tw.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
             "--optimizer.momentum 0",
         )
-
-
-def guard_optimizers(parameters: Sequence[Tensor]) -> RemovableHandle:
-    """From now on `check_optimizer` before every step of any optimizer, until the handle's `remove`."""
-    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_optimizer(optimizer, parameters))

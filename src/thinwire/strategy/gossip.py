@@ -19,7 +19,7 @@ from ..average.pairwise import Pairwise
 from ..comm import Communicator, ProcessGroupCommunicator
 from .asynchronous import AsynchronousGossip, gossip_asynchronously
 from .gossip_steps import ORDERS, ParameterGossip
-from .gradients import make_equal, updated_by
+from .models import make_equal, updated_by
 from .rounds import ParameterRounds
 
 

@@ -38,7 +38,7 @@ from ..average.base import Averager, NamedTensors
 from ..average.gossip_base import Gossip
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator
 from .dgc_sgd import check_optimizer
-from .gradients import make_equal
+from .models import make_equal
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

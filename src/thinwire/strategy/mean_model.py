@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
+from .models import broadcast_from_zero
 
 
 def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> float:
@@ -47,8 +48,7 @@ def holding_mean(
         with torch.no_grad():
             _store_mean(tensors, weight, comm)
             _store_mean([b for b in buffers if b.is_floating_point()], 1.0, comm)
-            for handle in [comm.broadcast(b.detach()) for b in buffers if not b.is_floating_point()]:
-                handle.wait()
+            broadcast_from_zero([b for b in buffers if not b.is_floating_point()], comm)
         yield
     finally:
         for t, old in zip([*tensors, *buffers], before, strict=True):

@@ -1,0 +1,79 @@
+"""Which strategy a parameter is attached to: at most one, so that no two average the same values.
+
+References are weak. A strategy keeps its parameters alive, so that an entry lives exactly as long as its strategy.
+One hook, for every step of every optimizer in the process, finds the strategies of the optimizer's parameters here.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..average.base import NamedTensors
+
+if TYPE_CHECKING:
+    from .base import Strategy
+
+_STRATEGY_OF: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
+_LOCK = threading.Lock()
+_hook: Any = None
+
+
+def require_unattached(call: str, parameters: NamedTensors) -> None:
+    """Raise a ValueError if one of the parameters is attached to a strategy already.
+
+    Args:
+        call: the function that wants to attach, such as "compress_gradients"; for the message.
+        parameters: with their names.
+    """
+    if _first_attached(parameters) is not None:
+        gc.collect()  # a strategy that nobody uses any more may still wait for the garbage collector
+    found = _first_attached(parameters)
+    if found is not None:
+        name, strategy = found
+        raise ValueError(
+            f"{call}: parameter {name!r} is attached to {strategy.call} with {strategy.averager!r} already; a parameter takes "
+            "part in one strategy only: call detach() on that one first"
+        )
+
+
+def register(strategy: Strategy) -> None:
+    """Note that the parameters of a strategy are attached to it.
+
+    Raises:
+        ValueError: one of them is attached already.
+    """
+    global _hook
+    with _LOCK:
+        require_unattached(strategy.call, strategy.parameters)
+        _STRATEGY_OF.update((id(p), strategy) for _, p in strategy.parameters)
+        if _hook is None:  # it stays: taking it off would disturb optimizers that step in other threads
+            _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def release(strategy: Strategy) -> None:
+    """Forget the parameters of a strategy."""
+    with _LOCK:
+        for _, p in strategy.parameters:
+            if _STRATEGY_OF.get(id(p)) is strategy:
+                del _STRATEGY_OF[id(p)]
+
+
+def _first_attached(parameters: NamedTensors) -> tuple[str, Strategy] | None:
+    found = ((name, _STRATEGY_OF.get(id(p))) for name, p in parameters)
+    return next(((name, strategy) for name, strategy in found if strategy is not None), None)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let the strategies of the optimizer's parameters check the step, and replace its arguments."""
+    found = (_STRATEGY_OF.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    for strategy in {id(s): s for s in found if s is not None}.values():
+        args, kwargs = strategy._before_optimizer_step(optimizer, args, kwargs)
+    return args, kwargs

@@ -1,0 +1,172 @@
+"""The rounds of an averager over gradients, one bucket at a time, while the backward pass still runs.
+
+    1. a bucket of gradients is ready: `averager.step` compensates, encodes and sends it, in the autograd thread;
+    2. a finishing thread waits for the bytes, decodes them into the gradients and completes the bucket's future; on CPUs
+       it begins when all buckets are sent, for until then the cores are better used to send them;
+    3. the last bucket of the backward pass ends the round: memory commits if all of it was finite;
+    4. backward returns, and `param.grad` holds the mean of all workers.
+
+The order of buckets in a round is the same on all workers, and so is the order of their collectives.
+
+A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
+it. Where no other follows, nothing waits for it: the finishing thread is a daemon.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from ..average.base import Averager, NamedTensors
+from ..comm import Communicator, Handle
+from .nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
+
+Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
+
+
+class GradientRounds:
+    """The rounds of one worker; see the module's text.
+
+    Args:
+        averager, state: how to agree, and its state.
+        comm: connects the workers.
+        scaler: the loss scaler in use, if there is one.
+        nonfinite: what follows from rounds that are not finite.
+    """
+
+    def __init__(
+        self, averager: Averager, state: Any, comm: Communicator, scaler: Any, nonfinite: NonfiniteSteps
+    ):
+        self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
+        self._nonfinite = nonfinite
+        self._finisher = Finisher()
+        self._held: list[Bucket] = []
+        self._finishing: list[Future[None]] = []
+        self._scale = 1.0
+        self._is_open = self._is_broken = self._is_abandoned = False
+        self._is_finite = True
+        self._all_sent = threading.Event()
+        self._culprit: str | None = None
+        self.skips = False
+        """Whether the gradients of the last round must not be applied."""
+
+    def launch(
+        self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket; the future completes with `buffer` when `tensors` hold the mean.
+
+        Called during backward only: when it ends, it waits for the round and raises what went wrong.
+        """
+        if first:
+            self._open()
+        if self._nonfinite.is_last_chance and self._culprit is None:
+            self._culprit = first_nonfinite(tensors)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self._held.append((tensors, future, buffer))
+        if last or not self._averager.whole_model:
+            self._step(last)
+        return future
+
+    def close(self) -> None:
+        """End the finishing thread; a round that an error left open is given up."""
+        if self._is_open:
+            self.abandon()
+        self._finisher.close()
+        if not self._is_abandoned:
+            self._finisher.join()
+
+    def abandon(self) -> None:
+        """Give up the round that is open, without waiting for other workers."""
+        self._is_abandoned = True
+        self._all_sent.set()
+
+    def _open(self) -> None:
+        if self._is_open:  # an error broke off the last backward pass
+            self._all_sent.set()
+            wait(self._finishing)
+            self._averager.discard(self._state)
+        self._held, self._finishing = [], []
+        self._is_open, self._is_broken, self._is_finite = True, False, True
+        self._culprit, self.skips = None, False
+        self._all_sent = threading.Event()
+        self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _step(self, last: bool) -> None:
+        held, self._held = self._held, []
+        tensors = [pair for bucket, _, _ in held for pair in bucket]
+        handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+        self._finishing.append(self._finisher.submit(self._finish, handle, held, last))
+        if last:
+            self._all_sent.set()
+
+    def _finish(self, handle: Handle, held: list[Bucket], last: bool) -> None:
+        """In the finishing thread: decode a step; after the last one, commit."""
+        device = held[0][2].device
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            elif self._averager.sends_at_once(self._state):
+                self._all_sent.wait()
+            if self._is_abandoned:
+                return
+            handle.wait()
+            if last and not self._is_broken:
+                self._is_finite = self._averager.commit(self._state)
+                self._is_open = False
+        except BaseException:
+            self._is_broken = True  # the next round discards this one
+            raise
+        finally:  # DDP must not wait for ever; `_end_backward` raises the error
+            for _, future, buffer in held:
+                future.set_result(buffer)
+
+    def _end_backward(self) -> None:
+        self._all_sent.set()  # also where the last bucket was never launched: DDP raises that in its next forward
+        with self._state.clock("blocked"):
+            for task in self._finishing:
+                task.result()
+        if self._is_open:
+            return
+        action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)
+        self.skips = action == "skip"
+        if action == "raise":  # on all workers, at the same point
+            raise self._nonfinite.error(first_culprit(self._culprit, self._comm))
+
+
+class Finisher:
+    """One daemon thread that runs tasks in order; it ends when closed, or when nobody refers to this object any more."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.close = finalize(self, self._tasks.put, None)
+
+    def submit(self, task: Any, *args: Any) -> Future[None]:
+        """Run `task(*args)` after those before it; the future has its result or error."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._tasks,), name="thinwire-finish", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._tasks.put((future, task, args))
+        return future
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `close`."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _run(tasks: SimpleQueue[Any]) -> None:
+    for future, task, args in iter(tasks.get, None):
+        try:
+            future.set_result(task(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del future, task, args  # so that an idle thread keeps nothing alive

@@ -1,0 +1,139 @@
+"""What strategies ask of a model, and what all of them do to it: find its parameters, make workers' models equal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ..algorithm import require
+from ..comm import Communicator
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+def trainable(module: nn.Module, ignored: Sequence[str] = ()) -> NamedParameters:
+    """The parameters that require a gradient, with their names, but for those named in `ignored`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    require(bool(named), "the model has no parameter that requires a gradient; there is nothing to average")
+    return named
+
+
+def updated_by(optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
+    """The trainable parameters of the module, with their names, that the optimizer updates.
+
+    Raises:
+        ValueError: there are none.
+    """
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in updated]
+    require(bool(named), "the optimizer has no trainable parameter of the model; there is nothing to average")
+    return named
+
+
+def check_model(call: str, model: nn.Module) -> None:
+    """Make sure that a strategy can work on the model's tensors.
+
+    Raises:
+        ValueError: a tensor has no storage (meta device), is sharded (DTensor), or a parameter's elements share memory.
+    """
+    for name, t in _tensors(model):
+        require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
+        require(
+            t.device.type != "meta",
+            f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
+            "model.to_empty(device=...)",
+        )
+        require(
+            not _is_sharded(t),
+            f"{call}: {name!r} is a DTensor, and sharded or tensor-parallel models are not supported; attach before "
+            "sharding, to a model whose workers hold whole parameters",
+        )
+    for name, p in model.named_parameters():
+        require(
+            not _overlaps(p),
+            f"{call}: elements of parameter {name!r}, shape {tuple(p.shape)} and strides {p.stride()}, share memory, so that "
+            "no step can update them apart; use a parameter of its own, such as nn.Parameter(p.clone())",
+        )
+
+
+def refuse_ddp(call: str, model: nn.Module) -> None:
+    """Raise a ValueError if the model is wrapped in DistributedDataParallel, or has a part that is."""
+    for name, module in model.named_modules():
+        where = f"part {name!r} of the model" if name else "the model"
+        require(
+            not isinstance(module, DistributedDataParallel),
+            f"{call}: {where} is wrapped in DistributedDataParallel, which would average its gradients densely besides; pass "
+            "the plain module",
+        )
+
+
+def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None:
+    """Give every worker rank 0's parameters and buffers, once all have the same names, shapes and dtypes.
+
+    Args:
+        module: changed in place.
+        comm: connects the workers.
+        **options: what else must be the same on all workers.
+
+    Raises:
+        ValueError: on all workers together, naming what differs and on which rank.
+    """
+    tensors = _tensors(module)
+    comm.check_agreement({name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors} | options)
+    broadcast_from_zero([t for _, t in tensors], comm)
+
+
+@torch.no_grad()
+def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """Overwrite each tensor by rank 0's, whatever its layout in memory."""
+    whole = [_unexpanded(t.detach()) for t in tensors]
+    sent = [t.contiguous() for t in whole]
+    for handle in [comm.broadcast(t) for t in sent]:
+        handle.wait()
+    for t, result in zip(whole, sent, strict=True):
+        if result is not t and comm.rank:
+            t.copy_(result)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _is_sharded(t: Tensor) -> bool:
+    """Where nobody has imported DTensor there is none, and importing it would take a second."""
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(t, library.DTensor)
+
+
+def _unexpanded(t: Tensor) -> Tensor:
+    """The part of an expanded tensor that has memory of its own."""
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0 and t.shape[dim] > 1:
+            t = t.narrow(dim, 0, 1)
+    return t
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether several elements may lie in the same memory."""
+    if t.layout != torch.strided or t.numel() == 0:
+        return False
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def as_real(t: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, in the same memory; any other as it is."""
+    return torch.view_as_real(t) if t.is_complex() else t

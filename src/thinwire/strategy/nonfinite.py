@@ -1,0 +1,116 @@
+"""What a strategy does about a step whose gradient or update is infinite or NaN.
+
+    "skip"     the step is not applied; after `max_nonfinite` such steps in a row an error follows
+    "raise"    an error follows at once
+    "apply"    the values are applied as they are
+
+The error names the first worker, and its first parameter, that was not finite.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..algorithm import require
+from ..comm import Communicator
+
+POLICIES = ("skip", "raise", "apply")
+
+
+class NonfiniteSteps:
+    """Counts the steps that were not finite, and says what follows from each.
+
+    Args:
+        call: the strategy's public function, for messages.
+        policy: "skip", "raise" or "apply"; see the module's text.
+        limit: with "skip", how many such steps in a row end in an error.
+
+    Raises:
+        ValueError: an unknown policy, or a limit below 1.
+
+    Example:
+        >>> steps = NonfiniteSteps("compress_gradients", "skip", limit=2)
+        >>> steps.record(True), steps.record(False, warn=False), steps.is_last_chance, steps.record(False)
+        ('apply', 'skip', True, 'raise')
+        >>> steps.num_skipped
+        1
+    """
+
+    def __init__(self, call: str, policy: str, limit: int):
+        require(policy in POLICIES, f"{call}: on_nonfinite must be one of {', '.join(POLICIES)}, got {policy!r}")
+        require(
+            isinstance(limit, int) and limit >= 1, f"{call}: max_nonfinite must be an integer, 1 or more, got {limit!r}"
+        )
+        self._call, self._policy, self._limit = call, policy, limit
+        self._num_in_row = 0
+        self._has_warned = False
+        self.num_skipped = 0
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether the next step raises if it is not finite: then find out whose fault it is."""
+        return self._policy == "raise" or (self._policy == "skip" and self._num_in_row + 1 >= self._limit)
+
+    def record(self, finite: bool, warn: bool = True) -> str:
+        """Count a step and return what to do with it: "apply", "skip" or "raise".
+
+        Args:
+            finite: whether all of it was finite.
+            warn: whether the first step that is skipped warns; not where a loss scaler provokes such steps.
+        """
+        if finite or self._policy == "apply":
+            self._num_in_row = 0
+            return "apply"
+        self._num_in_row += 1
+        if self._policy == "raise" or self._num_in_row >= self._limit:
+            self._num_in_row = 0
+            return "raise"
+        self.num_skipped += 1
+        if warn and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._call}: a step was not finite and is skipped; further ones are counted in num_skipped, and "
+                f"{self._limit} in a row are an error",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return "skip"
+
+    def error(self, culprit: str) -> FloatingPointError:
+        """The error to raise.
+
+        Args:
+            culprit: what was not finite, such as what `first_culprit` returned.
+        """
+        how_often = "a step was" if self._policy == "raise" else f"{self._limit} steps in a row were"
+        return FloatingPointError(
+            f"{self._call}: {how_often} not finite; {culprit}. Lower the learning rate, clip gradients, or look at that "
+            "worker's data"
+        )
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor that holds an infinite or NaN value."""
+    return next((name for name, t in tensors if not bool(torch.isfinite(t).all())), None)
+
+
+def first_culprit(own: str | None, comm: Communicator) -> str:
+    """The first worker, and its first parameter, that was not finite. All workers call it and get the same.
+
+    Args:
+        own: the first parameter of this worker that was not finite, if one was.
+        comm: connects the workers.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.LocalWorld(2).run(lambda comm: first_culprit("head.weight" if comm.rank else None, comm))[0]
+        "first on rank 1, parameter 'head.weight'"
+    """
+    for rank, name in enumerate(comm.gather_objects(own)):
+        if name is not None:
+            return f"first on rank {rank}, parameter {name!r}"
+    return "every worker's own gradients were finite, and their average was not"
