@@ -1,4 +1,4 @@
-"""Every recipe: its name, its twin, its averager, and what it says of itself; a few of them take real steps."""
+"""Every recipe: its name, twin, averager, description and image sizes; a few of them take real steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from thinwire.average.gossip_base import Gossip
 from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
 from thinwire.lab.report import read_run
 from thinwire.lab.train import RunConfig, train
-from thinwire.lab.train.data import ImageFolder
+from thinwire.lab.train.data import CIFAR10, Digits, ImageFolder
+from thinwire.lab.train.image_sizes import check_image_sizes
 from thinwire.lab.train.optimize import DGCSGD
 
 ALL = recipes()
@@ -135,16 +136,73 @@ def images(tmp_path_factory):
     return folder
 
 
-def test_every_model_takes_images_of_every_size_that_its_recipe_has():
-    checked = set()
-    for name, recipe in ALL.items():
-        data, model = recipe.config.data, recipe.config.model
-        if isinstance(data, ImageFolder) and name.endswith(SMALL) and (model, data.sizes) not in checked:
-            checked.add((model, data.sizes))
-            network = model.build(10).eval()
-            for size in {data.test_size, *(size for _, size in data.sizes)}:
-                assert network(torch.zeros(1, 3, size, size)).shape == (1, 10), name
-    assert len(checked) == 3
+def image_sides(config: RunConfig) -> list[int]:
+    """Sides of the images of a run, in pixels, those of the test last; empty for data without images."""
+    match config.data:
+        case ImageFolder(sizes=sizes, test_size=test_size):
+            return [*(side for _, side in sizes), test_size]
+        case CIFAR10():
+            return [32]
+        case Digits():
+            return [8]
+    return []
+
+
+# The configurations of all image models, each once, with all of its image sizes.
+IMAGE_TASKS = {
+    (recipe.config.model, tuple(image_sides(recipe.config)), name.endswith(SMALL)): name
+    for name, recipe in ALL.items()
+    if image_sides(recipe.config)
+}
+
+
+@pytest.mark.parametrize(("task", "name"), IMAGE_TASKS.items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_no_layer_of_a_recipe_shrinks_below_what_its_kernel_sees(task, name):
+    model, sides, _ = task
+    channels = 1 if isinstance(ALL[name].config.data, Digits) else 3
+    shapes = [(channels, side, side) for side in sides]
+    assert check_image_sizes(model, 10, shapes, shapes, bf16_on_cpu=True) == []
+
+
+TWINS = {
+    (repr(model), sides[:-1] or sides): (model, sides[:-1] or sides) for model, sides, is_small in IMAGE_TASKS if is_small
+}
+
+
+def dirty_allocator(model: torch.nn.Module) -> None:
+    """Free blocks full of 7e18, so that memory which is used without being written shows."""
+    sizes = [k * 300_000 for k in (1, 2, 3, 4, 8)] + [p.numel() for p in model.parameters() if p.ndim > 1]
+    junk = [torch.full((size,), 7e18) for size in sizes] + [torch.full((size,), 7e18).bfloat16() for size in sizes]
+    del junk
+
+
+def bf16_gradients(model, sides: tuple[int, ...], is_dirty: bool) -> list[torch.Tensor]:
+    """Gradients and weights after a step of SGD at each image size, in bf16 as the training loop computes."""
+    torch.manual_seed(0)
+    network = model.build(10)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    found = []
+    for side in sides:
+        images = torch.randn(4, 3, side, side).contiguous(memory_format=torch.channels_last)
+        if is_dirty:
+            dirty_allocator(network)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(network(images), torch.arange(4))
+        optimizer.zero_grad()
+        if is_dirty:
+            dirty_allocator(network)
+        loss.backward()
+        optimizer.step()
+        found += [p.grad.clone() for p in network.parameters()]
+    return found + [p.detach() for p in network.parameters()]
+
+
+@pytest.mark.parametrize(("model", "sides"), TWINS.values(), ids=[repr(model) for model, _ in TWINS.values()])
+def test_small_twins_have_the_same_bf16_gradients_whatever_freed_memory_holds(model, sides):
+    clean, dirty = (bf16_gradients(model, sides, is_dirty) for is_dirty in (False, True))
+    for a, b in zip(clean, dirty, strict=True):
+        assert a.isfinite().all() and a.abs().max() < 1e4
+        assert a.equal(b)
 
 
 @pytest.mark.parametrize(

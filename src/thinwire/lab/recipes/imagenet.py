@@ -1,12 +1,15 @@
-"""ImageNet, as the layer-wise study, Deep Gradient Compression, SGP and ALQ trained on it.
+"""ImageNet recipes of the layer-wise study, Deep Gradient Compression, SGP and ALQ.
 
-The layer-wise study's images grow from 128 to 288 pixels. Its batch shrank with them, 512, 224 and 128 on each of 8 GPUs, and
-its learning rate with the batch; here the batch is 224 throughout, and an image counts for as much as in the original. Its
-random regions showed at least half of an image in the last three epochs; here they show at least 8 % throughout.
+Layer-wise study: images grow from 128 to 288 pixels. The study's batch per GPU shrank as images grew (512, 224, 128 on each of
+8 GPUs), and the learning rate shrank with the batch. Here the batch is always 224, and the learning rate per image is the
+study's. The study's random regions showed at least half of an image in the last three epochs; here they show at least 8 %
+in all epochs.
 
-Small twins take any folder of images in class folders, and at most 300 steps with it, on images of 16, 24 and 32 pixels: three
-epochs of 50,000 images. For ResNet-50 the twin is a ResNet-18. For VGG-16, which halves images five times and so sees 32 pixels
-alone, it has the small head. The weights of the large ones, rather than the images, would take the time.
+Small twins train on any folder of images in class folders, for at most 300 steps: three epochs of 50,000 images. Images grow
+from 36 to 40 and 48 pixels. ResNet-18 halves images five times, and needs 33 pixels or more: below that, its last 3x3 kernels
+get inputs of 1x1 or 2x2 pixels, and some of their weights see only padding (`lab/train/image_sizes.py`). The twin of
+ResNet-50 is a ResNet-18. The twin of VGG-16 has the small head and trains on 32 pixels, which it can halve five times. The
+large networks would take too long because of their weights, not their images.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from .base import Method, Task
 
 SGP_SOURCE = "Assran et al. 2019, SGP, arXiv 1811.10792"
 
-SMALL_DATA = ImageFolder(sizes=((0, 16), (1, 24), (2, 32)), test_size=32, min_area=0.35, num_loaders=1)
+SMALL_DATA = ImageFolder(sizes=((0, 36), (1, 40), (2, 48)), test_size=48, min_area=0.35, num_loaders=1)
 
-# Epochs of the study's schedule for 8 GPUs, and the learning rate there as a multiple of that of the first epoch.
+# (epoch, learning rate as a multiple of the first epoch's) of the study's schedule for 8 GPUs.
 PHASES = ((0, 1), (5, 2), (5, 1), (16, 1), (16, 0.1), (27, 0.1), (27, 0.01), (33, 0.01), (33, 0.001), (35, 0.001))
 
 
 def small(full: RunConfig, data: ImageFolder = SMALL_DATA, **changes) -> RunConfig:
-    """The twin of a configuration."""
+    """The small twin of a configuration."""
     schedule = LearningRateSchedule(1 / 6, "linear", scale_by_workers=True)
     optimizer = replace(full.optimizer, learning_rate=0.05, schedule=schedule)
     return replace(
@@ -57,7 +60,7 @@ def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, Method
         f"imagenet-{name.lower().replace('-', '')}",
         workers=8, epochs=90, batch_size=batch_size, data=ImageFolder(), model=model, optimizer=optimizer,
     )  # fmt: skip
-    data = replace(SMALL_DATA, sizes=((0, 32),)) if isinstance(twin, VGG16) else SMALL_DATA
+    data = replace(SMALL_DATA, sizes=((0, 32),), test_size=32) if isinstance(twin, VGG16) else SMALL_DATA
     return Task(f"{name} on ImageNet: {dgc.SOURCE}", full, methods, small(full, model=twin, data=data))
 
 

@@ -14,7 +14,9 @@ own, so that the ledger counts training alone.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from .codec_statistics import codec_statistics, own_gradients
 from .config import RunConfig
 from .data import Dataset
 from .evaluation import evaluate
+from .image_sizes import check_image_sizes
 from .interrupt import Interrupted, Interruption
 from .meter import Meter
 from .metrics_files import MetricsWriter
@@ -54,11 +57,14 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     data = run_on_all(comm, config.data.load)
-    _, num_steps = run_on_all(comm, lambda: count_steps(config, data, comm.size))
+    steps_per_epoch, num_steps = run_on_all(comm, lambda: count_steps(config, data, comm.size))
     device = run_on_all(comm, lambda: choose_device(config))
     with same_error_on_all():
+        warnings = check_images(config, data, math.ceil(num_steps / steps_per_epoch), device)
         training = prepare(config, data, device)
     run_on_all(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
+    for warning in warnings if comm.rank == 0 else []:
+        print(f"thinwire: {warning}", file=sys.stderr, flush=True)
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
     meter = Meter(data, training.strategy, comm)
     checkpoints = folder / "checkpoints"
@@ -112,6 +118,17 @@ def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done:
     """What each row of metrics goes to: has `row(values)` and `close()`."""
     watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done)]
     return [*watchers, WandB(config, folder)] if config.wandb else watchers
+
+
+def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:
+    """Warnings for the run's image sizes that the model cannot see whole; see `image_sizes`.
+
+    Raises:
+        ValueError: the model cannot take an image size, or its gradients there would be wrong on this device.
+    """
+    train, test = data.image_shapes(num_epochs)
+    bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
+    return check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -44,6 +44,10 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 """Metrics of which a lower one is better; of all others, higher is."""
 
 
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
+
+
 class Batch(NamedTuple):
     """What a model takes in one step.
 
@@ -87,6 +91,13 @@ class Dataset(ABC):
     def labels(self) -> Tensor | None:
         """(num_examples,) int64, the class of each training example; None where examples have none."""
         return None
+
+    def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
+        """Shapes (C, H, W) of the training images of the first epochs, in their order, and of the test images.
+
+        Both lists are empty where examples are not images.
+        """
+        return [], []
 
     @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ....algorithm import require
-from .base import Batch, Dataset, channels_last, loaded
+from .base import Batch, Dataset, Shape, channels_last, loaded
 from .folders import ImageFiles, list_parts, open_image, unreadable
 
 MEAN = (123.675, 116.28, 103.53)
@@ -96,6 +96,10 @@ class FolderImages(Dataset):
     @property
     def labels(self) -> Tensor:
         return self._train.labels
+
+    def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
+        sides = dict.fromkeys(side for start, side in self._config.sizes if start < num_epochs)
+        return [(3, side, side) for side in sides], [(3, self._config.test_size, self._config.test_size)]
 
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         size = self._config.size_at(epoch)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .augment import Augmentation
-from .base import Batch, Dataset, channels_last
+from .base import Batch, Dataset, Shape, channels_last
 from .shards import Split
 
 
@@ -47,6 +47,10 @@ class Images(Dataset):
     @property
     def labels(self) -> Tensor:
         return self._train.labels
+
+    def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
+        train, test = ([tuple(split.inputs.shape[1:])] for split in (self._train, self._test))
+        return train, test
 
     def to(self, device: torch.device | str) -> Images:
         """The same images on a device, where batches are then made."""

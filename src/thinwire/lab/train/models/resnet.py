@@ -7,8 +7,8 @@
     ImageNet  7x7 convolution to 64 channels, max-pooling; four stages with 64 .. 512 channels; mean; linear.
               Parameters (1000 classes): 18: 11,689,512   34: 21,797,672   50: 25,557,032
 
-Source: He et al. 2016, Deep Residual Learning for Image Recognition, arXiv 1512.03385. Bottleneck blocks stride in their
-3x3 convolution, as is now usual. Zero at the start of a block's last norm: Goyal et al. 2017, arXiv 1706.02677.
+Source: He et al. 2016, Deep Residual Learning for Image Recognition, arXiv 1512.03385. The stride of a bottleneck
+block is in its 3x3 convolution, as is now usual. Zero-initialised last norms: Goyal et al. 2017, arXiv 1706.02677.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CIFARResNet(Model):
 
 @dataclass(frozen=True)
 class ResNet(Model):
-    """Residual network for images of about 224x224; any size from 32 on serves.
+    """Residual network for images of about 224x224; it needs 33x33 or more for all weights to see pixels.
 
     Raises:
         ValueError: an unknown depth.
@@ -111,7 +111,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, the second of which gives four times as many channels."""
+    """A 3x3 convolution between two 1x1 convolutions; the second one has four times as many channels."""
 
     expansion = 4
 
@@ -131,7 +131,7 @@ class Bottleneck(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Identity shortcut to more channels: every other pixel, and zeros for the channels that are new (option A)."""
+    """Identity shortcut to more channels: every other pixel, and zeros for the new channels (option A)."""
 
     def __init__(self, channels: int, width: int, stride: int):
         super().__init__()
