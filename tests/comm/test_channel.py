@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from helpers.spawn import WORLDS, run_threads, spawn
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, sockets
 from thinwire.comm.sockets import own_address
 
 
@@ -133,8 +136,6 @@ def test_a_thread_that_has_returned_is_named():
 
 def knocked_at(comm):
     """A stranger connects first and says nothing that we know."""
-    import thinwire.comm.sockets as sockets
-
     if comm.rank == 1:
         connect = sockets._connect
 
@@ -168,3 +169,63 @@ def names_itself(comm):
 def test_a_channel_to_oneself_is_a_mistake():
     with pytest.raises(ValueError, match="open_channel has this worker itself in peers"):
         run_threads(2, names_itself)
+
+
+def open_among(strangers, timeout_seconds):
+    """Open a channel of two workers in threads while `strangers(port)` bothers rank 0; how long that took, or the error."""
+    barrier, addresses = threading.Barrier(2), [None, None]
+    ended = threading.Event()
+
+    def gather(rank, own):
+        addresses[rank] = own
+        if rank == 0:
+            threading.Thread(target=strangers, args=(own[0], own[1], ended), daemon=True).start()
+            time.sleep(0.3)
+        barrier.wait()
+        return addresses
+
+    def worker(rank):
+        began = time.monotonic()
+        try:
+            with contextlib.closing(sockets.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)):
+                return time.monotonic() - began
+        except CommunicationError as error:
+            return str(error), time.monotonic() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(worker, range(2)))
+    ended.set()
+    return found
+
+
+def noted(*_):
+    """Count nothing."""
+
+
+def idle(host, port, ended):
+    connections = [socket.create_connection((host, port)) for _ in range(3)]
+    ended.wait(60)
+    [connection.close() for connection in connections]
+
+
+def trickling(host, port, ended):
+    with contextlib.suppress(OSError), socket.create_connection((host, port)) as connection:
+        while not ended.wait(0.2):
+            connection.sendall(b"x")
+
+
+@pytest.mark.parametrize("strangers", [idle, trickling])
+def test_strangers_who_are_slow_or_silent_delay_nobody(strangers, monkeypatch):
+    """They were read one after the other, 5 seconds each."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    took = open_among(strangers, 30.0)
+    assert max(took) < 4.0, took
+
+
+@pytest.mark.parametrize("strangers", [idle, trickling])
+def test_the_deadline_holds_whatever_strangers_do(strangers, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(sockets, "_connect", lambda *_: socket.socket())  # rank 1 never comes
+    (said, took), _ = open_among(strangers, 2.0)
+    assert "rank 0: ranks [1] did not connect" in said
+    assert took < 5.0

@@ -4,8 +4,9 @@
 peer has died, and closes all connections when it times out; NCCL's needs a known source. Sockets do what is needed: one
 `poll` wakes at the first message, at the death of a peer, and at a byte in a pipe of our own.
 
-Connecting. Every worker listens on a port of its own; addresses travel through the communicator. Of two peers the one of
-higher rank connects, and first sends its rank and the listener's secret, which tells it from strangers.
+Connecting. Every worker listens on a port of its own. Its address and a random secret travel through the communicator. Of
+two peers the one of higher rank connects, and first sends the listener's secret and its own rank. The listener reads all
+connections side by side, closes those that do not send the secret, and gives up at one deadline for all.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .base import CommunicationError
 from .channel import HEADER_BYTES, Channel, Message
 
 HEADER = struct.Struct("<qB")
-HELLO = struct.Struct("<16sq")
+SECRET_BYTES = 16
+HELLO = struct.Struct(f"<{SECRET_BYTES}sq")
 SIGN_OF_LIFE = 0
 SIGNS_PER_TIMEOUT = 4  # so that one that is late does no harm
 
@@ -186,23 +188,21 @@ def open_sockets(
     Raises:
         CommunicationError: a peer could not be reached, or did not connect within the time limit.
     """
-    secret, higher = secrets.token_bytes(16), {peer for peer in peers if peer > rank}
-    with _listen() as listener:
-        host, port = listener.getsockname()[:2]
-        addresses = gather([host, port, secret.hex()])
-        sockets: dict[int, socket.socket] = {}
-        for peer in sorted(set(peers) - higher):
-            sockets[peer] = _connect(rank, peer, *addresses[peer], timeout_seconds)
-        deadline = time.monotonic() + timeout_seconds
-        while missing := higher - sockets.keys():
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                peer, connection = _accept(listener, secret)
-            except TimeoutError as error:
-                raise CommunicationError(f"rank {rank}: ranks {sorted(missing)} did not connect") from error
-            if peer in missing:
-                sockets[peer] = connection
-    return SocketChannel(rank, sockets, timeout_seconds, record)
+    secret, higher = secrets.token_bytes(SECRET_BYTES), {peer for peer in peers if peer > rank}
+    sockets: dict[int, socket.socket] = {}
+    try:
+        with _listen() as listener:
+            host, port = listener.getsockname()[:2]
+            addresses = gather([host, port, secret.hex()])
+            deadline = time.monotonic() + timeout_seconds
+            for peer in sorted(set(peers) - higher):
+                sockets[peer] = _connect(rank, peer, *addresses[peer], max(0.01, deadline - time.monotonic()))
+            sockets |= _accept_peers(rank, listener, secret, higher, deadline)
+        return SocketChannel(rank, sockets, timeout_seconds, record)
+    except BaseException:
+        for connection in sockets.values():
+            connection.close()
+        raise
 
 
 def _connect(rank: int, peer: int, host: str, port: int, secret: str, timeout_seconds: float) -> socket.socket:
@@ -217,18 +217,70 @@ def _connect(rank: int, peer: int, host: str, port: int, secret: str, timeout_se
         ) from error
 
 
-def _accept(listener: socket.socket, secret: bytes) -> tuple[int | None, socket.socket]:
-    """The next connection, and whose it is: None if a stranger's."""
-    connection, _ = listener.accept()
-    connection.settimeout(5.0)
+def _accept_peers(
+    rank: int, listener: socket.socket, secret: bytes, expected: set[int], deadline: float
+) -> dict[int, socket.socket]:
+    """Accept the expected peers, all connections side by side, so that nobody who is slow or silent delays the others.
+
+    Raises:
+        CommunicationError: at the deadline, where peers are missing.
+    """
+    accepted: dict[int, socket.socket] = {}
+    greeting: dict[int, tuple[socket.socket, bytearray]] = {}  # descriptor -> connection and what it has said so far
+    poll = select.poll()
+    listener.setblocking(False)
+    poll.register(listener, select.POLLIN)
     try:
-        said, rank = HELLO.unpack(_read_exactly(connection, bytearray(HELLO.size)))
+        while missing := expected - accepted.keys():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CommunicationError(f"rank {rank}: ranks {sorted(missing)} did not connect within the time limit")
+            for descriptor, _ in poll.poll(1000 * left):
+                if descriptor == listener.fileno():
+                    with contextlib.suppress(OSError):  # it hung up at once
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        greeting[connection.fileno()] = connection, bytearray()
+                        poll.register(connection, select.POLLIN)
+                    continue
+                connection, said = greeting[descriptor]
+                if _is_greeting(connection, said):
+                    continue
+                poll.unregister(descriptor)
+                del greeting[descriptor]
+                peer = _peer_of(said, secret)
+                if peer in missing and peer not in accepted:
+                    accepted[peer] = connection
+                else:
+                    connection.close()
+        return accepted
+    except BaseException:
+        for connection in accepted.values():
+            connection.close()
+        raise
+    finally:
+        for connection, _ in greeting.values():
+            connection.close()
+
+
+def _is_greeting(connection: socket.socket, said: bytearray) -> bool:
+    """Read on without waiting; whether the greeting may still become complete."""
+    try:
+        part = connection.recv(HELLO.size - len(said))
+    except BlockingIOError:
+        return True
     except OSError:
-        said, rank = b"", None
-    if not secrets.compare_digest(said, secret):
-        connection.close()
-        return None, connection
-    return rank, connection
+        return False
+    said += part
+    return bool(part) and len(said) < HELLO.size
+
+
+def _peer_of(said: bytes | bytearray, secret: bytes) -> int | None:
+    """The rank that a greeting names, or None if it does not hold the secret."""
+    if len(said) != HELLO.size:
+        return None
+    shown, rank = HELLO.unpack(said)
+    return int(rank) if secrets.compare_digest(shown, secret) else None
 
 
 def _listen() -> socket.socket:
