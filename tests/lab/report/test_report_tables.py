@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from helpers.report_runs import STEPS, write_run
 
+from thinwire.lab.report import accuracy_against_bytes, read_run, write_report
 from thinwire.lab.report.groups import differing, grouped, what_was_run
 from thinwire.lab.report.mean_curve import curve, reading
 from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
 from thinwire.lab.report.runs import Run, find
 from thinwire.lab.report.tables import as_csv, as_markdown, comparison
+from thinwire.lab.train import RunConfig
+from thinwire.lab.train.run_folder import check_same_run
 
 SPARSE = "Mean(TopK(ratio=0.01), ErrorFeedback())"
 ACCURACIES = {"Mean()": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}
@@ -220,3 +223,48 @@ def test_a_run_that_is_named_twice_counts_once(tmp_path):
 def test_no_run_at_all_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=f"no run to report on: {tmp_path} holds no run"):
         find([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("summary.json", "{", "summary.json is damaged: Expecting property name"),
+        ("summary.json", "[]", "summary.json is damaged: expected a JSON object, got list"),
+        ("summary.json", '{"averager": "Mean()", "final": {}, "seconds": "many"}', "summary.json is damaged: it does not hold"),
+        ("metrics.jsonl", '{"step": 1}\nhalf', "metrics.jsonl is damaged: line 2 of metrics.jsonl cannot be read"),
+        ("metrics.jsonl", '{"step": 1, "loss": "low"}', "metrics.jsonl is damaged: line 1 of metrics.jsonl cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named(name, text, message, tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path / "run")
+
+
+def test_a_report_goes_on_without_a_summary_that_has_no_numbers(tmp_path):
+    write_run(tmp_path / "whole")
+    write_run(tmp_path / "odd", seed=1)
+    (tmp_path / "odd" / "summary.json").write_text('{"final": 3, "bytes_sent_per_worker": "x"}')
+    found = find([tmp_path])
+    (problem,) = found.problems
+    assert "summary.json does not hold what a run writes" in problem.text
+    assert comparison(grouped(found.runs), main_metric(found.runs, None)).lines
+
+
+def test_a_damaged_config_is_named_where_a_run_goes_on(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "config.json").write_text("{half")
+    with pytest.raises(ValueError, match="run/config.json is damaged: Expecting property name"):
+        check_same_run(RunConfig("digits", output=tmp_path, name="run", resume=True), folder)
+
+
+def test_dollars_in_a_configuration_are_no_mathematics(tmp_path):
+    """An unbalanced brace between dollars made matplotlib fail, and with it the whole report."""
+    for number, folder in enumerate(("data$\\frac{$", "data$x^$")):
+        write_run(tmp_path / "runs" / str(number), data={"folder": folder})
+    report = write_report([tmp_path / "runs"], tmp_path / "report")
+    assert "\\frac{" in report.page.read_text()
+    runs = [read_run(tmp_path / "runs" / str(number), f"cost $\\frac{{$ {number}") for number in range(2)]
+    accuracy_against_bytes(runs, tmp_path / "figure.svg")
+    assert "\\frac{" in (tmp_path / "figure.svg").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import multiprocessing
 import os
@@ -248,6 +249,33 @@ def server(tmp_path):
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
+
+
+def archive_of(path: Path, batch: object, kind: bytes = tarfile.REGTYPE) -> Path:
+    """An archive of six equal batches, or of members of another kind."""
+    content = pickle.dumps(batch)
+    with tarfile.open(path, "w:gz") as archive:
+        for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+            member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            member.type, member.size = kind, len(content) if kind == tarfile.REGTYPE else 0
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind", "message"),
+    [
+        ({b"data": np.zeros((4, 3072), np.uint8), b"labels": [1, 2, 3]}, tarfile.REGTYPE, "4 images and 3 labels"),
+        ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, tarfile.REGTYPE, "labels must be 0..9"),
+        ([1, 2], tarfile.REGTYPE, "a batch must be a dictionary, got list"),
+        ({b"data": None, b"labels": [1]}, tarfile.REGTYPE, "TypeError"),
+        ({}, tarfile.DIRTYPE, "cifar-10-batches-py/data_batch_1 must be a file"),
+    ],
+)
+def test_an_archive_with_odd_members_or_missing_labels_is_one_line(batch, kind, message, tmp_path):
+    path = archive_of(tmp_path / "odd.tar.gz", batch, kind)
+    with pytest.raises(ValueError, match=f"odd.tar.gz is truncated or damaged: .*{message}"):
+        cifar.read_archive(path)
 
 
 def test_the_archive_is_fetched_once_where_it_is_missing(tmp_path, monkeypatch, server):

@@ -45,7 +45,8 @@ def _label_ends(axes, runs: Sequence[Run], curves: Sequence[tuple[list[float], l
         side = _side(end, ends)
         style = {"xy": (megabytes[-1], 100), "textcoords": "offset points", "ha": side, "va": "bottom"}
         shift = {"left": -4, "right": 4, "center": 0}[side]
-        axes.annotate(run.label, xytext=(shift, 29), color=colour, weight="bold", fontsize=10.5, **style)
+        plain = {"color": colour, "weight": "bold", "fontsize": 10.5, "parse_math": False}
+        axes.annotate(run.label, xytext=(shift, 29), **plain, **style)
         axes.annotate(f"{cost}\n{percent[-1]:.1f} %", xytext=(shift, 4), color=GREY, fontsize=8.5, **style)
 
 

@@ -1,4 +1,4 @@
-"""Runs as read back from their folders: the finished, the unfinished, and what is wrong with the others.
+"""Runs as read back from their folders: finished runs, unfinished runs, and what is wrong with the others.
 
 A run's folder holds `config.json` (the configuration), `metrics.jsonl` (a row per log step) and, once it is finished,
 `summary.json`. Nothing is expected of a row but its `step`: what a run did not measure is not there.
@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...algorithm import require
+from ..files import load_json_object
+
 FILES = ("config.json", "metrics.jsonl", "summary.json")
+NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "seconds")  # of a summary
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,27 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     """Read a finished run; its averager is its label, unless another is given.
 
     Raises:
-        ValueError: the folder holds no finished run.
+        ValueError: the folder holds no finished run, or a file in it is damaged; the message names the file.
     """
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} holds no finished run: {Path(error.filename).name} is missing") from None
-    return Run(label or summary["averager"], summary, rows, folder=folder)
+    for name in ("summary.json", "metrics.jsonl"):
+        require((folder / name).exists(), f"{folder} holds no finished run: {name} is missing")
+    summary, complaints = load_json_object(folder / "summary.json"), list[str]()
+    rows = _read_rows(folder / "metrics.jsonl", complaints)
+    complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("averager", "final", *NUMBERS))
+    require(complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again")
+    require(not complaints, f"{folder / 'metrics.jsonl'} is damaged: {'; '.join(complaints)}; restore it, or run again")
+    return Run(label or str(summary["averager"]), summary, rows, folder=folder)
+
+
+def _is_summary(value: dict[str, Any]) -> bool:
+    """Whether all numbers of a summary are numbers; null where a run diverged."""
+    final = value.get("final", {})
+    numbers = [value.get(key) for key in NUMBERS]
+    return isinstance(final, dict) and all(map(_is_number, [*numbers, *final.values()]))
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float))
 
 
 def find(paths: Sequence[Path]) -> Found:
@@ -108,6 +125,9 @@ def _add_run(folder: Path, found: Found) -> None:
     rows = _read_rows(folder / "metrics.jsonl", complaints)
     path = folder / "summary.json"  # what only finished runs have
     summary = (_read_object(path, complaints) if path.exists() else None) or {}
+    if not _is_summary(summary):
+        complaints.append(f"{path.name} does not hold what a run writes")
+        summary = {}
     if not summary and rows:
         complaints.append(f"not finished: its last row is of step {rows[-1]['step']}")
     usable = bool(config) and bool(rows)
@@ -155,7 +175,10 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    values = [value for key, value in row.items() if key != "levels"]  # which are several
+    return row if all(map(_is_number, values)) else None
 
 
 def _some(words: Iterable[str]) -> str:

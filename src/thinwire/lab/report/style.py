@@ -33,6 +33,7 @@ _RC = {
     "ytick.labelsize": SMALL,
     "svg.fonttype": "none",
     "pdf.fonttype": 42,  # TrueType: letters that can be searched and edited
+    "text.parse_math": False,  # labels are values of a configuration, in which a dollar is a dollar
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
 }

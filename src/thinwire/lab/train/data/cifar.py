@@ -30,8 +30,16 @@ ARCHIVE_BYTES = 170_498_071
 ARCHIVE_SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 
 SIDE = 32
+CLASSES = 10
 MEAN = (125.3, 123.0, 113.9)
 STD = (63.0, 62.1, 66.7)
+
+
+# What reading bytes that are no such archive may raise: pickles of other things raise nearly anything.
+DAMAGE = (
+    *(tarfile.TarError, EOFError, OSError, zlib.error, pickle.UnpicklingError),
+    *(LookupError, ValueError, TypeError, AttributeError, ImportError, RuntimeError, MemoryError),
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class CIFAR10:
     def load(self) -> Images:
         """All images, (N, 3, 32, 32) uint8."""
         train, test = (Split(*pair) for pair in self._decoded())
-        return Images(train, test, 10, MEAN, STD, self.augmentation)
+        return Images(train, test, CLASSES, MEAN, STD, self.augmentation)
 
     def _decoded(self) -> Any:
         if (self.folder / "train").is_dir():
@@ -96,6 +104,7 @@ def read_archive(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
             for member in archive:
                 name = Path(member.name).name
                 if name.startswith("data_batch_") or name == "test_batch":
+                    require(member.isfile(), f"{member.name} must be a file")
                     batches[name] = _read_batch(archive.extractfile(member))
             while archive.fileobj.read(1 << 20):  # to the end, where gzip compares its checksum
                 pass
@@ -103,7 +112,7 @@ def read_archive(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [
             tuple(torch.cat(parts) for parts in zip(*part, strict=True)) for part in (train, [batches["test_batch"]])
         ]
-    except (tarfile.TarError, EOFError, OSError, zlib.error, pickle.UnpicklingError, KeyError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(
             f"{path} is truncated or damaged: {path.stat().st_size:,} bytes, expected {ARCHIVE_BYTES:,} "
             f"({type(error).__name__}: {error}); remove it and fetch {URL} again"
@@ -112,8 +121,12 @@ def read_archive(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _read_batch(file: BinaryIO) -> tuple[torch.Tensor, torch.Tensor]:
     batch = _Arrays(file, encoding="bytes").load()
+    require(isinstance(batch, dict), f"a batch must be a dictionary, got {type(batch).__name__}")
     pixels = torch.from_numpy(np.array(batch[b"data"], dtype=np.uint8)).view(-1, 3, SIDE, SIDE)
-    return pixels, torch.tensor(batch[b"labels"], dtype=torch.int64)
+    labels = torch.tensor(batch[b"labels"], dtype=torch.int64)
+    require(len(labels) == len(pixels), f"a batch has {len(pixels)} images and {len(labels)} labels")
+    require(bool(((labels >= 0) & (labels < CLASSES)).all()), f"labels must be 0..{CLASSES - 1}")
+    return pixels, labels
 
 
 class _Arrays(pickle.Unpickler):
