@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context that adds the path to an OSError that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
-    os.replace(unfinished, path)
+    with naming(path):
+        unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
+        os.replace(unfinished, path)
 
 
 def load_json_object(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,3 +201,42 @@ def test_requeue_without_resume_is_refused():
 
 def test_how_a_run_was_stopped_is_its_exit_code():
     assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75]
+
+
+def below(pid: int) -> list[int]:
+    """All processes below one: workers, fork server and resource tracker."""
+    found, new = [], [pid]
+    while new:
+        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
+        found += new
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@linux
+def test_a_launcher_that_is_killed_leaves_no_process_even_if_a_worker_is_stopped(running):
+    processes = below(running.pid)
+    os.kill(workers_of(running.pid)[1], signal.SIGSTOP)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait(10)
+    deadline = time.monotonic() + 20
+    while left := list(filter(alive, processes)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@linux
+def test_a_folder_that_is_removed_ends_the_run_with_one_line(running, tmp_path):
+    folder = tmp_path / "runs" / "long"
+    os.rename(folder, tmp_path / "gone")  # at once, unlike the removal of a tree
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 1, said
+    assert said.count("\n") == 1 and said.startswith("thinwire: worker ") and "ENOENT" in said and "runs/long" in said
+    assert not folder.exists()

@@ -28,7 +28,7 @@ import torch
 
 from ...algorithm import require
 from ...comm import Communicator
-from ..files import write_json
+from ..files import naming, write_json
 from .config import RunConfig
 from .data import LOWER_IS_BETTER
 from .meter import Meter
@@ -64,7 +64,8 @@ def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path
     if comm.gather_objects(finished.is_dir())[0]:
         yield None
         return
-    unfinished.mkdir(parents=True, exist_ok=True)
+    for path in (folder, unfinished):  # the run's own folder is not made again: somebody has removed it
+        path.mkdir(exist_ok=True)
     yield unfinished
     comm.barrier()
     if comm.rank == 0:
@@ -74,7 +75,8 @@ def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    torch.save(state, path)
+    with naming(path), path.open("wb") as file:  # PyTorch's own writer would not say that the disk is full
+        torch.save(state, file)
     _to_disk(path)
 
 
@@ -103,7 +105,8 @@ def tidy(folder: Path, config: RunConfig, metric: str) -> None:
         link.symlink_to(best.name)
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
-    begun_and_left = [path for path in folder.glob(".step-*") if path.name < f".{found[-1].name}"] if found else []
+    begun = [path for path in folder.glob(".step-*") if path.name.removeprefix(".step-").isdecimal()]
+    begun_and_left = [path for path in begun if path.name < f".{found[-1].name}"] if found else []
     for path in begun_and_left:
         shutil.rmtree(path)
     for path in found:
@@ -113,8 +116,9 @@ def tidy(folder: Path, config: RunConfig, metric: str) -> None:
 
 
 def _finished(folder: Path) -> list[Path]:
-    """All checkpoints, the last at the end."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), key=lambda path: int(path.name[5:]))
+    """All checkpoints in the order of their steps; folders of other names, such as copies, are not ours."""
+    named = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _best(found: list[Path], metric: str) -> Path | None:

@@ -113,6 +113,9 @@ class RunConfig:
     """Network interface that reaches the other nodes, such as eth0; None leaves it to the backend."""
     port: int = 0
     """TCP port where workers of this machine meet; 0 takes a free one. Launchers choose by themselves, or take MASTER_PORT."""
+    timeout: float = 180.0
+    """Seconds that a worker may be stopped or silent before the run ends with an error; higher => more patience with slow
+    disks and networks."""
     requeue: bool = False
     """Under SLURM: after SIGUSR1, put the job back into the queue; the same command then goes on with --resume."""
     threads: int = 1
@@ -138,6 +141,7 @@ class RunConfig:
         require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
         again = self.resume and self.name is not None
         require(again or not self.requeue, "requeue starts the same command again, which needs --resume and a --name")
+        require(self.timeout > 0, f"timeout must be above 0 seconds, got {self.timeout}")
         require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")

@@ -48,7 +48,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         with same_error_on_all():
             backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
-    with ProcessGroupCommunicator() as comm:
+    with ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
         yield comm
     dist.destroy_process_group()
 

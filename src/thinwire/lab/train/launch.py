@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ...algorithm import require
@@ -18,9 +20,9 @@ from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
-from .run_folder import abandon, finished_run, make_folder
+from .run_folder import abandon, finished_run, held_folder
 from .shared_errors import SharedError, run_on_all
-from .spawn import WorkerError, in_one_line, spawn
+from .spawn import WorkerError, ignore_file_errors, in_one_line, spawn
 from .weights_and_biases import check_installed
 
 TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
@@ -55,25 +57,26 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
 def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
     choose_interface(config.interface, one_node=True)
     loop.choose_device(config)
-    folder = make_folder(config)
-    try:
-        spawn(config, folder)
-    except ValueError:
-        abandon(folder)
-        raise
-    except Interrupted as stop:
-        _stopped(config, stop, on_stop)
-        raise
+    with held_folder(config) as folder:
+        try:
+            spawn(config, folder)
+        except ValueError:
+            abandon(folder)
+            raise
+        except Interrupted as stop:
+            _stopped(config, stop, on_stop)
+            raise
     return folder
 
 
 def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
     """Be one of a launcher's workers."""
+    threading.excepthook = ignore_file_errors
     name, rank, size = environment.launcher, environment.rank, environment.size
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
-        with Interruption() as interruption, connected(config, environment) as comm:
-            made = run_on_all(comm, lambda: make_folder(config) if rank == 0 else None)
+        with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
+            made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             _run(config, folder, comm, interruption, on_stop)
     except Interrupted:

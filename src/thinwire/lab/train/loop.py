@@ -109,7 +109,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     finished = row.get("step") == num_steps
     if finished and comm.rank == 0:
         write_json(folder / "summary.json", summary(config, data, row, training.strategy))
-    training.strategy.handle.detach()
+    training.strategy.detach()
     if not finished:
         raise Interrupted(stop, checkpoints / checkpoint.name_of(step.number))
 

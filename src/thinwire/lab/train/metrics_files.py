@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import plain
+from ..files import naming, plain
 
 COLUMNS = {
     "step": "optimizer steps so far",
@@ -63,6 +63,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, done: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
+        self._path = folder / "metrics.jsonl"
         kept = read_rows(folder / "metrics.jsonl", done)
         # Written beside the old files, and renamed over them when the kept rows are in.
         self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
@@ -76,20 +77,23 @@ class MetricsWriter:
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._jsonl.write(json.dumps(row) + "\n")
-        self._csv.writerow(row)
+        with naming(self._path):
+            self._jsonl.write(json.dumps(row) + "\n")
+            self._csv.writerow(row)
 
     def row(self, values: dict[str, Any]) -> None:
         """Append a row; keys are among `COLUMNS`."""
         self._write(plain(values))
-        for name, value in values.items():
-            if name not in ("step", "levels"):
-                self._events.add_scalar(name, value, values["step"])
+        with naming(self._path.with_name("tensorboard")):
+            for name, value in values.items():
+                if name not in ("step", "levels"):
+                    self._events.add_scalar(name, value, values["step"])
 
     def close(self) -> None:
         """Flush and close all files."""
-        for file in (self._jsonl, self._csv_file, self._events):
-            file.close()
+        with naming(self._path):
+            for file in (self._jsonl, self._csv_file, self._events):
+                file.close()
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:

@@ -1,31 +1,55 @@
-"""The folder of a run: made anew, or found again where the run goes on, which it does only as it began."""
+"""The folder of a run: made new, or found again by `resume`, which must ask for the same run; locked while it is in use."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...algorithm import require
 from ..fields import flat
-from ..files import write_json
+from ..files import load_json_object, write_json
 from .checkpoint import describe, latest
 from .config import RunConfig
+from .folder_lock import LOCK, locked
 
 FREE = (
     *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
-    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "data.num_loaders"),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
+    "data.num_loaders",
 )
 """Fields that may change when a run goes on: they don't change what it learns, but for rounding. (With `overlap`, a checkpoint
 takes in the messages in flight early; `checkpoint_every` then matters as much as whether a run was stopped.)"""
 
 
+KEPT = ("config.json", LOCK)  # of a run that is overwritten
+
+
 def folder_of(config: RunConfig) -> Path:
     """The folder of a run's name, or of our name for it, without a number."""
     return config.output / (config.name or config.default_name)
+
+
+@contextmanager
+def held_folder(config: RunConfig) -> Iterator[Path]:
+    """Context in which this process owns the run's folder, which `make_folder` makes or finds.
+
+    Raises:
+        ValueError: another process owns it, or as `make_folder` says.
+    """
+    with ExitStack() as lock:
+        folder, again = folder_of(config), config.resume or config.overwrite
+        with _writing(config):
+            if again and folder.is_dir():  # before anything in it is touched
+                lock.enter_context(locked(folder))
+                again = False
+        made = make_folder(config)
+        with _writing(config):
+            if made != folder or again or not (config.resume or config.overwrite):
+                lock.enter_context(locked(made))
+        yield made
 
 
 def make_folder(config: RunConfig) -> Path:
@@ -61,14 +85,14 @@ def begin(config: RunConfig, folder: Path) -> None:
     with _writing(config):
         if config.overwrite:
             (folder / "summary.json").unlink(missing_ok=True)  # from now on it is not finished
-            for path in [path for path in folder.iterdir() if path.name != "config.json"]:
+            for path in [path for path in folder.iterdir() if path.name not in KEPT]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_json(folder / "config.json", config.as_dict())
 
 
 def abandon(folder: Path) -> None:
-    """Remove a folder that holds nothing but a configuration, which was wrong: its name is free again."""
-    if [path.name for path in folder.iterdir()] == ["config.json"]:
+    """Remove a folder that holds only a wrong configuration, so that its name is free again."""
+    if {path.name for path in folder.iterdir()} <= {*KEPT}:
         shutil.rmtree(folder)
 
 
@@ -108,24 +132,25 @@ def finished_run(config: RunConfig) -> Path | None:
 
 
 def check_same_run(config: RunConfig, folder: Path) -> None:
-    """See that a folder's run, and its last checkpoint, are of this configuration.
+    """Check that a folder's run, and its last checkpoint, have this configuration.
 
-    A run that ended before it had a row is nobody's: a mistake in its configuration can be mended.
+    A run with no logged metrics may be reconfigured.
 
     Raises:
         ValueError: a field differs, or the folder is no run.
     """
     began = (folder / "config.json").is_file()
-    require(began or not any(folder.iterdir()), f"{str(folder)!r} is not a run; choose another --name")
+    is_empty = all(path.name == LOCK for path in folder.iterdir())
+    require(began or is_empty, f"{str(folder)!r} is not a run; choose another --name")
     if (folder / "metrics.jsonl").exists():
-        check_same(config, json.loads((folder / "config.json").read_text()), folder)
+        check_same(config, load_json_object(folder / "config.json"), folder)
     checkpoint = latest(folder / "checkpoints")
     if checkpoint is not None:
         check_same(config, describe(checkpoint)["config"], checkpoint)
 
 
 def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
-    """See that what a run began with is what it shall go on with.
+    """Check that a resumed configuration matches the saved one.
 
     Raises:
         ValueError: it names the fields that differ, with both values.

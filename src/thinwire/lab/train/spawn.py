@@ -1,13 +1,14 @@
 """Workers as processes that this one starts and watches, on this machine.
 
-Whoever ends badly ends the run, with one line that names the rank and the reason. Ctrl-C, SIGTERM and SIGUSR1 are passed
-on to the workers, who stop after their step with a checkpoint; those that do not in time, and all of them at the second
-Ctrl-C, are killed. A worker whose parent is gone ends itself, so that nothing is left behind.
+A worker that fails, leaves early or stays stopped (SIGSTOP) ends the run, with one line that names the rank and the reason.
+Ctrl-C, SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not
+stop in time are killed, and so are all of them at the second Ctrl-C. Workers end when their launcher is gone, stopped or not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -33,12 +34,16 @@ from .config import RunConfig
 from .connect import RENDEZVOUS, connected
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
+from .parent_death import end_with_parent
 from .shared_errors import SharedError
 
 MISTAKEN = 2  # a worker's exit code when all found the same mistake of the user's
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
 # Imported once by the server that workers are forked from, where the system can fork, and not once by every worker.
-PRELOADED = ["thinwire.lab.train.spawn", "sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo"]
+PRELOADED = [
+    *("thinwire.lab.train.parent_death", "thinwire.lab.train.spawn"),
+    *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo"),
+]
 
 
 class WorkerError(RuntimeError):
@@ -53,8 +58,7 @@ def spawn(config: RunConfig, folder: Path) -> None:
         WorkerError: a worker ended badly; all others have been stopped.
         Interrupted: a signal asked the run to stop.
     """
-    check_port(config.port)
-    store = dist.TCPStore(LOOPBACK, config.port, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS)
+    store = loopback_store(config.port)
     context = worker_context(PRELOADED)
     # No daemons: these may not have processes of their own, and data is loaded by such.
     workers = [context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in range(config.workers)]
@@ -63,23 +67,31 @@ def spawn(config: RunConfig, folder: Path) -> None:
             for worker in workers:
                 worker.start()
         try:
-            _watch(workers, folder, requests, store)
+            _watch(workers, folder, requests, store, config.timeout)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was written so far is in {folder}") from None
 
 
-def check_port(port: int) -> None:
-    """
+def loopback_store(port: int) -> dist.TCPStore:
+    """The store where the workers meet. It has no authentication, so it listens on the loopback only.
+
+    Args:
+        port: TCP port; 0 takes a free one.
+
     Raises:
-        ValueError: nobody may listen there, or somebody does already.
+        ValueError: the port is taken, or this user may not listen there.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            listener.bind((LOOPBACK, port))
+            listener.listen(1024)
         except OSError as error:
             reason = f"port {port} cannot be used: {error.strerror}"
             raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
+        port = listener.getsockname()[1]
+        options = {"is_master": True, "wait_for_workers": False, "timeout": RENDEZVOUS}
+        return dist.TCPStore(LOOPBACK, port, master_listen_fd=listener.detach(), **options)
 
 
 @contextmanager
@@ -143,52 +155,96 @@ def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
             signal.signal(number, handler)
 
 
-def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store) -> None:
-    """Return when all workers have ended well; raise as soon as one has not."""
-    stopped = [128 + number for number in SIGNALS]
-    running = list(workers)
+def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float) -> None:
+    """Return when all workers have finished; raise as soon as one has not, or was stopped for longer than the limit."""
+    signalled = [128 + number for number in SIGNALS]
+    running, stopped_since = list(workers), dict[int, float]()
     while running:
         wait([worker.sentinel for worker in running], timeout=1)
         if any(worker.exitcode == MISTAKEN for worker in workers):
             raise ValueError(store.get("mistake").decode())
-        if any(worker.exitcode not in (None, 0, *stopped) for worker in workers):
-            raise WorkerError(_diagnosis(workers, folder))
+        if any(worker.exitcode not in (None, 0, *signalled) for worker in workers):
+            raise WorkerError(_diagnosis(workers, folder, store))
+        for rank, worker in enumerate(workers):
+            if worker.exitcode == 0 and not store.check([f"finished/{rank}"]):
+                raise WorkerError(f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}")
         running = [worker for worker in running if worker.exitcode is None]
         requests.pass_on()  # once more: a worker in the middle of its start may have missed it
-        if running and time.monotonic() > requests.deadline:
-            raise WorkerError(_too_slow(workers.index(running[0]), requests.signal, folder))
+        now = time.monotonic()
+        stopped_since = {rank: stopped_since.get(rank, now) for rank in _stopped(workers)}
+        if any(now - since >= limit_seconds for since in stopped_since.values()):
+            raise WorkerError(_diagnosis(workers, folder, store))
+        if running and now > requests.deadline:
+            raise WorkerError(_too_slow(workers, requests.signal, folder))
     if workers[0].exitcode:
         raise Interrupted(workers[0].exitcode - 128, latest(folder / "checkpoints"))
 
 
-def _too_slow(rank: int, number: int, folder: Path) -> str:
+def _stopped(workers: list[BaseProcess]) -> list[int]:
+    """Ranks of the workers that are stopped, as after SIGSTOP."""
+    return [rank for rank, worker in enumerate(workers) if worker.exitcode is None and _state(worker.pid) == "T"]
+
+
+def _state(pid: int | None) -> str:
+    """A process's state as Linux names it, "" where that is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _too_slow(workers: list[BaseProcess], number: int, folder: Path) -> str:
+    """The others wait for a stopped worker, so it is the one to name."""
+    late = _stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
     name = signal.Signals(number).name
-    return f"worker {rank} did not stop within {STOP_SECONDS} seconds of {name} and was killed; what was saved is in {folder}"
+    return (
+        f"worker {late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
+        f"{'; it was stopped by SIGSTOP' * bool(_stopped(workers))}; what was saved is in {folder}"
+    )
 
 
-def _diagnosis(workers: list[BaseProcess], folder: Path) -> str:
-    """Who ended the run. Others lose their connection and fail after it, so a signal or the oldest report tells."""
+def _diagnosis(workers: list[BaseProcess], folder: Path, store: dist.Store) -> str:
+    """Which worker ended the run, and why. Others lose their connection and fail after it, so the first report counts."""
     for rank, worker in enumerate(workers):
         if (worker.exitcode or 0) < 0:
             return f"worker {rank} was ended by {signal.Signals(-worker.exitcode).name}"
-    reports = sorted(folder.glob("worker-*-error.txt"), key=lambda path: path.stat().st_mtime_ns)
+    for rank in _stopped(workers):
+        pid = workers[rank].pid
+        return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
+    reports = [store.get(name).decode() for rank in range(len(workers)) if store.check([name := f"failed/{rank}"])]
     if reports:
-        return f"{reports[0].read_text().splitlines()[0]} (traceback in {reports[0]})"
+        return min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
     rank, worker = next((rank, worker) for rank, worker in enumerate(workers) if worker.exitcode)
     return f"worker {rank} ended with exit code {worker.exitcode}"
 
 
+def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
+    """Tell the launcher why this worker fails, and leave the traceback in the folder, as far as that can be written."""
+    came, line = time.time_ns(), f"worker {rank} failed: {in_one_line(error)}"
+    path = folder / f"worker-{rank}-error.txt"
+    with contextlib.suppress(OSError):
+        path.write_text(f"{line}\n\n{traceback.format_exc()}")
+        line += f" (traceback in {path})"
+    if store is not None:
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            store.set(f"failed/{rank}", f"{came} {line}")
+
+
 def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
     """The whole life of a process that `spawn` started."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threading.excepthook = ignore_file_errors
     environment = Environment("thinwire", rank, config.workers, rank, config.workers, LOOPBACK, port)
     os.environ.update(environment.variables())
+    store = None
     try:
         with Interruption() as interruption:
             store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)
             with connected(config, environment, store) as comm:
                 loop.run(config, folder, comm, interruption)
                 interruption.settle()
+            store.set(f"finished/{rank}", "")
     except Interrupted as stop:
         os._exit(128 + stop.signal)
     except SharedError as mistake:
@@ -196,18 +252,29 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
         os._exit(MISTAKEN)
     except BaseException as error:
         if isinstance(error, Exception):
-            report = f"worker {rank} failed: {in_one_line(error)}\n\n{traceback.format_exc()}"
-            with contextlib.suppress(OSError):
-                (folder / f"worker-{rank}-error.txt").write_text(report)
+            _report(store, folder, rank, error)
         os._exit(1)  # at once: threads that still wait for other workers would hold up an ordinary exit
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
+def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
+    """Print no traceback of a thread that cannot write a file: TensorBoard's raises the error again in the main thread."""
+    if not isinstance(raised.exc_value, OSError):
+        threading.__excepthook__(raised)
+
+
 def in_one_line(error: Exception) -> str:
-    """A user's mistake in its own words, anything else with its kind before it."""
+    """A user's mistake in its own words, a file's error by its number's name, anything else with its kind before it.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
+        "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'"
+    """
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in errno.errorcode and error.filename is not None:
+        return f"{errno.errorcode[error.errno]}: {error.strerror}: {str(error.filename)!r}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,142 @@
+"""How a launcher watches its workers: who is named when one stops, leaves or fails, and where the store listens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.lab.train import RunConfig, WorkerError, spawn
+from thinwire.lab.train.strategy import attach
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
+
+
+def sleeping():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+@pytest.fixture
+def workers():
+    """Three workers that do nothing."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=sleeping) for _ in range(3)]
+    for worker in started:
+        worker.start()
+    yield started
+    for worker in started:
+        worker.kill()
+        worker.join()
+
+
+def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
+    with pytest.raises(WorkerError) as raised:
+        spawn._watch(workers, folder, requests or spawn._Requests(workers), store or dist.HashStore(), limit_seconds)
+    return str(raised.value)
+
+
+def stop(worker):
+    os.kill(worker.pid, signal.SIGSTOP)
+
+
+def test_a_stopped_worker_is_named_within_the_limit(workers, tmp_path):
+    stop(workers[1])
+    began = time.monotonic()
+    said = watched(workers, tmp_path, limit_seconds=1.0)
+    assert said.startswith(f"worker 1 (process {workers[1].pid}) was stopped by SIGSTOP"), said
+    assert time.monotonic() - began < 6
+
+
+def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypatch):
+    calls = []
+
+    def waiting(sentinels, timeout):
+        calls.append(os.kill(workers[1].pid, signal.SIGCONT if len(calls) % 2 else signal.SIGSTOP))
+        time.sleep(0.3)
+        if len(calls) == 8:
+            raise TimeoutError("watched for long enough")
+
+    monkeypatch.setattr(spawn, "wait", waiting)
+    with pytest.raises(TimeoutError):
+        spawn._watch(workers, tmp_path, spawn._Requests(workers), dist.HashStore(), 0.5)
+
+
+def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+    stop(workers[1])
+    requests = spawn._Requests(workers)
+    requests.receive(signal.SIGTERM, None)
+    said = watched(workers, tmp_path, requests)
+    assert said.startswith("worker 1 did not stop within 1 seconds of SIGTERM and was killed; it was stopped by SIGSTOP"), said
+
+
+def test_a_worker_that_fails_waiting_for_a_stopped_one_is_not_blamed(workers, tmp_path):
+    stop(workers[2])
+    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
+    workers[0].start()
+    assert watched(workers, tmp_path).startswith("worker 2 (process ")
+
+
+def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
+    store = dist.HashStore()
+    store.set("finished/0", "")
+    for rank in (0, 1):
+        workers[rank].kill()
+        workers[rank] = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+        workers[rank].start()
+    assert watched(workers, tmp_path, store=store).startswith("worker 1 left the run before its end, with exit code 0")
+
+
+def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
+    store = dist.HashStore()
+    full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
+    spawn._report(store, tmp_path / "gone", 2, full)
+    time.sleep(0.01)
+    spawn._report(store, tmp_path, 0, RuntimeError("connection closed by peer"))
+    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
+    workers[0].start()
+    assert watched(workers, tmp_path, store=store) == (
+        "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'"
+    )
+
+
+def test_the_store_listens_on_the_loopback_alone():
+    store = spawn.loopback_store(0)
+    port = f":{store.port:04X}"
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"]
+    assert listening == ["0100007F" + port]
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("met", "yes")
+    assert store.get("met") == b"yes"
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} cannot be used: .*choose another, or leave --port out"):
+            spawn.loopback_store(port)
+
+
+def test_the_time_limit_reaches_the_averager_and_is_no_part_of_the_result():
+    config = RunConfig("digits", timeout=7.0)
+    model = torch.nn.Linear(2, 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        strategy = attach(config, model, torch.optim.SGD(model.parameters(), 0.1))
+        assert strategy.own_comm._timeout_seconds == 7.0
+        strategy.detach()
+        assert strategy.own_comm._closed
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="timeout must be above 0 seconds, got 0"):
+        RunConfig("digits", timeout=0)
