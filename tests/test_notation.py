@@ -44,6 +44,16 @@ def test_the_repr_is_short():
         ("open('x')", "unknown name 'open'"),
         ("Mean(memory=1+1)", "only names of algorithms"),
         ("Mean(codec=3)", "codec must be a codec"),
+        ("chain(QSGD(bits=4), Huffman(), Huffman())", r"Huffman\(\) is no codec \(at column 1 of"),
+        ("chain(3, Huffman())", r"first link must be a codec.*got 3 \(at column 1 of"),
+        ("chain(Huffman(), QSGD(bits=4))", r"first link must be a codec.*\(at column 1 of"),
+        ("-" * 5000 + "1", "cannot read '-----.*column 1"),
+        ("Mean(TopK(" + "-" * 200 + "1))", "only names of algorithms.*column 11"),
+        ("[" * 150 + "]" * 150, "nested more than 50 deep.*column 52"),
+        ("(" * 5000 + ")" * 5000, "cannot read.*column"),
+        ("Mean(TopK(ratio=0.1, ratio=0.2))", r"TopK is given the option 'ratio' twice \(at column 22 of"),
+        ("Mean(TopK(0.1, ratio=0.2))", r"multiple values for argument 'ratio' \(at column 6"),
+        ("Mean(\0)", "cannot read.*column"),
     ],
 )
 def test_mistakes_point_at_their_column(text, message):

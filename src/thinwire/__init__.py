@@ -14,8 +14,9 @@ from .codec import (
     AdaptiveCodec,
     AdaptiveThreshold,
     AgreedCodec,
+    BlockwiseTopK,
     Cast,
-    ChunkTopK,
+    CoarseGrainedTopK,
     Codec,
     Huffman,
     Identity,
@@ -29,14 +30,13 @@ from .codec import (
     TernGrad,
     Threshold,
     TopK,
-    TopKInChunks,
     TruncatedNormal,
     TruncatedNormalMixture,
     chain,
 )
 from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
 from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
-from .notation import parse
+from .notation import parse, register
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .strategy import (
     DGCSGD,
@@ -113,8 +113,8 @@ __all__ = [
     "Identity",
     "Cast",
     "TopK",
-    "TopKInChunks",
-    "ChunkTopK",
+    "BlockwiseTopK",
+    "CoarseGrainedTopK",
     "RandomK",
     "Threshold",
     "AdaptiveThreshold",
@@ -168,4 +168,5 @@ __all__ = [
     "Ledger",
     # notation
     "parse",
+    "register",
 ]

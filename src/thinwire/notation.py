@@ -1,7 +1,16 @@
 """One notation for Python, the command line, saved runs and sweeps: `parse(repr(x)) == x`.
 
-The text is read by a walk over its syntax tree. Calls of public names, literals, and lists and tuples of them are
-understood; anything else is an error that points at the column. Nothing is ever evaluated.
+`parse` walks the syntax tree of the text. It understands calls of known names, literals, and lists and tuples of these.
+Anything else is an error that names the column. Nothing is ever evaluated.
+
+Known names are the library's algorithms, those passed to `register`, and those that installed packages declare in the
+entry-point group `thinwire.algorithms`:
+
+    [project.entry-points."thinwire.algorithms"]
+    Natural = "my_package.natural:Natural"
+
+An entry point is loaded when its name is first used. `register` serves one process. Names in entry points are known to
+every process of an environment: to the command line, sweeps, workers and saved runs.
 """
 
 from __future__ import annotations
@@ -9,22 +18,103 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, TypeVar
 
 from . import average, codec, memory, schedule, topology
-from .algorithm import Algorithm
+from .algorithm import Algorithm, require
+
+ENTRY_POINT_GROUP = "thinwire.algorithms"
+
+_T = TypeVar("_T", bound=type[Algorithm])
+_registered: dict[str, Callable[..., Any]] = {}
 
 
-def vocabulary() -> dict[str, Callable]:
-    """The names that `parse` understands: all public algorithms, and the functions that build them."""
-    rooms = {name: getattr(room, name) for room in (average, codec, memory, schedule, topology) for name in dir(room)}
+def register(cls: _T) -> _T:
+    """Make an algorithm known to `parse` under its class name; also usable as a decorator.
+
+    Args:
+        cls: a frozen dataclass derived from `Codec`, `Memory`, `Topology`, `Averager` or another `Algorithm`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: not such a class, or another algorithm has this name.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import thinwire as tw
+        >>> @tw.register
+        ... @dataclass(frozen=True, repr=False)
+        ... class Halving(tw.Schedule):
+        ...     start: float
+        ...     def at(self, progress):
+        ...         return self.start / 2**progress.epoch
+        >>> tw.parse("TopK(Halving(0.5))")
+        TopK(Halving(start=0.5))
+    """
+    _check_algorithm(cls)
+    name = cls.__name__
+    known = _built_in().get(name, _registered.get(name, cls))
+    # A module that is imported again defines its classes again.
+    same = (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+    require(same, f"register: {name} is the name of {known.__module__}.{known.__qualname__} already; choose another")
+    _registered[name] = cls
+    return cls
+
+
+def vocabulary() -> dict[str, Callable[..., Any]]:
+    """The names that `parse` understands, with what builds each of them; loads all entry points."""
+    return {name: _builder(name) for name in known_names()}
+
+
+def known_names() -> set[str]:
+    """The names that `parse` understands, without loading entry points."""
+    return _built_in().keys() | _registered.keys() | _entry_points().keys()
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    """What a known name calls. The library's own names come first, then registered ones, then entry points."""
+    if name in _built_in():
+        return _built_in()[name]
+    if name not in _registered:
+        entry = _entry_points()[name]
+        try:
+            loaded = entry.load()
+            _check_algorithm(loaded)
+        except Exception as error:
+            raise ValueError(f"the entry point {name} = {entry.value!r} cannot be used: {error}") from error
+        _registered[name] = loaded
+    return _registered[name]
+
+
+@cache
+def _built_in() -> dict[str, Callable[..., Any]]:
+    packages = (average, codec, memory, schedule, topology)
+    found = {name: getattr(package, name) for package in packages for name in dir(package)}
     return {"chain": codec.chain, "dgc": average.dgc} | {
-        name: value
-        for name, value in rooms.items()
-        if inspect.isclass(value) and issubclass(value, Algorithm) and dataclasses.is_dataclass(value)
+        name: value for name, value in found.items() if _is_algorithm(value)
     }
+
+
+@cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _is_algorithm(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, Algorithm) and dataclasses.is_dataclass(value)
+
+
+def _check_algorithm(value: Any) -> None:
+    require(
+        _is_algorithm(value) and value.__dataclass_params__.frozen,
+        f"register: {value!r} must be a frozen dataclass derived from Codec, Memory, Topology or Averager",
+    )
 
 
 def parse(text: str) -> Any:
@@ -44,61 +134,80 @@ def parse(text: str) -> Any:
         >>> tw.parse("Mean(TopK(0.01), ErrorFeedback())") == tw.Mean(tw.TopK(0.01), tw.ErrorFeedback())
         True
     """
+    text = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
-        raise ValueError(f"cannot read {text!r}: {error.msg} at column {error.offset}") from None
-    return _Reader(text.strip(), vocabulary()).read(tree.body)
+        raise ValueError(f"cannot read {_short(text)}: {error.msg} at column {error.offset}") from None
+    except (RecursionError, MemoryError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        raise ValueError(f"cannot read {_short(text)}: {reason} (from column 1 on)") from None
+    return _Reader(text, known_names()).read(tree.body, depth=0)
+
+
+MAX_DEPTH = 50
+"""How deeply calls and lists may be nested."""
 
 
 class _Reader:
-    def __init__(self, text: str, names: Mapping[str, Callable]):
+    def __init__(self, text: str, names: set[str]):
         self.text, self.names = text, names
 
-    def read(self, node: ast.expr) -> Any:
+    def read(self, node: ast.expr, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise self._error(node, f"nested more than {MAX_DEPTH} deep")
         match node:
             case ast.Call(func=ast.Name(id=name)):
-                return self._call(node, name)
+                return self._call(node, name, depth)
             case ast.Constant(value=None | bool() | int() | float() | str() as value):
                 return value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
             case ast.Tuple(elts=items):
-                return tuple(self.read(item) for item in items)
+                return tuple(self.read(item, depth + 1) for item in items)
             case ast.List(elts=items):
-                return [self.read(item) for item in items]
+                return [self.read(item, depth + 1) for item in items]
             case ast.Name(id=name) if name in self.names:
                 raise self._error(node, f"{name} needs parentheses: {name}()")
             case ast.Name(id=name):
                 raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
         raise self._error(node, "only names of algorithms, their arguments and literals are understood here")
 
-    def _call(self, node: ast.Call, name: str) -> Any:
+    def _call(self, node: ast.Call, name: str, depth: int) -> Any:
         if name not in self.names:
             raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
-        build = self.names[name]
+        try:
+            build = _builder(name)
+        except ValueError as error:
+            raise self._error(node, str(error)) from error
         options = list(inspect.signature(build).parameters)
-        keywords = {}
+        keywords: dict[str, Any] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise self._error(node, "** is not understood here; write the options out")
             if keyword.arg not in options:
                 raise self._error(keyword, f"{name} has no option {keyword.arg!r}{suggestion(keyword.arg, options)}")
-            keywords[keyword.arg] = self.read(keyword.value)
-        arguments = [self.read(a) for a in node.args]
+            if keyword.arg in keywords:
+                raise self._error(keyword, f"{name} is given the option {keyword.arg!r} twice")
+            keywords[keyword.arg] = self.read(keyword.value, depth + 1)
+        arguments = [self.read(a, depth + 1) for a in node.args]
         try:
             return build(*arguments, **keywords)
         except (TypeError, ValueError) as error:
             raise self._error(node, str(error).replace(f"{name}.__init__()", f"{name}()")) from None
 
-    def _error(self, node: ast.AST, message: str) -> ValueError:
+    def _error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
         if len(self.text) > 60:
             return ValueError(f"{message} (at column {node.col_offset + 1})")
         return ValueError(f"{message} (at column {node.col_offset + 1} of {self.text!r})")
 
 
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 200 else f"{text[:60]!r}..."
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What was probably meant by a misspelt name, or else all that is known; to be put behind a message.
+    """The end of an error message: the known name closest to a misspelt one, or all known names.
 
     Example:
         >>> suggestion("TopKK", ["TopK", "QSGD"])

@@ -32,7 +32,7 @@ class Above(tw.Codec):
     threshold: float
     fixed_size: ClassVar[bool] = False
 
-    def _encode(self, segments, keys, residuals):
+    def encode_segments(self, segments, keys, residuals):
         x = torch.cat(segments)
         indices = x.abs().gt(self.threshold).nonzero().view(-1).int()
         kept = x[indices]
@@ -40,14 +40,14 @@ class Above(tw.Codec):
             r.copy_(torch.where(s.abs() > self.threshold, torch.zeros_like(s), s))
         return torch.cat([indices.view(torch.uint8), kept.view(torch.uint8)])
 
-    def _decode_add(self, payload, outs, weight):
+    def decode_add_segments(self, payload, outs, weight, keys):
         indices, values = payload.view(torch.int32).chunk(2)
         total = torch.zeros(sum(o.numel() for o in outs))
         total[indices.long()] = values.view(torch.float32)
         for o, part in zip(outs, total.split([o.numel() for o in outs]), strict=True):
             o.add_(part, alpha=weight)
 
-    def _nbytes(self, numels):
+    def segments_nbytes(self, numels):
         return 8 * sum(numels)
 
 

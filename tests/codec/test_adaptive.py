@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.codec.adaptive.adaptation import adaptive_part
 from thinwire.codec.adaptive.level_search import amq, exponential_levels, uniform_levels
 from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
 
@@ -248,7 +247,7 @@ def test_ddp_in_processes_and_a_plain_module_in_threads_train_alike(options):
 
 def learned(codec, workers):
     """The pure codec after an update from these gradients, a list of tensors for each worker."""
-    part, statistics = adaptive_part(codec), []
+    part, statistics = codec.adaptive_part, []
     for rank, tensors in enumerate(workers):
         state = part.init_state()
         part.observe(state, tensors, [tw.Key(0, rank << 32 | i) for i in range(len(tensors))])

@@ -41,11 +41,11 @@ def encode_agreed(codec: tw.AgreedCodec, num_workers: int) -> str:
     segments = golden_input()
     total = codec.propose(segments) * (num_workers if codec.agreement == "sum" else 1)
     keys = [KEY.mixed(), KEY._replace(stream=4).mixed()]
-    return bytes(codec.agreed(total, num_workers)._encode(segments, keys, None).tolist()).hex()
+    return bytes(codec.agreed(total, num_workers).encode_segments(segments, keys, None).tolist()).hex()
 
 
 def agreed_cases() -> dict[str, tuple[tw.AgreedCodec, int]]:
-    codecs = (tw.TernGrad(shared=True), tw.TernGrad(bucket_size=100, shared=True), tw.ChunkTopK(0.3, chunk=32))
+    codecs = (tw.TernGrad(shared=True), tw.TernGrad(bucket_size=100, shared=True), tw.CoarseGrainedTopK(0.3, chunk=32))
     return {f"{codec!r} of {size} workers": (codec, size) for codec in codecs for size in (1, 2, 4, 16)}
 
 

@@ -211,7 +211,7 @@ def test_a_shared_key_must_be_given():
 def test_top_k_in_chunks_is_top_k_of_each(n, chunk, ratio):
     x = normal(n, n)
     by_hand = torch.cat([sent(tw.TopK(ratio), part) for part in x.split(chunk)])
-    codec = tw.TopKInChunks(ratio, chunk=chunk)
+    codec = tw.BlockwiseTopK(ratio, block=chunk)
     assert torch.equal(sent(codec, x), by_hand)
     assert codec.encode(x).numel() == codec.nbytes(n)
 
@@ -219,7 +219,7 @@ def test_top_k_in_chunks_is_top_k_of_each(n, chunk, ratio):
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 16, 64])
 def test_an_index_in_a_chunk_takes_at_most_12_bits(k):
     n = 4096 * 50
-    codec = tw.TopKInChunks(k / 4096)
+    codec = tw.BlockwiseTopK(k / 4096)
     assert codec.count(n) == 50 * k
     assert (codec.nbytes(n) - 4 * 50 * k) * 8 <= 12 * 50 * k
 
@@ -237,7 +237,7 @@ def chunk_mean(comm, codec, n, memory=None):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1000, 1024, 37])
 def test_chunk_top_k_averages_the_chunks_of_largest_summed_norm(size, n):
-    codec = tw.ChunkTopK(0.2, chunk=64)
+    codec = tw.CoarseGrainedTopK(0.2, chunk=64)
     results = tw.LocalWorld(size).run(chunk_mean, codec, n)
     xs = [normal(n, rank) * (1 + rank) for rank in range(size)]
     norms = sum(torch.stack([part.double().abs().sum() for part in x.split(64)]) for x in xs)
@@ -256,7 +256,7 @@ def test_chunk_top_k_averages_the_chunks_of_largest_summed_norm(size, n):
 
 def test_chunk_top_k_loses_nothing_with_a_memory():
     def worker(comm):
-        averager = tw.Mean(tw.ChunkTopK(0.25, chunk=16), tw.ErrorFeedback(), min_ndim=0)
+        averager = tw.Mean(tw.CoarseGrainedTopK(0.25, chunk=16), tw.ErrorFeedback(), min_ndim=0)
         state = averager.init([("x", torch.zeros(200))], comm)
         given, got = torch.zeros(200, dtype=torch.float64), torch.zeros(200, dtype=torch.float64)
         for step in range(6):
@@ -411,7 +411,7 @@ def test_all_indices_cost_nothing():
         tw.Threshold(1.0),
         tw.RandomK(0.1),
         tw.RandomK(0.1, shared=True),
-        tw.TopKInChunks(0.1, chunk=32),
+        tw.BlockwiseTopK(0.1, block=32),
         tw.chain(tw.Threshold(1.0), tw.QSGD(bits=8)),
     ],
     ids=repr,
@@ -433,8 +433,8 @@ def test_support_names_what_was_sent(codec):
         lambda s: tw.TopK(s),
         lambda s: tw.TopK(s, sample=0.1),
         lambda s: tw.RandomK(s),
-        lambda s: tw.TopKInChunks(s),
-        lambda s: tw.ChunkTopK(s),
+        lambda s: tw.BlockwiseTopK(s),
+        lambda s: tw.CoarseGrainedTopK(s),
         lambda s: tw.Threshold(s),
         lambda s: tw.AdaptiveThreshold(s),
         lambda s: tw.chain(tw.Threshold(s), tw.QSGD(bits=4)),
@@ -476,8 +476,8 @@ def test_the_ledger_of_variable_sizes():
         (lambda: tw.RandomK(0.1, shared=1), "shared must be True or False"),
         (lambda: tw.TopK(0.1, sample=0), "sample must be"),
         (lambda: tw.TopK(0.1, indices="delta"), "indices must be 'fixed' or 'auto'"),
-        (lambda: tw.TopKInChunks(0.1, chunk=4097), "from 1 to 4096"),
-        (lambda: tw.ChunkTopK(0.1, chunk=0), "positive integer"),
+        (lambda: tw.BlockwiseTopK(0.1, block=4097), "from 1 to 4096"),
+        (lambda: tw.CoarseGrainedTopK(0.1, chunk=0), "positive integer"),
     ],
 )
 def test_mistakes(build, message):

@@ -261,7 +261,7 @@ SPARSE = [
     tw.TopK(0.1, sample=0.5),
     tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)),
     tw.RandomK(0.1),
-    tw.ChunkTopK(0.2, chunk=5),
+    tw.CoarseGrainedTopK(0.2, chunk=5),
     tw.Threshold(0.5),
 ]
 

@@ -166,14 +166,14 @@ def test_an_error_in_backward_abandons_the_round():
 
 
 def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(monkeypatch):
-    sums, failures = tw.TopK._decode_sum, iter([RuntimeError("on purpose")])
+    sums, failures = tw.TopK.decode_sum_segments, iter([RuntimeError("on purpose")])
 
     def fails_once(*arguments):
         for error in failures:
             raise error
         return sums(*arguments)
 
-    monkeypatch.setattr(tw.TopK, "_decode_sum", fails_once)
+    monkeypatch.setattr(tw.TopK, "decode_sum_segments", fails_once)
 
     def worker(comm):
         model = make_model()

@@ -94,16 +94,16 @@ class Choco(Gossip):
         check_codec(self, self.codec)
         check_number(self, "gamma", self.gamma)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
 
-    def _init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
+    def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
         digests = comm.gather_objects(hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest())
         start = x if len(set(digests)) == 1 and kernels.all_finite([x]) else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, start.clone())
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         memory, codec = state.memory, resolve(self.codec, round.progress)
         with state.clock("encode"):
             payload = codec.encode(state.layout.split(own - memory.public), tensor_keys(state, round))

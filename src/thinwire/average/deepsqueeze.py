@@ -85,13 +85,13 @@ class DeepSqueeze(Gossip):
         check_codec(self, self.codec)
         check_number(self, "eta", self.eta)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
 
-    def _init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
+    def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         memory, codec = state.memory, resolve(self.codec, round.progress)
         with state.clock("encode"):
             v = own + memory.lost

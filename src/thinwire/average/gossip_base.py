@@ -44,8 +44,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
-from ..codec import AgreedCodec, Codec, Key
-from ..codec.adaptive.adaptation import adaptive_part
+from ..codec import Codec, Key
 from ..comm import Communicator, Handle
 from ..schedule import Progress
 from ..topology import Hierarchical, Neighbours, Topology
@@ -150,9 +149,9 @@ class Gossip(Averager):
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)
         self.topology.validate(comm.size)
-        self._check_topology(comm.size)
+        self.check_topology(comm.size)
         state = GossipState(Layout.of(tensors), seed)
-        state.memory = self._init_memory(state, tensors, comm)
+        state.memory = self.init_memory(state, tensors, comm)
         return state
 
     def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
@@ -176,14 +175,14 @@ class Gossip(Averager):
         return 1.0 / state.weight
 
     @abstractmethod
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         """Raise ValueError where the topology, valid in itself, does not suit the algorithm."""
 
     @abstractmethod
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         """Encode `own` and begin to send; returns what waits, decodes and gives the change of `own`, a new vector."""
 
-    def _init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+    def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
         return None
 
     def _start(self, state: GossipState, comm: Communicator, own: Tensor) -> Change:
@@ -191,11 +190,11 @@ class Gossip(Averager):
         if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
 
             def begin(near: Neighbours, mean: Tensor) -> Change:
-                return self._begin(state, Round(comm, progress, *near), mean)
+                return self.begin(state, Round(comm, progress, *near), mean)
 
             return lambda: mix_nodes(topology, state, comm, own, begin)
         near = topology.neighbours(comm.rank, progress.step, comm.size)
-        return self._begin(state, Round(comm, progress, *near), own)
+        return self.begin(state, Round(comm, progress, *near), own)
 
     def _finish(self, state: GossipState, tensors: NamedTensors, finish: Change) -> None:
         change = finish()
@@ -262,9 +261,8 @@ def check_codec(averager: Gossip, codec: Codec) -> None:
     """Raise ValueError unless neighbours can know the size of a payload before it comes."""
     name = type(averager).__name__
     require(isinstance(codec, Codec), f"{name}: codec must be a codec such as TopK(0.01), got {codec!r}")
-    agrees = isinstance(codec, AgreedCodec) and codec.agreement is not None
     require(
-        not agrees and adaptive_part(codec) is None,
+        codec.agreement is None and codec.adaptive_part is None,
         f"{name}: for {codec} all workers must agree now and then, and gossip asks neighbours only; use Mean",
     )
     require(

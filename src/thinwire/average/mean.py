@@ -22,10 +22,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
-from ..codec import AgreedCodec, Codec, Identity, Key
-from ..codec.adaptive.adaptation import adapted, adaptive_part, reaching
-from ..codec.compose.preselected import topk_counts
-from ..codec.sparse.base import Selection
+from ..codec import Codec, Identity, Key, Selection
 from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -136,7 +133,7 @@ class Mean(Averager):
             value = getattr(self, name)
             require(value in allowed, f"Mean: {name} must be one of {', '.join(allowed)}, got {value!r}")
         require(
-            self.exchange != "all_reduce" or self.codec.summable or _agrees(self.codec),
+            self.exchange != "all_reduce" or self.codec.summable or self.codec.agreement is not None,
             f"Mean: payloads of {self.codec} cannot be added on the wire; use exchange='all_gather' or 'auto'",
         )
         require(
@@ -172,7 +169,7 @@ class Mean(Averager):
         return self.codec.lossless and self.memory is None
 
     def sends_at_once(self, state: MeanState) -> bool:
-        return state.exchange in ONE_STEP and not _agrees(self.codec)
+        return state.exchange in ONE_STEP and self.codec.agreement is None
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
@@ -181,7 +178,7 @@ class Mean(Averager):
         state = MeanState(seed, memory, *self._choose(tensors, comm))
         if state.exchange == "scatter_reduce" and self.memory is not None:
             state.owner_memory = init_owner_memory(self.codec, encoded, comm)
-        part = adaptive_part(self.codec)
+        part = self.codec.adaptive_part
         state.codec = None if part is None else part.init_state()
         return state
 
@@ -191,7 +188,7 @@ class Mean(Averager):
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
         if self.exchange != "auto":
             return self.exchange, nodes
-        if _agrees(self.codec):
+        if self.codec.agreement is not None:
             return "all_reduce", nodes
         if not needs_nodes and (self.memory is None or not self.memory.needs_support):
             nodes = launched_nodes(comm)
@@ -235,17 +232,17 @@ class Mean(Averager):
             observe=observe,
         )
         exchange = "all_reduce" if self._is_dense_round(codec) else state.exchange
-        agree = _agrees(job.codec) and exchange == "all_reduce"
+        agree = job.codec.agreement is not None and exchange == "all_reduce"
         finish = agreed_all_reduce(job) if agree else EXCHANGES[exchange](job)
         return Handle(lambda: self._finish(state, job, finish, *self._split(targets, codec), scale))
 
     def current_codec(self, state: MeanState) -> Codec:
         codec = resolve(self.codec, state.progress)
-        return codec if state.codec is None else adapted(codec, state.codec)
+        return codec if state.codec is None else codec.adapted(state.codec)
 
     def _adapt(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Observe | None:
         """Update a codec that adapts where a round begins for which it is due; return how to show it this round."""
-        part, step, device = adaptive_part(self.codec), state.progress.step, tensors[0][1].device
+        part, step, device = self.codec.adaptive_part, state.progress.step, tensors[0][1].device
         if part is None:
             return None
         if part.is_due(state.codec, step):
@@ -255,7 +252,7 @@ class Mean(Averager):
                 part.adopt(state.codec, comm.broadcast(learned).wait(), step)
         if not part.observes(step):
             return None
-        return lambda codec, segments, keys: part.observe(state.codec, reaching(codec, segments, keys), keys)
+        return lambda codec, segments, keys: part.observe(state.codec, codec.reaching(segments, keys), keys)
 
     def commit(self, state: MeanState) -> bool:
         finite = state.finite
@@ -281,7 +278,7 @@ class Mean(Averager):
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """Those that are encoded, and those that travel dense."""
         # Identity sends float32 either way: one collective serves for all.
-        min_ndim = 0 if codec == Identity() else self.min_ndim
+        min_ndim = 0 if codec.sends_floats else self.min_ndim
         is_encoded = [not self._is_dense_round(codec) and t.ndim >= min_ndim for _, t in tensors]
         parts = list(zip(tensors, is_encoded, strict=True))
         return [pair for pair, yes in parts if yes], [pair for pair, yes in parts if not yes]
@@ -303,7 +300,7 @@ class Mean(Averager):
         if self.memory is None:
             return [t for _, t in encoded], None
         names, gradients = [name for name, _ in encoded], [g for _, g in encoded]
-        counts = topk_counts(codec, [g.numel() for g in gradients])
+        counts = codec.topk_counts([g.numel() for g in gradients])
         if counts and self.granularity == "layer" and state.exchange == "all_gather":
             fused = self.memory.compensate_topk(state.memory, names, gradients, scale, counts)
             if fused is not None:
@@ -332,11 +329,6 @@ class Mean(Averager):
             _store(totals, outs)
             _store(means, dense_outs)
             state.finite = state.finite and finite and kernels.all_finite([dense_total])
-
-
-def _agrees(codec: Codec) -> bool:
-    """Whether workers agree on some numbers before payloads are added on the wire."""
-    return isinstance(codec, AgreedCodec) and codec.agreement is not None
 
 
 def _key(state: MeanState, name: str, rank: int) -> Key:

@@ -42,10 +42,10 @@ class Mix(Gossip):
 
     topology: Topology = field(default_factory=Ring)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         wait = round.exchange(own)
 
         def finish() -> Tensor:

@@ -85,10 +85,10 @@ class Moniqua(Gossip):
         """B = 2 theta / (1 - 2 delta)."""
         return 2.0 * self.theta * self.num_steps / (self.num_steps - 2)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         with state.clock("encode"):
             wrapped = self._wrap(own)
             key = kernels.mix_key(state.seed, 0, round.progress.step)

@@ -122,13 +122,13 @@ class PowerGossip(Gossip):
         )
         check_number(self, "step_size", self.step_size)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
 
-    def _init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
+    def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
         return PowerGossipMemory(state.layout)
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         first = _HalfStep(self, state, round, own.clone(), torch.zeros_like(own), with_vectors=True)
 
         def finish() -> Tensor:

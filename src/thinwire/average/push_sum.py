@@ -44,10 +44,10 @@ class PushSum(Gossip):
 
     topology: Topology = field(default_factory=Exponential)
 
-    def _check_topology(self, size: int) -> None:
+    def check_topology(self, size: int) -> None:
         """Every topology is column-stochastic."""
 
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         weight = state.weight
         wait = round.exchange(pack_weighted(weight, own))
 

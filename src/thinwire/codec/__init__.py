@@ -1,11 +1,12 @@
 """Codecs: what crosses the wire. `base` has the contract; one package a family, one algorithm a file."""
 
-from .adaptive import ALQ, AMQ, TruncatedNormal, TruncatedNormalMixture
-from .base import AdaptiveCodec, AgreedCodec, Codec, Key
+from .adaptive import ALQ, AMQ, AdaptiveCodec, TruncatedNormal, TruncatedNormalMixture
+from .base import AgreedCodec, Codec
 from .compose import Huffman, Rice, chain
 from .dense import SVD, Cast, Identity
 from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad
-from .sparse import AdaptiveThreshold, ChunkTopK, RandomK, Threshold, TopK, TopKInChunks
+from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, Threshold, TopK
+from .types import Key, Selection, Symbols
 
 __all__ = [
     "ALQ",
@@ -13,11 +14,13 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "SVD",
+    "Selection",
+    "Symbols",
     "AdaptiveCodec",
     "AdaptiveThreshold",
     "AgreedCodec",
     "Cast",
-    "ChunkTopK",
+    "CoarseGrainedTopK",
     "Codec",
     "Huffman",
     "Identity",
@@ -31,7 +34,7 @@ __all__ = [
     "TernGrad",
     "Threshold",
     "TopK",
-    "TopKInChunks",
+    "BlockwiseTopK",
     "TruncatedNormal",
     "TruncatedNormalMixture",
     "chain",

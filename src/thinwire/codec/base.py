@@ -29,51 +29,28 @@ Facts. `unbiased`: the mean of decode(encode(x)) over keys is x. `sum_dtype`: th
 added on the wire, so an all-reduce serves ("summable"). `fixed_size`: `nbytes` is the exact size, not an upper bound.
 `needs_shape`: the payload depends on the shapes of the segments. `shared_key`: payloads are decoded with the key that
 they were encoded with, so that all workers use the same one (it says what else would have to be sent).
+`sends_floats`: the payload is the float32 elements themselves, one after the other.
+
+Composition. A combinator such as `chain` is built from other codecs: `parts()` lists them and `map(fn)` replaces them.
+Whatever a caller needs to know of a codec is a method here, with a default that suits codecs without parts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..algorithm import Algorithm, require
+from .types import Key, Selection, Size, Symbols
 
-Size = int | torch.Size
+if TYPE_CHECKING:
+    from .adaptive.base import AdaptiveCodec
 
-
-class Key(NamedTuple):
-    """Names one independent sequence of random numbers: pure data, the same on every machine and backend.
-
-    Args:
-        seed: the seed of the run.
-        stream: tells tensors and workers apart.
-        step: tells training steps apart.
-    """
-
-    seed: int = 0
-    stream: int = 0
-    step: int = 0
-
-    def mixed(self) -> int:
-        """The 64-bit key of the counter-based generator."""
-        return kernels.mix_key(*self)
-
-
-class Symbols(NamedTuple):
-    """What stands at the end of a payload: `counts[i]` codes of `bits` bits for segment i, each byte aligned."""
-
-    bits: int
-    counts: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all codes."""
-        return sum((n * self.bits + 7) // 8 for n in self.counts)
 
 
 class Codec(Algorithm, ABC):
@@ -91,6 +68,7 @@ class Codec(Algorithm, ABC):
     fixed_size: ClassVar[bool] = True
     needs_shape: ClassVar[bool] = False
     votes: ClassVar[bool] = False
+    sends_floats: ClassVar[bool] = False
 
     @property
     def shared_key(self) -> bool:
@@ -137,7 +115,7 @@ class Codec(Algorithm, ABC):
         if residuals is not None:
             _check_residuals(segments, residuals)
             residuals = self._as_seen(residuals, xs)
-        return self._encode(segments, [k.mixed() for k in keys], residuals)
+        return self.encode_segments(segments, [k.mixed() for k in keys], residuals)
 
     def decode(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
@@ -168,7 +146,7 @@ class Codec(Algorithm, ABC):
         outs = as_list(out)
         self._check_decoding([payload], outs)
         keys = self._decoding_keys(key, len(outs))
-        self._decode_add_keyed(payload, self._as_seen(outs, outs), weight, keys)
+        self.decode_add_segments(payload, self._as_seen(outs, outs), weight, keys)
 
     def decode_sum(
         self,
@@ -191,7 +169,7 @@ class Codec(Algorithm, ABC):
         outs = as_list(out)
         self._check_decoding(payloads, outs)
         keys = self._decoding_keys(key, len(outs))
-        return self._decode_sum(payloads, self._as_seen(outs, outs), weight, keys)
+        return self.decode_sum_segments(payloads, self._as_seen(outs, outs), weight, keys)
 
     def nbytes(self, size: Size | Sequence[Size]) -> int:
         """Size of the payload in bytes for segments of `size`: exact, or a bound where not `fixed_size`.
@@ -199,23 +177,117 @@ class Codec(Algorithm, ABC):
         A size is a number of elements or a `torch.Size`; any other sequence is a list with one for each segment.
         """
         sizes = [torch.Size([s]) if isinstance(s, int) else s for s in as_list(size)]
-        return self._nbytes(sizes if self.needs_shape else [s.numel() for s in sizes])
+        return self.segments_nbytes(sizes if self.needs_shape else [s.numel() for s in sizes])
+
+    # ---- what authors of codecs write: segments are contiguous float32, flat unless `needs_shape` ----
+
+    @abstractmethod
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        """Encode segments into one payload; changes nothing but `residuals`.
+
+        Args:
+            segments: what to encode.
+            keys: a 64-bit key of random numbers for each segment.
+            residuals: where given, receive what the payload fails to carry; each may be the segment itself.
+        """
+
+    @abstractmethod
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        """Add `weight` times the decoded payload to `outs`; `keys` is empty unless the codec has a `shared_key`."""
+
+    @abstractmethod
+    def segments_nbytes(self, sizes: list[Any]) -> int:
+        """Bytes of a payload: `sizes` are numbers of elements, or shapes (`torch.Size`) if `needs_shape`."""
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> bool:
+        """Overwrite `outs` with the weighted sum of all payloads, added in order; returns whether it is finite."""
+        for out in outs:
+            out.zero_()
+        for payload in payloads:
+            self.decode_add_segments(payload, outs, weight, keys)
+        return kernels.all_finite(outs)
 
     def symbols(self, numels: list[int]) -> Symbols | None:
-        """The codes, of 1 to 8 bits, that stand last in a payload for such segments; None if there are none."""
+        """The codes of 1 to 8 bits at the end of a payload, for an entropy coder to shorten; None if there are none."""
         return None
 
     def combine(self, totals: list[Tensor]) -> None:
-        """Where `votes`: turn sums of all workers' decodings, in place, into what they agree on."""
+        """With `votes`: turn the sums of all workers' decodings into the result, in place."""
         raise NotImplementedError(f"{self} takes no vote: its decodings are averaged")
+
+    # ---- composition: a combinator is built from other codecs ----
+
+    def parts(self) -> tuple[Codec, ...]:
+        """The codecs that this one is built from; empty for a codec that stands alone.
+
+        Example:
+            >>> import thinwire as tw
+            >>> tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)).parts()
+            (TopK(ratio=0.1), QSGD(bits=4))
+        """
+        return ()
+
+    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
+        """The same codec with `fn(part)` in place of each part."""
+        return self
+
+    # ---- what averagers ask ----
+
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection | None:
+        """The positions that a payload carries, with empty values; None if it carries all of them."""
+        return None
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        """How many elements are kept of segments of these sizes, if these are exactly the largest; else None.
+
+        A memory can then select in the same pass that makes the segments, and hand its choice to `with_selection`.
+        """
+        return None
+
+    def with_selection(self, selection: Selection) -> Codec:
+        """This codec for one call of `encode`, in which it keeps `selection` instead of making its own choice."""
+        raise NotImplementedError(f"{self} selects nothing")
+
+    @property
+    def agreement(self) -> str | None:
+        """How workers combine their proposals before they encode: "sum", "max", or None for no agreement."""
+        return None
+
+    def propose(self, segments: list[Tensor]) -> Tensor:
+        """With `agreement`: this worker's float32 vector, of the same length on all workers."""
+        raise NotImplementedError(f"{self} needs no agreement")
+
+    def agreed(self, total: Tensor, num_workers: int) -> Codec:
+        """With `agreement`: the summable codec of this step, from the combined proposals of all workers."""
+        raise NotImplementedError(f"{self} needs no agreement")
+
+    @property
+    def adaptive_part(self) -> AdaptiveCodec | None:
+        """The codec among its parts that learns from gradients, or None."""
+        return next((found for part in self.parts() if (found := part.adaptive_part) is not None), None)
+
+    def adapted(self, state: Any) -> Codec:
+        """The codec of a round: its adaptive part is replaced by what that part is at `state`."""
+        return self.map(lambda part: part.adapted(state))
+
+    def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
+        """The values that arrive at the adaptive part when `segments` are encoded."""
+        return segments
+
+    @property
+    def level_values(self) -> tuple[float, ...] | None:
+        """The levels that elements are rounded to, ascending in [-1, 1]; None without such levels."""
+        return next((found for part in self.parts() if (found := part.level_values) is not None), None)
+
+    # ---- helpers ----
 
     def _as_seen(self, tensors: list[Tensor], segments: list[Tensor]) -> list[Tensor]:
         """Views of contiguous tensors as this codec sees segments: in their shape if it needs it, else as vectors."""
         return [t.view(s.shape if self.needs_shape else -1) for t, s in zip(tensors, segments, strict=True)]
-
-    @abstractmethod
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        """Encode contiguous float32 segments, flat unless `needs_shape`; may change nothing but `residuals`."""
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:
@@ -240,32 +312,13 @@ class Codec(Algorithm, ABC):
         require(len(keys) == num_segments, f"{num_segments} segments need as many keys, got {len(keys)}")
         return keys
 
-    def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        """`_decode_add`, with the keys of the segments where the codec has a `shared_key`."""
-        self._decode_add(payload, outs, weight)
-
-    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
-        for out in outs:
-            out.zero_()
-        for payload in payloads:
-            self._decode_add_keyed(payload, outs, weight, keys)
-        return kernels.all_finite(outs)
-
-    @abstractmethod
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
-        """Accumulate into contiguous float32 tensors, flat unless `needs_shape`."""
-
-    @abstractmethod
-    def _nbytes(self, numels: list[int]) -> int:
-        """For segments of these numbers of elements; of these shapes, each a `torch.Size`, if `needs_shape`."""
-
 
 class AgreedCodec(Codec):
-    """A codec whose workers first agree on some numbers, such as a common scale, that make their payloads summable.
+    """A codec whose workers first agree on some numbers, such as a common scale, so that payloads can be added.
 
-    In each step every worker sends its proposal, a short float32 vector, to all others; the proposals are added up, or
-    their maximum is taken, in rank order; and with the codec that `agreed` makes of the result, payloads are encoded and
-    added on the wire. Used alone, outside of an averager, it encodes without any agreement.
+    In each step every worker sends its proposal to all others. Each worker combines the proposals in rank order, by sum
+    or by maximum. `agreed` turns the result into the codec of this step, whose payloads are added on the wire. Outside
+    of an averager the codec encodes without any agreement.
     """
 
     @property
@@ -282,61 +335,7 @@ class AgreedCodec(Codec):
         """The summable codec of this step, from the sum or the maximum of all proposals."""
 
 
-class AdaptiveCodec(Codec):
-    """A codec that learns from the gradients that pass by; between two updates it is the pure codec `at(state)`.
-
-    The averager keeps the state, with `state_dict` and `load_state_dict`. In rounds for which `observes` says so, all
-    that is encoded is shown to `observe`. When a round for which the codec `is_due` begins, workers exchange their
-    `statistics`, `learn` from those of all, and `adopt` what rank 0 learned, so that they agree to the last bit
-    whatever their processors make of `exp`. Used alone, outside of an averager, it is the codec before any update.
-    """
-
-    @abstractmethod
-    def init_state(self) -> Any:
-        """The state before anything was seen."""
-
-    @abstractmethod
-    def at(self, state: Any) -> Codec:
-        """The codec of a round; the size of its payload is the same in all rounds."""
-
-    @abstractmethod
-    def observes(self, step: int) -> bool:
-        """Whether `observe` is to see the segments of round `step`."""
-
-    @abstractmethod
-    def observe(self, state: Any, segments: Sequence[Tensor], keys: Sequence[Key]) -> None:
-        """Sample segments that are about to be encoded, any shape and float type; changes nothing but the state."""
-
-    @abstractmethod
-    def is_due(self, state: Any, step: int) -> bool:
-        """Whether round `step` has to begin with an update that has not been made yet."""
-
-    @abstractmethod
-    def statistics(self, state: Any) -> Tensor:
-        """What this worker observed: a float64 vector, as long on all workers."""
-
-    @abstractmethod
-    def learn(self, state: Any, statistics: Sequence[Tensor]) -> Tensor:
-        """What follows from the statistics of all workers, in rank order: a float64 vector of fixed length."""
-
-    @abstractmethod
-    def adopt(self, state: Any, learned: Tensor, step: int) -> None:
-        """Make `learned` what the codec works with from round `step` on, and forget what was observed."""
-
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        return self.at(self.init_state())._encode(segments, keys, residuals)
-
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
-        self.at(self.init_state())._decode_add(payload, outs, weight)
-
-    def _nbytes(self, numels: list[int]) -> int:
-        return self.at(self.init_state())._nbytes(numels)
-
-    def symbols(self, numels: list[int]) -> Symbols | None:
-        return self.at(self.init_state()).symbols(numels)
-
-
-def as_list(value) -> list:
+def as_list(value: Any) -> list[Any]:
     return [value] if isinstance(value, (Tensor, Key, Size)) else list(value)
 
 

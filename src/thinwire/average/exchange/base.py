@@ -22,11 +22,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...clock import Clock
-from ...codec import Codec, Key
-from ...codec.compose.chain import Chain
-from ...codec.compose.preselected import preselected
-from ...codec.sparse.base import Selection, Sparsifier
-from ...codec.sparse.coarse_grained import AgreedChunks, ChunkTopK
+from ...codec import Codec, Key, Selection
 from ...comm import Communicator
 from ...memory import ErrorFeedbackState
 
@@ -79,7 +75,7 @@ class Job:
                 return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
             segments = [flatten(parts, self.dense.device)] if self.merged else list(parts)
             keys = keys[: len(segments)]
-            codec = self.codec if self.selection is None else preselected(self.codec, self.selection)
+            codec = self.codec if self.selection is None else self.codec.with_selection(self.selection)
             if self.observe is not None:
                 self.observe(codec, segments, keys)
             payload = codec.encode(segments, keys, segments if self.keep_residual else None)
@@ -90,11 +86,11 @@ class Job:
             return payload
 
     def _mask(self, payload: Tensor, keys: Sequence[Key], masked: Sequence[Tensor]) -> None:
-        if not isinstance(self.codec, (Sparsifier, Chain, ChunkTopK, AgreedChunks)):  # it sends everything
-            torch._foreach_zero_(list(masked))
-            return
         segments = [flatten(masked, payload.device)] if self.merged else [m.view(-1) for m in masked]
         sent = self.selection or self.codec.support(payload, [s.numel() for s in segments], list(keys))
+        if sent is None:  # the codec sends every element
+            torch._foreach_zero_(list(masked))
+            return
         kernels.clear(segments, sent.indices, sent.counts)
         if self.merged:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))

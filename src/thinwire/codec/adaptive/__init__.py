@@ -1,6 +1,7 @@
 """Codecs that adapt to the gradients: ALQ and AMQ, and the search for their levels."""
 
 from .alq import ALQ, AMQ
+from .base import AdaptiveCodec
 from .distributions import TruncatedNormal, TruncatedNormalMixture
 
-__all__ = ["ALQ", "AMQ", "TruncatedNormal", "TruncatedNormalMixture"]
+__all__ = ["AdaptiveCodec", "ALQ", "AMQ", "TruncatedNormal", "TruncatedNormalMixture"]

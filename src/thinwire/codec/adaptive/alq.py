@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
-from ..base import AdaptiveCodec, Key
 from ..quantize.levels import Quantize
 from ..quantize.qsgd import check_buckets
+from ..types import Key
+from .base import AdaptiveCodec
 from .distributions import TruncatedNormal, TruncatedNormalMixture
 from .level_search import alq, alq_gd, amq, exponential_levels, fixed_multiplier
 from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...algorithm import require
-from ..base import Codec, Key, Size
-from ..sparse.base import Selection, Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ..base import Codec
+from ..sparse.base import Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
 from .rice import GapCoded, Rice
 
@@ -46,9 +47,28 @@ class Chain(Codec):
         """Values may be added where all workers keep the same coordinates."""
         return self.values.sum_dtype if self.shared_key else None
 
-    def support(self, payload: Tensor, size: Size | list[Size], key: Key | list[Key] | None = None) -> Selection:
-        """Which coordinates a payload carries; its values are empty."""
+    def parts(self) -> tuple[Codec, ...]:
+        return self.sparsifier, self.values
+
+    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
+        return Chain(fn(self.sparsifier), fn(self.values))
+
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection:
         return self.sparsifier.support(payload, size, key)
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        return self.sparsifier.topk_counts(numels)
+
+    def with_selection(self, selection: Selection) -> Codec:
+        return replace(self, sparsifier=self.sparsifier.with_selection(selection))
+
+    def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
+        """The values that the sparsifier keeps."""
+        flat = [s.detach().to(torch.float32).reshape(-1) for s in segments]
+        kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
+        return kept.values.split(kept.counts)
 
     def __repr__(self) -> str:
         coded, gaps = isinstance(self.values, EntropyCoded), isinstance(self.sparsifier, GapCoded)
@@ -57,19 +77,16 @@ class Chain(Codec):
         links += [self.sparsifier.coder] if gaps else []
         return f"chain({', '.join(map(repr, links))})"
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return encode_sparse(self.sparsifier, self.values, segments, keys, residuals)
 
-    def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         decode_sparse(self.sparsifier, self.values, payload, outs, weight, keys)
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
-        self._decode_add_keyed(payload, outs, weight, [])
-
-    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
         return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self.sparsifier, self.values, numels)
 
 
@@ -95,13 +112,19 @@ def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
         >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Rice())
         chain(TopK(ratio=0.01), QSGD(bits=4), Rice())
     """
+    require(isinstance(first, Codec), f"chain: the first link must be a codec such as TopK(0.01), got {first!r}")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
     if isinstance(links[-1], Rice):
         require(isinstance(first, Sparsifier), f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
         coded = GapCoded(first, links[-1])
         return coded if len(links) == 1 else chain(coded, *links[:-1])
     if isinstance(links[-1], EntropyCoder):
-        inner = EntropyCoded(links[-2] if len(links) > 1 else first, links[-1])
+        coded_codec = links[-2] if len(links) > 1 else first
+        require(
+            isinstance(coded_codec, Codec),
+            f"chain: {links[-1]} codes the symbols of the codec before it, and {coded_codec} is no codec",
+        )
+        inner = EntropyCoded(coded_codec, links[-1])
         return inner if len(links) == 1 else chain(first, *links[:-2], inner)
     require(len(links) == 1, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
     (values,) = links

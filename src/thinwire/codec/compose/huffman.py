@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
-from ..base import Codec, Symbols
+from ..base import Codec
+from ..types import Symbols
 
 
 class EntropyCoder(Algorithm, ABC):
@@ -69,6 +71,12 @@ class EntropyCoded(Codec):
             f"chain: {self.codec} has no symbols of up to 8 bits to code; use one that quantizes, such as QSGD(bits=4)",
         )
 
+    def parts(self) -> tuple[Codec, ...]:
+        return (self.codec,)
+
+    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
+        return replace(self, codec=fn(self.codec))
+
     @property
     def unbiased(self) -> bool:
         """As the codec is: nothing is lost."""
@@ -77,22 +85,22 @@ class EntropyCoded(Codec):
     def __repr__(self) -> str:
         return f"chain({self.codec}, {self.coder})"
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         symbols = self.codec.symbols([s.numel() for s in segments])
-        payload = self.codec._encode(segments, keys, residuals)
+        payload = self.codec.encode_segments(segments, keys, residuals)
         split = payload.numel() - symbols.nbytes
         return torch.cat([payload[:split], self.coder.encode(payload[split:], symbols)])
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
         symbols = self.codec.symbols(numels)
-        split = self.codec._nbytes(numels) - symbols.nbytes
+        split = self.codec.segments_nbytes(numels) - symbols.nbytes
         require(
             payload.numel() > split,
             f"{self}: a payload for {sum(numels)} elements has more than {split} bytes, got {payload.numel()}",
         )
         packed = self.coder.decode(payload[split:], symbols)
-        self.codec._decode_add(torch.cat([payload[:split], packed]), outs, weight)
+        self.codec.decode_add_segments(torch.cat([payload[:split], packed]), outs, weight, keys)
 
-    def _nbytes(self, numels: list[int]) -> int:
-        return self.codec._nbytes(numels) + 1
+    def segments_nbytes(self, numels: list[int]) -> int:
+        return self.codec.segments_nbytes(numels) + 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
-from ..sparse.base import Selection, Sparsifier, with_length, without_length
-from ..sparse.threshold import AdaptiveThreshold, Threshold
-from ..sparse.top_k import TopK
+from ..base import Codec
+from ..sparse.base import Sparsifier, with_length, without_length
+from ..types import Selection
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,14 +46,22 @@ class GapCoded(Sparsifier):
     coder: Rice
 
     def __post_init__(self):
-        plain = getattr(self.sparsifier, "indices", "fixed") == "fixed"
         require(
-            isinstance(self.sparsifier, (TopK, Threshold, AdaptiveThreshold)) and plain,
+            self.sparsifier.codes_plainly,
             f"chain: Rice codes the indices of TopK, Threshold or AdaptiveThreshold, not those of {self.sparsifier}",
         )
 
     def __repr__(self) -> str:
         return f"chain({self.sparsifier}, {self.coder})"
+
+    def parts(self) -> tuple[Codec, ...]:
+        return (self.sparsifier,)
+
+    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
+        return replace(self, sparsifier=fn(self.sparsifier))
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        return self.sparsifier.topk_counts(numels)
 
     @property
     def counts_travel(self) -> bool:
@@ -72,12 +81,12 @@ class GapCoded(Sparsifier):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         return self.sparsifier.select(segments, keys)
 
-    def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+    def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         return with_length(kernels.pack_rice(indices, counts, numels))
 
-    def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
+    def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         codes, nbytes = without_length(self, payload)
         return kernels.unpack_rice(codes, counts, numels), nbytes
 
-    def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+    def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return 4 + sum(kernels.rice_max_nbytes(k, n) for k, n in zip(counts, numels, strict=True))

@@ -24,6 +24,7 @@ class Identity(Codec):
     """
 
     unbiased: ClassVar[bool] = True
+    sends_floats: ClassVar[bool] = True
 
     @property
     def lossless(self) -> bool:
@@ -33,16 +34,16 @@ class Identity(Codec):
     def sum_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = torch.cat(segments).view(torch.uint8)
         for r in residuals or []:
             r.zero_()
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         _add_parts(payload.view(torch.float32), outs, weight)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * sum(numels)
 
 
@@ -82,15 +83,15 @@ class Cast(Codec):
     def sum_dtype(self) -> torch.dtype | None:
         return getattr(torch, self.dtype) if kernels.CAST_WIDTHS[self.dtype] == 2 else None
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        payload = torch.empty(self._nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device)
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        payload = torch.empty(self.segments_nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device)
         kernels.cast_pack(segments, payload, self.dtype, residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.cast_decode_add(payload, outs, weight, self.dtype)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.cast_nbytes(numels, self.dtype)
 
 

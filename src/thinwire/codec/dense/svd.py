@@ -58,19 +58,19 @@ class SVD(Codec):
             f"SVD: rank must be a positive integer, got {self.rank!r}",
         )
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         values = torch.cat([self._encode_one(x) for x in segments])
         parts = values.split([self._count(x.shape) for x in segments])
         for x, part, r in zip(segments, parts, residuals or [], strict=False):
             torch.sub(x, self._decode_one(part, x.shape), out=r)
         return values.view(torch.uint8)
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         parts = payload.view(torch.float32).split([self._count(o.shape) for o in outs])
         for part, out in zip(parts, outs, strict=True):
             out.add_(self._decode_one(part, out.shape), alpha=weight)
 
-    def _nbytes(self, shapes: list[torch.Size]) -> int:
+    def segments_nbytes(self, shapes: list[torch.Size]) -> int:
         return 4 * sum(map(self._count, shapes))
 
     def _count(self, shape: torch.Size) -> int:

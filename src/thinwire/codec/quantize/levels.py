@@ -12,7 +12,8 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..base import Codec, Symbols
+from ..base import Codec
+from ..types import Symbols
 from .qsgd import check_buckets
 
 
@@ -27,16 +28,16 @@ class LevelCodec(Codec):
     def symbols(self, numels: list[int]) -> Symbols:
         return Symbols(kernels.levels_bits(len(self.level_values)), numels)
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self._nbytes([s.numel() for s in segments])
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.quantize_levels(segments, payload, keys, self.level_values, self.bucket_size, self.norm, residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.dequantize_levels_add(payload, outs, weight, self.level_values, self.bucket_size)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.quantize_nbytes(numels, kernels.levels_bits(len(self.level_values)), self.bucket_size)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..base import Codec, Symbols
+from ..base import Codec
+from ..types import Symbols
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,9 +96,9 @@ class QSGD(Codec):
     def symbols(self, numels: list[int]) -> Symbols | None:
         return None if self.code_bits > 8 or self.dense_last else Symbols(self.code_bits, numels)
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
-        payload = torch.empty(self._nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        payload = torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
         whole = [self._whole(n) for n in numels]
         size = self._quantized_nbytes(numels)
         kept = None if residuals is None else [r[:n] for r, n in zip(residuals, whole, strict=True)]
@@ -112,7 +113,7 @@ class QSGD(Codec):
             r[n:] = 0
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
         whole, size = [self._whole(n) for n in numels], self._quantized_nbytes(numels)
         bodies = [o[:n] for o, n in zip(outs, whole, strict=True)]
@@ -122,12 +123,12 @@ class QSGD(Codec):
         for out, n, rest in zip(outs, whole, rests, strict=True):
             out[n:].add_(rest, alpha=weight)
 
-    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
         if self.dense_last:
-            return super()._decode_sum(payloads, outs, weight, keys)
+            return super().decode_sum_segments(payloads, outs, weight, keys)
         return kernels.dequantize_sum(payloads, outs, weight, self.code_bits, self.num_steps, self.bucket_size)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return self._quantized_nbytes(numels) + 4 * sum(n - self._whole(n) for n in numels)
 
     def _quantized_nbytes(self, numels: list[int]) -> int:

@@ -28,16 +28,16 @@ class SignNorm(Codec):
         tensor([ 2., -2.])
     """
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self._nbytes([s.numel() for s in segments])
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.sign_pack(segments, payload, residuals=residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.sign_decode_add(payload, outs, weight)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.sign_nbytes(numels)
 
 
@@ -85,16 +85,16 @@ class SignSGD(Codec):
             votes = (total / self.scale).round_().sign_()
             total.sub_(total).add_(votes, alpha=self.scale)  # zero, or NaN where the sum was not finite
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self._nbytes([s.numel() for s in segments])
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.sign_pack(segments, payload, residuals=residuals, fixed_scale=self.scale)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.sign_decode_add(payload, outs, weight)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.sign_nbytes(numels)
 
 
@@ -133,14 +133,14 @@ class OneBit(Codec):
             f"OneBit: bucket_size must be a positive integer or None, got {size!r}",
         )
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self._nbytes([s.numel() for s in segments])
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.onebit_pack(segments, payload, self.bucket_size, residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.onebit_decode_add(payload, outs, weight, self.bucket_size)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.onebit_nbytes(numels, self.bucket_size)

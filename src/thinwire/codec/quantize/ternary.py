@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
-from ..base import AgreedCodec, Codec, Symbols
+from ..base import AgreedCodec, Codec
+from ..types import Symbols
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,21 +79,21 @@ class TernGrad(AgreedCodec):
         """Bytes of five digits."""
         return Symbols(8, [kernels.ternary_nbytes([n]) for n in numels])
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
-        payload = torch.empty(self._nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        payload = torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
         scales = self.propose(segments)
         split = 4 * scales.numel()
         payload[:split] = scales.view(torch.uint8)
         kernels.ternary_pack(segments, scales, payload[split:], keys, 3, self.bucket_size, residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         split = 4 * kernels.num_buckets([o.numel() for o in outs], self.bucket_size)
         scales = payload[:split].clone().view(torch.float32)  # a copy, because floats must be aligned
         kernels.ternary_decode_add(payload[split:], scales, outs, weight, 3, self.bucket_size)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * kernels.num_buckets(numels, self.bucket_size) + kernels.ternary_nbytes(numels)
 
 
@@ -119,16 +120,16 @@ class SharedTernary(Codec):
         """Of the digits: a value plus 1, of which W add up to 2 W at most."""
         return 2 * self.num_workers + 1
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self._nbytes([s.numel() for s in segments])
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.ternary_pack(segments, self.scales, payload, keys, self.base, self.bucket_size, residuals)
         return payload
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.ternary_decode_add(payload, self.scales, outs, weight, self.base, self.bucket_size)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.ternary_nbytes(numels, self.base)
 
 

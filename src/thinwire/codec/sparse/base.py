@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +19,9 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..base import Codec, Key, Size, as_list
+from ..base import Codec, as_list
 from ..dense.cast import Identity
-
-
-class Selection(NamedTuple):
-    """What is kept of each segment, one segment after the other.
-
-    Attributes:
-        indices: int32, ascending within a segment and local to it.
-        values: float32, what is to be sent of them.
-        counts: how many of each segment.
-    """
-
-    indices: Tensor
-    values: Tensor
-    counts: list[int]
+from ..types import Key, Selection, Size
 
 
 class Sparsifier(Codec):
@@ -65,8 +51,18 @@ class Sparsifier(Codec):
         """What kept values are multiplied by."""
         return 1.0
 
-    def support(self, payload: Tensor, size: Size | list[Size], key: Key | list[Key] | None = None) -> Selection:
-        """Which coordinates a payload of this codec, or of a chain that begins with it, carries; its values are empty.
+    @property
+    def codes_plainly(self) -> bool:
+        """Whether indices are coded by `pack_indices` of this base class, so that `Rice` may code them instead."""
+        return False
+
+    def with_selection(self, selection: Selection) -> Codec:
+        return Preselected(self, selection)
+
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection:
+        """The positions that a payload of this codec, or of a chain that begins with it, carries; values are empty.
 
         Raises:
             ValueError: the payload is corrupt.
@@ -78,57 +74,73 @@ class Sparsifier(Codec):
             tensor([1, 3], dtype=torch.int32)
         """
         sizes = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
-        indices, counts, _ = self._read_support(payload, sizes, self._decoding_keys(key, len(sizes)))
+        indices, counts, _ = self.read_support(payload, sizes, self._decoding_keys(key, len(sizes)))
         return Selection(indices, torch.empty(0, device=payload.device), counts)
 
     # ---- how the support is coded; others than these override all of it ----
 
-    def _write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
-        codes = self._pack_indices(indices, counts, numels)
+    def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+        codes = self.pack_indices(indices, counts, numels)
         return torch.cat([codes, _count_bytes(counts, codes.device)]) if self.counts_travel else codes
 
-    def _read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
+    def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
         """Indices, counts, and how many bytes at the end of the payload they took."""
         if not self.counts_travel:
             counts = [self.count(n) for n in numels]
-            indices, nbytes = self._unpack_indices(payload, counts, numels)
+            indices, nbytes = self.unpack_indices(payload, counts, numels)
             return indices, counts, nbytes
         payload, counts = _split_counts(payload, numels)
-        indices, nbytes = self._unpack_indices(payload, counts, numels)
+        indices, nbytes = self.unpack_indices(payload, counts, numels)
         return indices, counts, nbytes + 4 * len(counts)
 
-    def _support_nbytes(self, counts: list[int], numels: list[int]) -> int:
-        return self._indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel
+    def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        return self.indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel
 
-    def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        codes = torch.empty(self._indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
+    def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+        codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
         kernels.pack_indices(indices, counts, numels, codes)
         return codes
 
-    def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
+    def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         """Indices, and how many bytes at the end of the payload they took."""
-        nbytes = self._indices_nbytes(counts, numels)
+        nbytes = self.indices_nbytes(counts, numels)
         return kernels.unpack_indices(_tail(payload, nbytes), counts, numels), nbytes
 
-    def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+    def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return sum(kernels.indices_nbytes(k, n) for k, n in zip(counts, numels, strict=True))
 
     # ---- the codec: values as they are ----
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return encode_sparse(self, Identity(), segments, keys, residuals)
 
-    def _decode_add_keyed(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         decode_sparse(self, Identity(), payload, outs, weight, keys)
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
-        self._decode_add_keyed(payload, outs, weight, [])
-
-    def _decode_sum(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
         return sum_sparse(self, Identity(), payloads, outs, weight, keys)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self, Identity(), numels)
+
+
+class Preselected(Sparsifier):
+    """Encodes as `sparsifier` does, for one call whose selection is known; the bytes are the same."""
+
+    def __init__(self, sparsifier: Sparsifier, selection: Selection):
+        self.sparsifier, self.selection = sparsifier, selection
+
+    def __repr__(self) -> str:
+        return repr(self.sparsifier)
+
+    def count(self, numel: int) -> int:
+        return self.sparsifier.count(numel)
+
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        return self.selection
+
+    def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+        return self.sparsifier.write_support(indices, counts, numels, keys)
 
 
 def with_length(codes: Tensor) -> Tensor:
@@ -163,7 +175,7 @@ def encode_sparse(
             kernels.clear(residuals, indices, counts)
         else:
             kernels.scatter(residuals, indices, lost, counts)
-    return torch.cat([sent, sparsifier._write_support(indices, counts, numels, keys)])
+    return torch.cat([sent, sparsifier.write_support(indices, counts, numels, keys)])
 
 
 def decode_sparse(
@@ -176,19 +188,19 @@ def decode_sparse(
 ) -> Selection:
     """Undo `encode_sparse`, accumulating into `outs`; returns what was kept."""
     numels = [o.numel() for o in outs]
-    indices, counts, nbytes = sparsifier._read_support(payload, numels, keys)
+    indices, counts, nbytes = sparsifier.read_support(payload, numels, keys)
     sent = payload[: payload.numel() - nbytes]
-    expected = values_codec._nbytes(counts)
+    expected = values_codec.segments_nbytes(counts)
     require(
         sent.numel() == expected or (sent.numel() < expected and not values_codec.fixed_size),
         f"{sparsifier}: the payload has {sent.numel()} bytes of values, and {sum(counts)} of them take {expected}; "
         "is it corrupt, or were sender and receiver configured differently?",
     )
-    if isinstance(values_codec, Identity):
+    if values_codec.sends_floats:
         values = sent.view(torch.float32)
     else:
         values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
-        values_codec._decode_add(sent, list(values.split(counts)), 1.0)
+        values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
     kernels.scatter_add(outs, indices, values, counts, weight)
     return Selection(indices, values, counts)
 
@@ -211,7 +223,7 @@ def sum_sparse(
 def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:
     """Size of what `encode_sparse` returns: exact if both are of fixed size, else a bound."""
     counts = [sparsifier.count(n) for n in numels]
-    return values_codec._nbytes(counts) + sparsifier._support_nbytes(counts, numels)
+    return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
 
 
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:
@@ -227,14 +239,14 @@ def _encode_values(
     values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
 ) -> tuple[Tensor, Tensor | None]:
     """The payload of the values times `gains`, and what it lacks of the values: None for nothing."""
-    if isinstance(values_codec, Identity) and all(gain == 1.0 for gain in gains):
+    if values_codec.sends_floats and all(gain == 1.0 for gain in gains):
         return values.view(torch.uint8), None
     kept, lost = list(values.split(counts)), torch.empty_like(values)
     if all(gain == 1.0 for gain in gains):
-        sent = values_codec._encode(kept, keys, list(lost.split(counts)))
+        sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
         return sent, lost
-    sent = values_codec._encode([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
-    values_codec._decode_add(sent, list(lost.zero_().split(counts)), 1.0)
+    sent = values_codec.encode_segments([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
+    values_codec.decode_add_segments(sent, list(lost.zero_().split(counts)), 1.0, [])
     return sent, values - lost
 
 
@@ -244,7 +256,7 @@ def _all_where_smaller(
     """The selection, and all of a segment where that makes the payload smaller."""
 
     def nbytes(count: int, numel: int) -> int:
-        return values_codec._nbytes([count]) + sparsifier._indices_nbytes([count], [numel])
+        return values_codec.segments_nbytes([count]) + sparsifier.indices_nbytes([count], [numel])
 
     def grows(count: int, numel: int) -> bool:
         return nbytes(count, numel) > nbytes(numel, numel)

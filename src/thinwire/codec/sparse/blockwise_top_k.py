@@ -1,4 +1,4 @@
-"""Top-k inside chunks: every part of a tensor sends its largest elements."""
+"""Block-wise top-k: each block of a tensor sends its largest elements."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from .base import Selection, Sparsifier, _tail, check_ratio
+from ..types import Selection
+from .base import Sparsifier, _tail, check_ratio
 from .top_k import num_kept
 
-_MAX_CHUNK = 4096  # so that a position in a chunk fits 12 bits
+_MAX_BLOCK = 4096  # so that a position in a block fits 12 bits
 
 
 @dataclass(frozen=True, repr=False)
-class TopKInChunks(Sparsifier):
-    """Keeps the `max(1, ceil(ratio * c))` largest magnitudes of each chunk of c consecutive elements of a segment.
+class BlockwiseTopK(Sparsifier):
+    """Keeps the `max(1, ceil(ratio * c))` largest magnitudes of each block of c consecutive elements of a segment.
 
-    Every part of a tensor is heard, and an index counts from the start of its chunk: 12 bits at most, since chunks have
-    at most 4096 elements; where k is 4 or more of 4096 the Elias-Fano code of the whole segment is smaller, and used.
-    The size is fixed. A last chunk that is shorter keeps `ceil(ratio * c)` of its own c.
+    Every part of a tensor sends something. An index counts from the start of its block, so it takes 12 bits at most.
+    From 4 elements of 4096 on, the Elias-Fano code of the whole segment is smaller and is used instead. The size is
+    fixed. A shorter last block of c elements keeps `ceil(ratio * c)` of them.
 
     Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 <= (1 - ratio) |x|^2`, as for `TopK`.
 
     Args:
         ratio: fraction of the coordinates that is kept, in (0, 1]; lower => smaller messages.
-        chunk: elements of a chunk, 1 to 4096; larger => nearer to `TopK`.
+        block: elements of a block, 1 to 4096; larger => nearer to `TopK`.
 
     Raises:
         ValueError: a field out of range.
@@ -37,51 +38,51 @@ class TopKInChunks(Sparsifier):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.TopKInChunks(ratio=0.5, chunk=2)
+        >>> codec = tw.BlockwiseTopK(ratio=0.5, block=2)
         >>> codec.decode(codec.encode(torch.tensor([9.0, 8.0, 0.1, 0.2])), 4)
         tensor([9.0000, 0.0000, 0.0000, 0.2000])
     """
 
     ratio: float | Schedule
-    chunk: int = _MAX_CHUNK
+    block: int = _MAX_BLOCK
 
     def __post_init__(self):
         check_ratio(self, self.ratio)
         require(
-            isinstance(self.chunk, int) and 1 <= self.chunk <= _MAX_CHUNK,
-            f"TopKInChunks: chunk must be an integer from 1 to {_MAX_CHUNK}, got {self.chunk!r}",
+            isinstance(self.block, int) and 1 <= self.block <= _MAX_BLOCK,
+            f"BlockwiseTopK: block must be an integer from 1 to {_MAX_BLOCK}, got {self.block!r}",
         )
 
     def count(self, numel: int) -> int:
-        return numel // self.chunk * num_kept(self.ratio, self.chunk) + num_kept(self.ratio, numel % self.chunk)
+        return numel // self.block * num_kept(self.ratio, self.block) + num_kept(self.ratio, numel % self.block)
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
-        last_counts = [num_kept(self.ratio, s.numel() % self.chunk) for s in segments]
-        selected = kernels.topk_in_chunks(segments, self.chunk, num_kept(self.ratio, self.chunk), last_counts)
+        last_counts = [num_kept(self.ratio, s.numel() % self.block) for s in segments]
+        selected = kernels.topk_in_chunks(segments, self.block, num_kept(self.ratio, self.block), last_counts)
         return Selection(*selected, [self.count(s.numel()) for s in segments])
 
     @property
     def _word_bits(self) -> int:
-        return (self.chunk - 1).bit_length()
+        return (self.block - 1).bit_length()
 
     def _in_words(self, count: int, numel: int) -> bool:
-        """Whether positions inside chunks, of equal width, are smaller than what `pack_indices` makes."""
+        """Whether positions inside blocks, of equal width, are smaller than what `pack_indices` makes."""
         return kernels.words_nbytes(count, self._word_bits) < kernels.indices_nbytes(count, numel)
 
-    def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        codes = torch.empty(self._indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
-        code_parts = codes.split([self._indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)])
+    def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+        codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
+        code_parts = codes.split([self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)])
         for index, code, numel in zip(indices.split(counts), code_parts, numels, strict=True):
             if self._in_words(index.numel(), numel):
-                kernels.pack_words(index % self.chunk, self._word_bits, code)
+                kernels.pack_words(index % self.block, self._word_bits, code)
             else:
                 kernels.pack_indices(index, [index.numel()], [numel], code)
         return codes
 
-    def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
-        nbytes = self._indices_nbytes(counts, numels)
+    def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
+        nbytes = self.indices_nbytes(counts, numels)
         code_parts = _tail(payload, nbytes).split(
-            [self._indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)]
+            [self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)]
         )
         indices = [
             self._unpack_words(code, k, n) if self._in_words(k, n) else kernels.unpack_indices(code, [k], [n])
@@ -90,16 +91,16 @@ class TopKInChunks(Sparsifier):
         return torch.cat(indices), nbytes
 
     def _unpack_words(self, code: Tensor, count: int, numel: int) -> Tensor:
-        chunks = torch.arange(count, dtype=torch.int32, device=code.device) // num_kept(self.ratio, self.chunk)
-        # In the last chunk, which is the shorter one, may be fewer; but never more chunks than there are.
-        indices = kernels.unpack_words(code, count, self._word_bits) + chunks * self.chunk
+        blocks = torch.arange(count, dtype=torch.int32, device=code.device) // num_kept(self.ratio, self.block)
+        # A shorter last block may keep fewer.
+        indices = kernels.unpack_words(code, count, self._word_bits) + blocks * self.block
         require(
             bool((indices < numel).all() and (indices[1:] > indices[:-1]).all()),
             f"{self}: the payload is corrupt, its indices do not ascend inside {numel} elements",
         )
         return indices
 
-    def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+    def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return sum(
             min(kernels.words_nbytes(k, self._word_bits), kernels.indices_nbytes(k, n))
             for k, n in zip(counts, numels, strict=True)

@@ -1,4 +1,4 @@
-"""Top-k of chunks: workers agree on the chunks with the largest norm, and average these densely."""
+"""Coarse-grained top-k: workers agree on the chunks of largest norm and average these chunks densely."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..base import AgreedCodec, Codec, Key, Size
-from .base import Selection, check_ratio
+from ..base import AgreedCodec, Codec, as_list
+from ..types import Key, Selection, Size
+from .base import check_ratio
 from .top_k import num_kept
 
 
 @dataclass(frozen=True, repr=False)
-class ChunkTopK(AgreedCodec):
+class CoarseGrainedTopK(AgreedCodec):
     """Keeps whole chunks: of the `m = ceil(n / chunk)` of a segment the `max(1, ceil(ratio * m))` of largest L1 norm.
 
     Workers add up the norms of each chunk, agree on the largest sums, and all-reduce these chunks as float32. No index
@@ -41,7 +42,7 @@ class ChunkTopK(AgreedCodec):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     x = torch.tensor([[1.0, 1.0, 0.0, 0.0], [5.0, 0.0, 0.0, 0.0]][comm.rank])
-        ...     averager = tw.Mean(tw.ChunkTopK(ratio=0.5, chunk=2), min_ndim=0)
+        ...     averager = tw.Mean(tw.CoarseGrainedTopK(ratio=0.5, chunk=2), min_ndim=0)
         ...     state = averager.init([("x", x)], comm)
         ...     averager.step(state, [("x", x)], comm).wait()
         ...     return x
@@ -56,7 +57,7 @@ class ChunkTopK(AgreedCodec):
         check_ratio(self, self.ratio)
         require(
             isinstance(self.chunk, int) and self.chunk >= 1,
-            f"ChunkTopK: chunk must be a positive integer, got {self.chunk!r}",
+            f"CoarseGrainedTopK: chunk must be a positive integer, got {self.chunk!r}",
         )
 
     @property
@@ -83,64 +84,66 @@ class ChunkTopK(AgreedCodec):
         counts = [self.count(n) for n in numels]
         return kernels.topk(parts, counts)[0].split(counts)
 
-    def support(self, payload: Tensor, size: list[Size], key: list[Key] | None = None) -> Selection:
+    def support(self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
-        return _support(self, payload, self.values_nbytes(list(size)), size)
+        sizes = as_list(size)
+        nbytes = self.values_nbytes([n if isinstance(n, int) else n.numel() for n in sizes])
+        return _support(self, payload, nbytes, sizes)
 
     def values_nbytes(self, numels: list[int]) -> int:
         """Bytes of the chosen chunks of segments of these sizes."""
         return 4 * sum(self.count(n) * min(self.chunk, n) for n in numels)
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
         chosen = self.choose(self.propose(segments), numels)
         values = encode_chunks(self.chunk, chosen, segments, residuals)
         counts, num_chunks = [c.numel() for c in chosen], [self.num_chunks(n) for n in numels]
-        codes = torch.empty(self._indices_nbytes(numels), dtype=torch.uint8, device=values.device)
+        codes = torch.empty(self.indices_nbytes(numels), dtype=torch.uint8, device=values.device)
         kernels.pack_indices(torch.cat(chosen), counts, num_chunks, codes)
         return torch.cat([values, codes])
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
         nbytes, counts = self.values_nbytes(numels), [self.count(n) for n in numels]
         indices = kernels.unpack_indices(payload[nbytes:], counts, [self.num_chunks(n) for n in numels])
         decode_chunks(self.chunk, indices.split(counts), payload[:nbytes], outs, weight)
 
-    def _nbytes(self, numels: list[int]) -> int:
-        return self.values_nbytes(numels) + self._indices_nbytes(numels)
+    def segments_nbytes(self, numels: list[int]) -> int:
+        return self.values_nbytes(numels) + self.indices_nbytes(numels)
 
-    def _indices_nbytes(self, numels: list[int]) -> int:
+    def indices_nbytes(self, numels: list[int]) -> int:
         return sum(kernels.indices_nbytes(self.count(n), self.num_chunks(n)) for n in numels)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AgreedChunks(Codec):
-    """What `ChunkTopK` becomes once workers have agreed: payloads are the chosen chunks, and add on the wire."""
+    """What `CoarseGrainedTopK` becomes once workers have agreed: payloads are the chosen chunks, and add on the wire."""
 
-    rule: ChunkTopK
+    rule: CoarseGrainedTopK
     norms: Tensor
 
     @property
     def sum_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def support(self, payload: Tensor, size: list[Size], key: list[Key] | None = None) -> Selection:
+    def support(self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
-        return _support(self, payload, payload.numel(), size)
+        return _support(self, payload, payload.numel(), as_list(size))
 
-    def _encode(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         chosen = self.rule.choose(self.norms, [s.numel() for s in segments])
         return encode_chunks(self.rule.chunk, chosen, segments, residuals)
 
-    def _decode_add(self, payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         chosen = self.rule.choose(self.norms, [o.numel() for o in outs])
         decode_chunks(self.rule.chunk, chosen, payload, outs, weight)
 
-    def _nbytes(self, numels: list[int]) -> int:
+    def segments_nbytes(self, numels: list[int]) -> int:
         return self.rule.values_nbytes(numels)
 
 
-def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[int]) -> Selection:
+def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[Size]) -> Selection:
     """Where the payload would decode to ones if all of its values were one."""
     ones = torch.ones(values_nbytes // 4, device=payload.device).view(torch.uint8)
     marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), list(numels))

@@ -10,7 +10,8 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from .base import Selection, Sparsifier, check_ratio
+from ..types import Selection
+from .base import Sparsifier, check_ratio
 from .top_k import num_kept
 
 
@@ -84,19 +85,19 @@ class RandomK(Sparsifier):
                 kept[:1] = kept[:1] if kernels.all_finite([x]) else torch.nan
         return Selection(indices, values, counts)
 
-    def _write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+    def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
         if self.shared:
             return torch.empty(0, dtype=torch.uint8, device=indices.device)
         signed = [key - (key >> 63 << 64) for key in keys]
         return torch.tensor(signed, dtype=torch.int64, device=indices.device).view(torch.uint8)
 
-    def _read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
-        counts, nbytes = [self.count(n) for n in numels], self._support_nbytes(numels, numels)
+    def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
+        counts, nbytes = [self.count(n) for n in numels], self.support_nbytes(numels, numels)
         if not self.shared:
             # A copy, because it may start at any address.
             keys = payload[payload.numel() - nbytes :].clone().view(torch.int64).tolist()
             keys = [key % 2**64 for key in keys]
         return kernels.random_indices(keys, counts, numels, payload.device), counts, nbytes
 
-    def _support_nbytes(self, counts: list[int], numels: list[int]) -> int:
+    def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return 0 if self.shared else 8 * len(numels)

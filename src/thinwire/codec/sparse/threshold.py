@@ -11,7 +11,8 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from .base import Selection, Sparsifier
+from ..types import Selection
+from .base import Sparsifier
 
 _SMALLEST = 2.0**-149  # the smallest positive float32; zeros are never worth sending
 
@@ -21,6 +22,10 @@ class _ByMagnitude(Sparsifier):
 
     @property
     def counts_travel(self) -> bool:
+        return True
+
+    @property
+    def codes_plainly(self) -> bool:
         return True
 
     def count(self, numel: int) -> int:

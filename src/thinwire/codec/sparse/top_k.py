@@ -11,7 +11,8 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from .base import Selection, Sparsifier, check_ratio, with_length, without_length
+from ..types import Selection
+from .base import Sparsifier, check_ratio, with_length, without_length
 
 # Of Deep Gradient Compression: which numbers of coordinates are near enough to k, and how the threshold comes down.
 _TOO_MANY, _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 1.3, 0.8, 0.8, 10
@@ -75,6 +76,13 @@ class TopK(Sparsifier):
         return self.sample is None and self.indices == "fixed"
 
     @property
+    def codes_plainly(self) -> bool:
+        return self.indices == "fixed"
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        return [self.count(n) for n in numels] if self.sample is None else None
+
+    @property
     def lossless(self) -> bool:
         return self.ratio == 1
 
@@ -89,19 +97,19 @@ class TopK(Sparsifier):
         thresholds = sampled_thresholds(segments, keys, targets, self.sample)
         return _adapted(segments, thresholds, targets)
 
-    def _pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+    def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         if self.indices == "fixed":
-            return super()._pack_indices(indices, counts, numels)
+            return super().pack_indices(indices, counts, numels)
         return with_length(kernels.pack_smallest(indices, counts, numels))
 
-    def _unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
+    def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         if self.indices == "fixed":
-            return super()._unpack_indices(payload, counts, numels)
+            return super().unpack_indices(payload, counts, numels)
         codes, nbytes = without_length(self, payload)
         return kernels.unpack_smallest(codes, counts, numels), nbytes
 
-    def _indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
-        return super()._indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
+    def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        return super().indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
 
 
 def num_kept(ratio: float, numel: int) -> int:

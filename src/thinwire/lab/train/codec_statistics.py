@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from ...average import Mean
 from ...codec import Codec, Key
-from ...codec.adaptive.adaptation import adaptive_part
-from ...codec.compose.chain import Chain
-from ...codec.compose.huffman import EntropyCoded
 from ...strategy import GradientCompression
 from .strategy import Strategy
 
@@ -58,8 +55,8 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
     variance = _variance(handle.averager, handle.codec, gradients)
     if variance is not None:
         found["variance"] = variance
-    if adaptive_part(handle.averager.codec) is not None:
-        found["levels"] = list(_values_codec(handle.codec).levels)
+    if handle.averager.codec.adaptive_part is not None:
+        found["levels"] = list(handle.codec.level_values)
     return found
 
 
@@ -106,10 +103,3 @@ def _variance(averager: Mean, codec: Codec, gradients: Mapping[str, Tensor]) -> 
 
 def _squared(tensors: list[Tensor]) -> float:
     return sum(t.double().square().sum().item() for t in tensors)
-
-
-def _values_codec(codec: Codec) -> Codec:
-    """The part of the codec that quantizes."""
-    if isinstance(codec, Chain):
-        return _values_codec(codec.values)
-    return _values_codec(codec.codec) if isinstance(codec, EntropyCoded) else codec

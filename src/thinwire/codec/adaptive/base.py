@@ -1,0 +1,76 @@
+"""The contract of a codec that adapts to the gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..base import Codec
+from ..types import Key, Symbols
+
+
+class AdaptiveCodec(Codec):
+    """A codec that learns from gradients; between two updates it is the pure codec `at(state)`.
+
+    The averager keeps the state, which has `state_dict` and `load_state_dict`. In rounds where `observes(step)` is true
+    the averager shows `observe` everything that it encodes. Where `is_due(state, step)` is true a round begins with an
+    update: workers exchange their `statistics`, each calls `learn`, and all `adopt` what rank 0 learned. So all workers
+    hold the same bits even where their processors compute `exp` differently. Outside of an averager the codec stays as
+    it is before any update.
+    """
+
+    @abstractmethod
+    def init_state(self) -> Any:
+        """The state before anything was seen."""
+
+    @abstractmethod
+    def at(self, state: Any) -> Codec:
+        """The codec of a round; the size of its payload is the same in all rounds."""
+
+    @abstractmethod
+    def observes(self, step: int) -> bool:
+        """Whether `observe` is to see the segments of round `step`."""
+
+    @abstractmethod
+    def observe(self, state: Any, segments: Sequence[Tensor], keys: Sequence[Key]) -> None:
+        """Sample segments that are about to be encoded, any shape and float type; changes nothing but the state."""
+
+    @abstractmethod
+    def is_due(self, state: Any, step: int) -> bool:
+        """Whether round `step` has to begin with an update that has not been made yet."""
+
+    @abstractmethod
+    def statistics(self, state: Any) -> Tensor:
+        """What this worker observed: a float64 vector, as long on all workers."""
+
+    @abstractmethod
+    def learn(self, state: Any, statistics: Sequence[Tensor]) -> Tensor:
+        """What follows from the statistics of all workers, in rank order: a float64 vector of fixed length."""
+
+    @abstractmethod
+    def adopt(self, state: Any, learned: Tensor, step: int) -> None:
+        """Make `learned` what the codec works with from round `step` on, and forget what was observed."""
+
+    @property
+    def adaptive_part(self) -> AdaptiveCodec:
+        """This codec itself."""
+        return self
+
+    def adapted(self, state: Any) -> Codec:
+        """The same as `at(state)`."""
+        return self.at(state)
+
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        return self.at(self.init_state()).encode_segments(segments, keys, residuals)
+
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        self.at(self.init_state()).decode_add_segments(payload, outs, weight, keys)
+
+    def segments_nbytes(self, numels: list[int]) -> int:
+        return self.at(self.init_state()).segments_nbytes(numels)
+
+    def symbols(self, numels: list[int]) -> Symbols | None:
+        return self.at(self.init_state()).symbols(numels)
