@@ -183,6 +183,7 @@ class Gossip(Averager):
         """Encode `own` and begin to send; returns what waits, decodes and gives the change of `own`, a new vector."""
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+        """What the algorithm remembers: a record with `state_dict` and `load_state_dict`, or None for nothing."""
         return None
 
     def _start(self, state: GossipState, comm: Communicator, own: Tensor) -> Change:

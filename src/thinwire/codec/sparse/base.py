@@ -80,6 +80,7 @@ class Sparsifier(Codec):
     # ---- how the support is coded; others than these override all of it ----
 
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
+        """Code the support: the bytes at the end of a payload."""
         codes = self.pack_indices(indices, counts, numels)
         return torch.cat([codes, _count_bytes(counts, codes.device)]) if self.counts_travel else codes
 
@@ -94,9 +95,11 @@ class Sparsifier(Codec):
         return indices, counts, nbytes + 4 * len(counts)
 
     def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        """Bytes of the support, or an upper bound."""
         return self.indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+        """Code the indices; the default is the fixed-size code of `kernels.pack_indices`."""
         codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
         kernels.pack_indices(indices, counts, numels, codes)
         return codes
@@ -107,6 +110,7 @@ class Sparsifier(Codec):
         return kernels.unpack_indices(_tail(payload, nbytes), counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        """Bytes of the coded indices, or an upper bound."""
         return sum(kernels.indices_nbytes(k, n) for k, n in zip(counts, numels, strict=True))
 
     # ---- the codec: values as they are ----

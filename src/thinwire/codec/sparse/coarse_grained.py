@@ -113,6 +113,7 @@ class CoarseGrainedTopK(AgreedCodec):
         return self.values_nbytes(numels) + self.indices_nbytes(numels)
 
     def indices_nbytes(self, numels: list[int]) -> int:
+        """Bytes of the coded numbers of the chosen chunks."""
         return sum(kernels.indices_nbytes(self.count(n), self.num_chunks(n)) for n in numels)
 
 
