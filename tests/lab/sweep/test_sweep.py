@@ -10,7 +10,8 @@ from typing import Literal
 import pytest
 
 from thinwire.lab.recipes import recipes
-from thinwire.lab.sweep import identity, read_sweep
+from thinwire.lab.sweep import identity, read_sweep, status_of
+from thinwire.lab.sweep.file import has_begun, where_it_runs
 from thinwire.lab.sweep.identity import OF_CONSENSUS
 from thinwire.lab.sweep.overrides import overridden
 from thinwire.lab.train import RunConfig
@@ -298,3 +299,42 @@ def test_a_file_that_is_not_there(tmp_path):
 )
 def test_every_example_can_be_read(file):
     assert len(read_sweep(file).runs) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'recipe = "digits"\n[fixed]\nclip_norm = 1.0\n[grid]\naverager = ["Mean()", "dgc(ratio=0.01)"]\n',
+            "clip_norm 1.0 would clip gradients that .* has added up already.*in the run averager = .*dgc",
+        ),
+        (
+            'recipe = "digits"\naverager = "Mix(Torus())"\n'.replace("averager", "[fixed]\nworkers = 5\naverager"),
+            "Torus.*5",
+        ),
+        ('recipe = "digits"\n[fixed]\naverager = "dgc(ratio=0.01)"\n', "momentum"),
+        ('command = "consensus"\n[fixed]\nworkers = 5\naverager = ["Mix(Hypercube())"]\n', "Hypercube.*5"),
+    ],
+)
+def test_what_training_would_find_minutes_later_is_found_at_once(sweep_of, text, message):
+    with pytest.raises(ValueError, match=message):
+        sweep_of(text)
+
+
+def test_the_status_is_found_from_another_folder(sweep_of, tmp_path, monkeypatch):
+    """The sweep was started in the folder above its file's."""
+    project = tmp_path / "project"
+    (project / "sweeps").mkdir(parents=True)
+    file = project / "sweeps" / "grid.toml"
+    file.write_text(GRID)
+    monkeypatch.chdir(project)
+    started = read_sweep(Path("sweeps/grid.toml"))
+    assert not has_begun(started)
+    started.runs[2].records.mkdir(parents=True)
+    (started.runs[2].records / "ended.json").write_text('{"code": 1}')
+    (project / "elsewhere").mkdir()
+    for folder in (project, project / "sweeps", project / "elsewhere", tmp_path):
+        monkeypatch.chdir(folder)
+        found = where_it_runs(read_sweep(file))
+        states = [status_of(run).state for run in found.runs]
+        assert states == ["waiting", "waiting", "failed", "waiting", "waiting", "waiting"], folder

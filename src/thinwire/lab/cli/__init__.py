@@ -1,7 +1,7 @@
 """The command line: `thinwire train`, `sweep`, `report`, `demo`, `consensus`, `topology` and `bench`.
 
-A mistake of the user's gets one line on stderr that says what was meant, and no traceback. Rooms are imported by the
-commands that need them.
+A mistake of the user's gets one line on stderr that says what was meant, and no traceback; so does a package that is not
+installed. Packages are imported by the commands that need them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from .bench import bench_command, consensus_command
 from .demo import demo_command
+from .extras import EXTRAS, advice, missing_packages
 from .options import fail, named
 from .report import report_command
 from .sweep import sweep_command
@@ -20,7 +21,7 @@ from .train import train_command
 USAGE = """\
 usage: thinwire COMMAND ...
 
-Train over a thin wire: workers agree while sending as few bytes as possible.
+Train over slow networks: workers agree while sending as few bytes as possible.
 
   train RECIPE    train a network, one process a worker
   train --list    show the recipes
@@ -43,10 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 2 after a mistake of the user's, 130 after Ctrl-C; `train` has codes of its own."""
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        named(COMMANDS, command, "command", "thinwire --help")(options)
+        run = named(COMMANDS, command, "command", "thinwire --help")
+        if missing := missing_packages(command):
+            return fail(advice(command, missing), 2)
+        run(options)
         return 0
     except ValueError as error:
         return fail(error, 2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        return fail(advice(command, [package]), 2)
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
 

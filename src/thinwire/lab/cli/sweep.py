@@ -40,6 +40,7 @@ class SweepCommand:
 def sweep_command(options: list[str]) -> None:
     """Run a sweep, or say how it stands."""
     from ..sweep import read_sweep
+    from ..sweep.file import has_begun, where_it_runs
     from ..sweep.show import plan_table, show_failures, statuses_of, watch
 
     file, *options = options or ["--help"]
@@ -54,6 +55,9 @@ def sweep_command(options: list[str]) -> None:
     elif asked.slurm is not None:
         _submit(sweep, asked.slurm)
     elif asked.status:
+        sweep = where_it_runs(sweep)
+        if not has_begun(sweep):
+            print(f"nothing has been started in {sweep.output.absolute()}; call --status where the sweep was started")
         watch(sweep)
         show_failures(sweep)
     else:

@@ -23,7 +23,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,28 @@ def read_sweep(file: Path) -> Sweep:
         raise ValueError(f"{file}: {error}") from None
 
 
+def where_it_runs(sweep: Sweep) -> Sweep:
+    """The sweep with the folders where its runs are, which is also found from another folder than the one it was started in.
+
+    A relative output is looked for here, then in the folder of the sweep's file and in those above it.
+    """
+    if has_begun(sweep):
+        return sweep
+    for parent in sweep.file.resolve().parents:
+        output = parent / sweep.output
+        moved = replace(
+            sweep, output=output, runs=tuple(replace(run, folder=output / run.folder.name) for run in sweep.runs)
+        )
+        if has_begun(moved):
+            return moved
+    return sweep
+
+
+def has_begun(sweep: Sweep) -> bool:
+    """Whether anything of the sweep was ever started in its output folder."""
+    return any(run.records.exists() or run.folder.exists() for run in sweep.runs)
+
+
 def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
     _check(table)
     command, grids = table.get("command", "train"), table.get("grid", {})
@@ -115,10 +137,22 @@ def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
     for grid in grids if isinstance(grids, list) else [grids]:
         for varied in points(grid, table.get("list", [])):
             run = planned(command, table.get("recipe"), fixed, varied, output)
+            _check_run(run)
             other = runs.setdefault(run.identity, run)
             same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
             require(other is run, same)
     return Sweep(file, output, tuple(runs.values()))
+
+
+def _check_run(run: PlannedRun) -> None:
+    try:
+        run.task.check(run.config)
+    except ValueError as error:
+        raise ValueError(f"{error}{_where(run.varied)}") from None
+
+
+def _where(varied: Values) -> str:
+    return f" (in the run {in_words(varied)})" if varied else ""
 
 
 def _check(table: Mapping[str, Any]) -> None:
@@ -168,7 +202,7 @@ def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: 
         config = overridden(task.base(recipe), {path: value for path, value in values.items() if path != "recipe"})
         plain = task.as_dict(config)
     except ValueError as error:
-        raise ValueError(f"{error}{f' (in the run {in_words(varied)})' if varied else ''}") from None
+        raise ValueError(f"{error}{_where(varied)}") from None
     name = f"{readable(varied) or recipe or command}-{identity(plain)[:8]}"
     return PlannedRun(command, values, varied, config, identity(plain), output / name)
 

@@ -34,6 +34,14 @@ class Task(ABC):
         """
 
     @abstractmethod
+    def check(self, config: Any) -> None:
+        """Find before anything runs what the run itself would find, as far as it can be known without data.
+
+        Raises:
+            ValueError: the run would fail.
+        """
+
+    @abstractmethod
     def run(self, config: Any, folder: Path) -> None:
         """Run to the end, or go on where it was stopped; `summary.json` in `folder` says that it was finished."""
 
@@ -76,6 +84,11 @@ class Train(Task):
             return config.as_dict()
         except ValueError as error:  # of its notation
             raise ValueError(f"averager: {error}") from None
+
+    def check(self, config: Any) -> None:
+        from ..train.check import check_without_data
+
+        check_without_data(config)
 
     def run(self, config: Any, folder: Path) -> None:
         from ..train import train
@@ -121,6 +134,16 @@ class Consensus(Task):
         one = len(config.averager) == 1 and len(config.step_sizes) <= 1
         require(one, "averager and step_sizes: one of each in a run; list several in [grid]")
         return {"command": "consensus"} | asdict(config) | {"averager": repr(as_parsed(config.averager[0], Averager))}
+
+    def check(self, config: Any) -> None:
+        import torch
+
+        from ...average import Averager
+        from ...comm import LocalWorld
+        from ..bench.rows import as_parsed
+
+        averager = as_parsed(config.averager[0], Averager)
+        LocalWorld(config.workers).run(lambda comm: averager.init([("x", torch.zeros(4, 4))], comm))
 
     def run(self, config: Any, folder: Path) -> None:
         from ..bench.consensus import reaching

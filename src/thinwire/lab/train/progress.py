@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich import progress
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Column
+from rich.text import Text
+
+
+class TwoLines(progress.Progress):
+    """A bar, and below it the metrics: both on one line would not fit into 80 columns."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, then the metrics of its task."""
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(f"  {task.fields['metrics']}", overflow="fold")
 
 
 class Progress:
@@ -20,10 +34,11 @@ class Progress:
         self._metric = metric
         self._title, self._num_steps, self._tenths_shown = title, num_steps, 10 * done // num_steps
         self._console = Console(highlight=False)
-        self._bar = progress.Progress(
-            progress.TextColumn("[bold]{task.description}"),
+        self._bar = TwoLines(
+            progress.TextColumn(
+                "[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=48)
+            ),
             progress.BarColumn(bar_width=20),
-            progress.TextColumn("{task.fields[metrics]}"),
             progress.TimeRemainingColumn(compact=True),
             console=self._console,
             disable=not self._console.is_terminal,

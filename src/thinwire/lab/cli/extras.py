@@ -1,0 +1,38 @@
+"""The packages that the command line needs beside the library's, and what to say where one is missing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+TRAIN = (
+    *("tyro", "rich", "sklearn", "matplotlib", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
+    *(("tomli",) if sys.version_info < (3, 11) else ()),
+)
+EXTRAS = dict.fromkeys(TRAIN, "train") | {"submitit": "slurm"}
+TRAINING = ("train", "demo", "sweep")  # commands whose workers would miss a package only later
+
+
+def missing_packages(command: str) -> list[str]:
+    """The packages of the extra that a command which trains lacks; for other commands, their imports will tell."""
+    return [name for name in TRAIN if not _is_installed(name)] if command in TRAINING else []
+
+
+def advice(command: str, packages: list[str]) -> str:
+    """What to install, on one line.
+
+    Example:
+        >>> advice("train", ["tyro"])
+        "thinwire train needs tyro, which is not installed; install it with: pip install 'thinwire[train]'"
+    """
+    names = ", ".join(packages)
+    are, them = ("is", "it") if len(packages) == 1 else ("are", "them")
+    extra = EXTRAS[packages[0]]
+    return f"thinwire {command} needs {names}, which {are} not installed; install {them} with: pip install 'thinwire[{extra}]'"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,39 @@
+"""Check a configuration without its data: build what training would build, on a network of two tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+from torch import nn
+
+from ...comm import Communicator, LocalWorld
+from .config import RunConfig
+from .strategy import attach
+from .training import check_clipping
+from .weights_and_biases import check_installed
+
+
+def check_without_data(config: RunConfig) -> None:
+    """Build averager, optimizer and strategy for the run's number of workers, as threads.
+
+    Raises:
+        ValueError: they do not go together, as training would find minutes later.
+    """
+    _check(replace(config, seed=0))
+
+
+@cache
+def _check(config: RunConfig) -> None:
+    check_installed(config)
+    check_clipping(config)
+
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(4, 4)
+        attach(config, model, config.optimizer.build(model), comm=comm).detach()
+
+    try:
+        LocalWorld(config.workers).run(worker)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^rank \d+: ", "", str(error))) from None  # the same on all of them
