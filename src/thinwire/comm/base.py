@@ -320,4 +320,7 @@ class Communicator(ABC):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as (num_bytes,) uint8."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 1:  # the stride of a single element may be anything, and `view` asks for 1
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)

@@ -10,9 +10,11 @@ momentum is applied once; and it leaves out the gradients of a round that was no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class GradientCompression(Strategy):
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
         self._saved: dict[str, Any] | None = None
+        self._warn_unused: finalize[..., GradientCompression] | None = None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -157,6 +160,8 @@ class GradientCompression(Strategy):
     def _launch(
         self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool
     ) -> torch.futures.Future[Tensor]:
+        if self._warn_unused is not None:
+            self._warn_unused.detach()
         self._ready()
         assert self._rounds is not None
         require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
@@ -203,7 +208,14 @@ class GradientCompression(Strategy):
                 "model first, then attach",
             )
 
+    def _expect_buckets(self) -> None:
+        """Warn if no bucket has come when the strategy is detached, or when the process ends."""
+        text = "gradient_hook: the hook never got a bucket, so that nothing was averaged by it; register it with the DDP model"
+        self._warn_unused = finalize(self, warnings.warn, text, RuntimeWarning)
+
     def _finish(self) -> None:
+        if self._warn_unused is not None:
+            self._warn_unused()
         if self._rounds is not None:
             self._rounds.close()
 
@@ -306,6 +318,7 @@ def gradient_hook(
         The state, which is what `compress_gradients` returns, and the hook.
     """
     strategy = GradientCompression(model, averager, None, scaler, seed, on_nonfinite, max_nonfinite)
+    strategy._expect_buckets()
     return strategy, _ddp_hook
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from .models import broadcast_from_zero
+from .models import broadcast_from_zero, unexpanded
 
 
 def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> float:
@@ -43,7 +43,8 @@ def holding_mean(
 
     Buffers that are no floating-point numbers, such as counters, hold rank 0's.
     """
-    before = [t.detach().clone() for t in [*tensors, *buffers]]
+    tensors, buffers = ([unexpanded(t.detach()) for t in side] for side in (tensors, buffers))
+    before = [t.clone() for t in [*tensors, *buffers]]
     try:
         with torch.no_grad():
             _store_mean(tensors, weight, comm)
@@ -52,7 +53,7 @@ def holding_mean(
         yield
     finally:
         for t, old in zip([*tensors, *buffers], before, strict=True):
-            t.detach().copy_(old)
+            t.copy_(old)
 
 
 def _store_mean(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> None:

@@ -95,7 +95,7 @@ def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None
 @torch.no_grad()
 def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Overwrite each tensor by rank 0's, whatever its layout in memory."""
-    whole = [_unexpanded(t.detach()) for t in tensors]
+    whole = [unexpanded(t.detach()) for t in tensors]
     sent = [t.contiguous() for t in whole]
     for handle in [comm.broadcast(t) for t in sent]:
         handle.wait()
@@ -114,7 +114,7 @@ def _is_sharded(t: Tensor) -> bool:
     return library is not None and isinstance(t, library.DTensor)
 
 
-def _unexpanded(t: Tensor) -> Tensor:
+def unexpanded(t: Tensor) -> Tensor:
     """The part of an expanded tensor that has memory of its own."""
     for dim, stride in enumerate(t.stride()):
         if stride == 0 and t.shape[dim] > 1:

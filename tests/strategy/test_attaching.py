@@ -1,0 +1,241 @@
+"""What `compress_gradients` accepts, and what it refuses instead of training wrongly without a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.gradients import fingerprint, make_model, train
+from helpers.spawn import spawn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+SPARSE = tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback())
+
+
+def alone(fn):
+    return tw.LocalWorld(1).run(fn)[0]
+
+
+def test_a_parameter_takes_part_in_one_strategy_only():
+    def worker(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        handle = tw.compress_gradients(model, SPARSE, comm=comm)
+        with pytest.raises(ValueError, match=r"'0\.weight' is attached to compress_gradients with Mean\(chain"):
+            tw.compress_gradients(model, tw.Mean(), comm=comm)
+        with pytest.raises(ValueError, match="'weight' is attached to compress_gradients"):
+            tw.compress_gradients(model[0], SPARSE, comm=comm)
+        handle.detach()
+        handle.detach()  # again: nothing happens
+        with tw.compress_gradients(model[0], SPARSE, comm=comm), pytest.raises(ValueError, match=r"'0\.weight'"):
+            tw.compress_gradients(model, SPARSE, comm=comm)
+        tw.compress_gradients(model, SPARSE, comm=comm).detach()
+
+    alone(worker)
+
+
+def test_a_failed_attempt_leaves_nothing_attached():
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="workers disagree"):
+            tw.compress_gradients(model, SPARSE, comm=comm, bucket_bytes=100 + comm.rank)
+        tw.compress_gradients(model, SPARSE, comm=comm).detach()
+
+    tw.LocalWorld(2).run(worker)
+
+
+@pytest.mark.parametrize(
+    "differ, message",
+    [
+        (lambda rank: (nn.Linear(2, 2 + rank), {}), r"weight: '\(2, 2\) torch.float32' on rank 0; '\(3, 2\)"),
+        (lambda rank: (nn.Linear(2, 2), {"bucket_bytes": 1000 + rank}), "bucket_bytes: 1000 on rank 0; 1001 on rank 1"),
+        (lambda rank: (nn.Sequential(*[nn.Linear(2, 2)] * (1 + rank)), {}), None),
+        (lambda rank: (nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)]), {}), r"1\.weight: \(absent\) on rank 0"),
+        (lambda rank: (nn.BatchNorm1d(2, dtype=(torch.float32, torch.float64)[rank]), {}), "float64"),
+    ],
+    ids=["shapes", "bucket_bytes", "tied", "number", "dtypes"],
+)
+def test_workers_compare_before_they_make_models_equal(differ, message):
+    def worker(comm):
+        model, options = differ(comm.rank)
+        if message is None:
+            tw.compress_gradients(model, SPARSE, comm=comm, **options).detach()
+            return
+        with pytest.raises(ValueError, match=f"(?s)workers disagree.*{message}"):
+            tw.compress_gradients(model, SPARSE, comm=comm, **options)
+
+    tw.LocalWorld(2).run(worker)
+
+
+def unfreeze(model):
+    model[0].requires_grad_(True)
+
+
+def add(model):
+    model.append(nn.Linear(2, 2))
+
+
+def replace(model):
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def convert(model):
+    model.double()
+
+
+CHANGES = [(unfreeze, r"'0\.weight' was added"), (add, r"'2\.weight' was added"), (replace, r"'1\.weight' was added")]
+CHANGES += [(convert, r"'1\.weight' is \(2, 2\) torch.float64 on cpu now and was \(2, 2\) torch.float32")]
+
+
+@pytest.mark.parametrize("change, message", CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
+def test_parameters_that_change_later_are_an_error(change, message, wrapped):
+    spawn(1, changing_worker, change, message, wrapped)
+
+
+def changing_worker(comm, change, message, wrapped):
+    module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    model = DistributedDataParallel(module) if wrapped else module
+    with tw.compress_gradients(model, SPARSE):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        change(module)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        dtype = module[1].weight.dtype
+        if not wrapped or change not in (convert, replace):  # DDP launches no bucket of a parameter that it lost
+            with pytest.raises(ValueError, match=message):
+                model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+
+
+def test_values_that_move_to_new_storage_are_averaged_as_before():
+    def worker(comm):
+        model = make_model()
+        with tw.compress_gradients(model, SPARSE, comm=comm, seed=3):
+            for p in model.parameters():
+                p.data = p.data.clone()
+            train(model, comm.rank)
+        return fingerprint(model)
+
+    def untouched(comm):
+        model = make_model()
+        with tw.compress_gradients(model, SPARSE, comm=comm, seed=3):
+            train(model, comm.rank)
+        return fingerprint(model)
+
+    assert tw.LocalWorld(2).run(worker) == tw.LocalWorld(2).run(untouched)
+
+
+class Layouts(nn.Module):
+    """A channels-last and a transposed parameter, an expanded and a transposed buffer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.empty(3, 4).t())
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        self.register_buffer("expanded", torch.full((1,), float(rank)).expand(5))
+        self.register_buffer("transposed", torch.arange(6).view(2, 3).t() + rank)
+
+    def forward(self, x):
+        return (self.conv(x).mean((2, 3)) @ self.matrix).sum()
+
+
+@pytest.mark.parametrize("averager", [SPARSE, tw.Mean(), tw.PowerSGD(rank=1), tw.dgc(ratio=0.1)], ids=repr)
+def test_any_memory_layout_trains_like_the_contiguous_one(averager):
+    def worker(comm, contiguous):
+        model = Layouts(comm.rank)
+        if contiguous:
+            model = model.to(memory_format=torch.contiguous_format)
+            model.matrix = nn.Parameter(model.matrix.detach().contiguous())
+        with tw.compress_gradients(model, averager, comm=comm) as handle:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            generator = torch.Generator().manual_seed(comm.rank)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(2, 3, 5, 5, generator=generator)).backward()
+                optimizer.step()
+            with handle.average_model():
+                pass
+        assert model.expanded.tolist() == [0.0] * 5 and model.transposed[0, 0] == 0
+        return [p.detach().contiguous() for p in model.parameters()]
+
+    results = [run for contiguous in (False, True) for run in tw.LocalWorld(2).run(worker, contiguous)]
+    for name, *values in zip([n for n, _ in Layouts(0).named_parameters()], *results, strict=True):
+        assert all(torch.equal(values[0], v) for v in values[:2]), name
+        assert all(torch.allclose(values[0], v, rtol=1e-5, atol=1e-6) for v in values), name  # convolutions add otherwise
+
+
+def test_complex_parameters_are_averaged_as_pairs_of_reals():
+    def worker(comm):
+        w = nn.ParameterDict({"w": torch.zeros(2, 3, dtype=torch.complex64)})
+        with tw.compress_gradients(w, tw.Mean(), comm=comm):
+            (w["w"] * (1 + 2j * comm.rank)).sum().real.backward()
+            return w["w"].grad
+
+    assert all(torch.equal(g, torch.full((2, 3), 1 - 1j, dtype=torch.complex64)) for g in tw.LocalWorld(2).run(worker))
+
+
+def test_models_that_cannot_train_are_refused_by_name():
+    def worker(comm):
+        with pytest.raises(ValueError, match="'weight' is on the meta device.*to_empty"):
+            tw.compress_gradients(nn.Linear(2, 2, device="meta"), SPARSE, comm=comm)
+        with pytest.raises(ValueError, match="'weight' has no shape yet"):
+            tw.compress_gradients(nn.LazyLinear(2), SPARSE, comm=comm)
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(torch.ones(1, 2).expand(2, 2))
+        with pytest.raises(ValueError, match=r"elements of parameter 'weight', shape \(2, 2\).*share memory"):
+            tw.compress_gradients(model, SPARSE, comm=comm)
+
+    alone(worker)
+
+
+def sharded_worker(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
+    with pytest.raises(ValueError, match="'weight' is a DTensor"):
+        tw.compress_gradients(model, SPARSE)
+    part = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="part '0' of the model is wrapped in DistributedDataParallel"):
+        tw.compress_gradients(part, SPARSE)
+
+
+def test_sharded_models_and_parts_in_ddp_are_refused():
+    spawn(2, sharded_worker)
+
+
+def sparse_worker(comm):
+    embedding = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)))
+    with tw.compress_gradients(embedding, SPARSE), pytest.raises(ValueError, match=r"gradient of '0\.weight' is sparse"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+def test_a_sparse_embedding_under_ddp_is_named():
+    spawn(1, sparse_worker)
+
+
+def hook_worker(comm):
+    model = nn.Linear(2, 2)
+    state, _ = tw.gradient_hook(model, SPARSE)
+    with pytest.raises(ValueError, match="not connected yet"):
+        _ = state.ledger
+    with pytest.warns(RuntimeWarning, match="never got a bucket"):
+        state.detach()
+    state, hook = tw.gradient_hook(model, SPARSE)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert isinstance(state, tw.GradientCompression) and state.ledger.dense_numel == 6
+    state.detach()
+
+
+def test_a_hook_without_a_bucket_warns_and_its_state_has_a_ledger():
+    spawn(1, hook_worker)

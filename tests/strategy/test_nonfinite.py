@@ -1,0 +1,156 @@
+"""What happens to a backward pass whose averaged gradient is infinite or NaN."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+
+SPARSE = tw.Mean(tw.TopK(0.5), tw.ErrorFeedback())
+
+
+def attached(comm, averager=SPARSE, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return model, tw.compress_gradients(model, averager, comm=comm, bucket_bytes=32, **options)
+
+
+def backward(model, factor=1.0):
+    model.zero_grad()
+    (model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum() * factor).backward()
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("averager", [SPARSE, tw.Mean(), tw.PowerSGD(rank=1), tw.Mean(tw.QSGD(bits=4))], ids=repr)
+def test_one_worker_with_nan_skips_the_step_on_all(name, averager):
+    """Neither weights, momentum, weight decay nor numbers of steps move, and training goes on."""
+
+    def worker(comm):
+        model, handle = attached(comm, averager)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        backward(model), optimizer.step()
+        before = snapshot(model, optimizer)
+        backward(model, float("nan") if comm.rank == 1 else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        unmoved = same(before, snapshot(model, optimizer))
+        backward(model), optimizer.step()
+        moved = not same(before, snapshot(model, optimizer))
+        skipped, weight = handle.num_skipped, model[0].weight.detach().clone()
+        handle.detach()
+        return unmoved, moved, skipped, weight.tolist()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        results = tw.LocalWorld(3).run(worker)
+    assert all(result[:3] == (True, True, 1) for result in results), results
+    assert results[0][3] == results[1][3] == results[2][3]
+
+
+def test_a_closure_is_skipped_too():
+    def worker(comm):
+        model, handle = attached(comm)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+        before = copy.deepcopy(model.state_dict())
+
+        def closure():
+            backward(model, float("inf") if comm.rank == 0 else 1.0)
+            return torch.tensor(1.0)
+
+        optimizer.step(closure)
+        handle.detach()
+        return same(before, model.state_dict()), handle.num_skipped
+
+    with pytest.warns(RuntimeWarning, match="compress_gradients: a step was not finite and is skipped"):
+        assert tw.LocalWorld(2).run(worker) == [(True, 1)] * 2
+
+
+@pytest.mark.parametrize("options, num_fine", [({"on_nonfinite": "raise"}, 0), ({"max_nonfinite": 3}, 2)])
+def test_the_error_names_the_first_worker_and_parameter(options, num_fine):
+    def worker(comm):
+        model, handle = attached(comm, **options)
+        if comm.rank == 2:  # one parameter alone
+            model[1].weight.register_hook(lambda gradient: gradient * float("nan"))
+        for _ in range(num_fine):
+            backward(model)
+        with pytest.raises(FloatingPointError, match=r"not finite; first on rank 2, parameter '1\.weight'"):
+            backward(model)
+        assert handle.num_skipped == num_fine
+        handle.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        tw.LocalWorld(3).run(worker)
+
+
+def test_finite_steps_in_between_start_the_count_anew():
+    def worker(comm):
+        model, handle = attached(comm, max_nonfinite=2)
+        for factor in (float("nan"), 1.0, float("nan"), 1.0):
+            backward(model, factor)
+        handle.detach()
+        return handle.num_skipped
+
+    with pytest.warns(RuntimeWarning) as caught:
+        assert tw.LocalWorld(1).run(worker) == [2]
+    assert len(caught) == 1  # warned of once
+
+
+def test_apply_applies():
+    def worker(comm):
+        model, handle = attached(comm, on_nonfinite="apply")
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        backward(model, float("nan")), optimizer.step()
+        handle.detach()
+        return model[0].weight.isnan().any().item(), handle.num_skipped
+
+    assert tw.LocalWorld(1).run(worker) == [(True, 0)]
+
+
+def test_a_loss_scaler_skips_by_itself_and_nothing_warns():
+    def worker(comm):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        model, handle = attached(comm, scaler=scaler)
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        backward(model, scaler.scale(torch.tensor(float("inf")))), scaler.step(optimizer), scaler.update()
+        handle.detach()
+        return same(before, model.state_dict()), handle.num_skipped, scaler.get_scale()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tw.LocalWorld(2).run(worker) == [(True, 1, 1.0)] * 2
+
+
+def test_wrong_options_have_one_line():
+    def worker(comm):
+        with pytest.raises(ValueError, match="on_nonfinite must be one of skip, raise, apply, got 'ignore'"):
+            attached(comm, on_nonfinite="ignore")
+        with pytest.raises(ValueError, match="max_nonfinite must be an integer, 1 or more, got 0"):
+            attached(comm, max_nonfinite=0)
+
+    tw.LocalWorld(1).run(worker)
