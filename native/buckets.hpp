@@ -1,5 +1,5 @@
-// What all quantizers share: a segment is cut into buckets with a scale each, and each bucket is read from memory once:
-// its scale, its codes and its residual are computed while it is in the first-level cache.
+// Shared by all quantizers. A segment is cut into buckets, each with a scale. Each bucket is read from memory once: its
+// scale, codes and residual are computed while it is in the first-level cache.
 #pragma once
 
 #include <cmath>
@@ -138,8 +138,8 @@ struct Part {
 
 constexpr size_t kCached = 8 * kChunk;  // elements that stay in the first-level cache while all payloads are added
 
-// Whether any sum of decoded elements is surely finite, for no magnitude exceeds its bucket's scale: cheaper to see than
-// the sums themselves.
+// Whether every sum of decoded elements must be finite, because no magnitude exceeds its bucket's scale. Cheaper than
+// checking the sums.
 THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t count, float weight) {
     double bound = 0;
     for (const Part& part : parts) {
@@ -172,41 +172,40 @@ THINWIRE_INLINE bool sum_buckets(const Rule& rule, const std::vector<Part>& part
 
 // Calls `encode(x, n, residual, key, scales, codes)` for every segment.
 template <typename Scale = float, typename Encode>
-void for_each_encoded(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes,
-                      const std::vector<uint64_t>& keys, const Buckets& buckets, const std::vector<Output>& residuals,
+void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Buckets& buckets, const Outputs& residuals,
                       Encode encode) {
-    uint8_t* codes = out + checked_scales_nbytes(xs, out_nbytes, buckets, sizeof(Scale));
+    uint8_t* scales = out.data;
+    uint8_t* codes = scales + checked_scales_nbytes(xs, out.numel, buckets, sizeof(Scale));
     require(keys.size() == xs.size(), "keys: expected one per segment");
     require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
     for (size_t i = 0; i < xs.size(); ++i) {
         const size_t n = xs[i].numel;
         require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
-        encode(xs[i].data, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), out, codes);
-        out += sizeof(Scale) * num_buckets(n, buckets.size);
+        encode(xs[i].data, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), scales, codes);
+        scales += sizeof(Scale) * num_buckets(n, buckets.size);
         codes += code_nbytes(n, buckets.bits);
     }
 }
 
 // Calls `decode(scales, codes, out, n)` for every segment.
 template <typename Scale = float, typename Decode>
-void for_each_decoded(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, const Buckets& buckets,
-                      Decode decode) {
-    const uint8_t* codes = payload + checked_scales_nbytes(outs, nbytes, buckets, sizeof(Scale));
+void for_each_decoded(Payload payload, const Outputs& outs, const Buckets& buckets, Decode decode) {
+    const uint8_t* scales = payload.data;
+    const uint8_t* codes = scales + checked_scales_nbytes(outs, payload.numel, buckets, sizeof(Scale));
     for (const Output& out : outs) {
-        decode(payload, codes, out.data, out.numel);
-        payload += sizeof(Scale) * num_buckets(out.numel, buckets.size);
+        decode(scales, codes, out.data, out.numel);
+        scales += sizeof(Scale) * num_buckets(out.numel, buckets.size);
         codes += code_nbytes(out.numel, buckets.bits);
     }
 }
 
-// Calls `sum(parts, out, n)` for every segment, whose parts are those of all payloads; returns whether all calls do.
+// Calls `sum(parts, out, n)` for every segment with its parts of all payloads; returns whether all calls return true.
 template <typename Scale = float, typename Sum>
-bool for_each_summed(const std::vector<Payload>& payloads, const std::vector<Output>& outs, const Buckets& buckets,
-                     Sum sum) {
+bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Buckets& buckets, Sum sum) {
     require(!payloads.empty(), "payloads: expected at least one");
     std::vector<Part> parts;
     for (const Payload& p : payloads)
-        parts.push_back({p.data, p.data + checked_scales_nbytes(outs, p.nbytes, buckets, sizeof(Scale))});
+        parts.push_back({p.data, p.data + checked_scales_nbytes(outs, p.numel, buckets, sizeof(Scale))});
     bool finite = true;
     for (const Output& out : outs) {
         finite &= sum(parts, out.data, out.numel);

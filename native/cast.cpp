@@ -77,32 +77,32 @@ THINWIRE_INLINE void pack(const float* x, size_t n, float scale, uint8_t* out, f
 }
 
 template <typename F>
-THINWIRE_INLINE void pack_as(const float* x, size_t n, float scale, uint8_t* out, float* residual) {
+THINWIRE_INLINE void encode_as(const float* x, size_t n, float scale, uint8_t* out, float* residual) {
     residual ? pack<F, true>(x, n, scale, out, residual) : pack<F, false>(x, n, scale, out, residual);
 }
 
 template <typename F>
-THINWIRE_INLINE void add_as(const uint8_t* in, size_t n, float step, float* out) {
+THINWIRE_INLINE void decode_as(const uint8_t* in, size_t n, float step, float* out) {
     THINWIRE_INDEPENDENT
     for (size_t i = 0; i < n; ++i) out[i] += F::widen(load<typename F::Code>(in + i * sizeof(typename F::Code))) * step;
 }
 
-THINWIRE_CLONES void pack_segment(FloatType type, const float* x, size_t n, float scale, uint8_t* out,
+THINWIRE_CLONES void encode_segment(FloatType type, const float* x, size_t n, float scale, uint8_t* out,
                                   float* residual) {
     switch (type) {
-        case FloatType::kBFloat16: return pack_as<BFloat16>(x, n, scale, out, residual);
-        case FloatType::kFloat16: return pack_as<Float16>(x, n, scale, out, residual);
-        case FloatType::kE4M3: return pack_as<E4M3>(x, n, scale, out, residual);
-        case FloatType::kE5M2: return pack_as<E5M2>(x, n, scale, out, residual);
+        case FloatType::kBFloat16: return encode_as<BFloat16>(x, n, scale, out, residual);
+        case FloatType::kFloat16: return encode_as<Float16>(x, n, scale, out, residual);
+        case FloatType::kE4M3: return encode_as<E4M3>(x, n, scale, out, residual);
+        case FloatType::kE5M2: return encode_as<E5M2>(x, n, scale, out, residual);
     }
 }
 
-THINWIRE_CLONES void add_segment(FloatType type, const uint8_t* in, size_t n, float step, float* out) {
+THINWIRE_CLONES void decode_segment(FloatType type, const uint8_t* in, size_t n, float step, float* out) {
     switch (type) {
-        case FloatType::kBFloat16: return add_as<BFloat16>(in, n, step, out);
-        case FloatType::kFloat16: return add_as<Float16>(in, n, step, out);
-        case FloatType::kE4M3: return add_as<E4M3>(in, n, step, out);
-        case FloatType::kE5M2: return add_as<E5M2>(in, n, step, out);
+        case FloatType::kBFloat16: return decode_as<BFloat16>(in, n, step, out);
+        case FloatType::kFloat16: return decode_as<Float16>(in, n, step, out);
+        case FloatType::kE4M3: return decode_as<E4M3>(in, n, step, out);
+        case FloatType::kE5M2: return decode_as<E5M2>(in, n, step, out);
     }
 }
 
@@ -133,31 +133,29 @@ size_t checked_scales_nbytes(FloatType type, const std::vector<Segment>& segment
 
 }  // namespace
 
-void cast_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, FloatType type,
-               const std::vector<Output>& residuals) {
-    const size_t scales_nbytes = checked_scales_nbytes(type, xs, out_nbytes);
+void cast_encode(const Inputs& xs, Bytes out, FloatType type, const Outputs& residuals) {
+    const size_t scales_nbytes = checked_scales_nbytes(type, xs, out.numel);
     require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
-    uint8_t* values = out + scales_nbytes;
+    uint8_t* values = out.data + scales_nbytes;
     for (size_t s = 0; s < xs.size(); ++s) {
         const size_t n = xs[s].numel;
         require(residuals.empty() || residuals[s].numel == n, "residuals: expected the segments' sizes");
         float scale = 1.0f;
         if (scales_nbytes > 0) {
             scale = scale_of(xs[s].data, n, type == FloatType::kE4M3 ? 448.0f : 57344.0f);
-            store(out + s * sizeof scale, scale);
+            store(out.data + s * sizeof scale, scale);
         }
-        pack_segment(type, xs[s].data, n, scale, values, residuals.empty() ? nullptr : residuals[s].data);
+        encode_segment(type, xs[s].data, n, scale, values, residuals.empty() ? nullptr : residuals[s].data);
         values += n * width_of(type);
     }
 }
 
-void cast_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                     FloatType type) {
-    const size_t scales_nbytes = checked_scales_nbytes(type, outs, nbytes);
-    const uint8_t* values = payload + scales_nbytes;
+void cast_decode_add(Payload payload, const Outputs& outs, float weight, FloatType type) {
+    const size_t scales_nbytes = checked_scales_nbytes(type, outs, payload.numel);
+    const uint8_t* values = payload.data + scales_nbytes;
     for (size_t s = 0; s < outs.size(); ++s) {
-        const float scale = scales_nbytes > 0 ? load<float>(payload + s * sizeof(float)) : 1.0f;
-        add_segment(type, values, outs[s].numel, scale * weight, outs[s].data);
+        const float scale = scales_nbytes > 0 ? load<float>(payload.data + s * sizeof(float)) : 1.0f;
+        decode_segment(type, values, outs[s].numel, scale * weight, outs[s].data);
         values += outs[s].numel * width_of(type);
     }
 }

@@ -169,8 +169,10 @@ std::vector<Code> decoding_table(const Lengths& lengths) {
 
 }  // namespace
 
-size_t huffman_encode(const uint8_t* packed, size_t nbytes, const std::vector<int64_t>& counts, int bits,
-                      uint8_t* out, size_t out_nbytes) {
+size_t huffman_encode(Payload symbols_in, const Counts& counts, int bits, Bytes payload) {
+    const uint8_t* packed = symbols_in.data;
+    const size_t nbytes = symbols_in.numel, out_nbytes = payload.numel;
+    uint8_t* out = payload.data;
     require(nbytes == checked_nbytes(counts, bits), "packed: its size does not fit the counts");
     require(out_nbytes >= nbytes + 1 + 8, "out: expected eight bytes more than the bound");
     std::array<std::array<uint64_t, 256>, 4> tally{};  // four, so that equal neighbours do not wait for each other
@@ -206,8 +208,10 @@ size_t huffman_encode(const uint8_t* packed, size_t nbytes, const std::vector<in
     return size;
 }
 
-void huffman_decode(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts, int bits, uint8_t* out,
-                    size_t out_nbytes) {
+void huffman_decode(Payload coded, const Counts& counts, int bits, Bytes packed) {
+    const uint8_t* payload = coded.data;
+    const size_t nbytes = coded.numel, out_nbytes = packed.numel;
+    uint8_t* out = packed.data;
     require(out_nbytes == checked_nbytes(counts, bits), "out: its size does not fit the counts");
     require(nbytes >= 1 && payload[0] <= kCoded, "payload: its first byte is neither 0 nor 1; it is corrupt");
     if (payload[0] == kRaw) {

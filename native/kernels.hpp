@@ -5,24 +5,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace thinwire {
 
-struct Input {
-    const float* data;
+// Memory that the caller owns.
+template <typename T>
+struct View {
+    T* data;
     size_t numel;
 };
 
-struct Output {
-    float* data;
-    size_t numel;
-};
+using Input = View<const float>;
+using Output = View<float>;
+using Payload = View<const uint8_t>;  // may start at any address
+using Bytes = View<uint8_t>;
+using Indices = View<const int32_t>;
+using IndicesOut = View<int32_t>;
 
-struct Payload {
-    const uint8_t* data;
-    size_t nbytes;
-};
+// One entry per segment. Residuals are an empty list or one per segment, which may be the segment itself.
+using Inputs = std::vector<Input>;
+using Outputs = std::vector<Output>;
+using Keys = std::vector<uint64_t>;
+using Counts = std::vector<int64_t>;
+
+using Payloads = std::vector<Payload>;  // one per worker
 
 // How segments are cut and codes are sent.
 struct Buckets {
@@ -31,110 +39,115 @@ struct Buckets {
     bool l2;      // the scale is the bucket's L2 norm, else its largest magnitude
 };
 
+// ---- random, permutation ----
+
+void uniform(uint64_t key, Output out);
+void random_indices(const Keys& keys, const Counts& counts, const Counts& numels, IndicesOut out);
+
+// ---- quantize: evenly spaced levels ----
+
 struct Quantizer {
     Buckets buckets;
     int num_steps;  // 1 to 2^bits - 1
 };
 
-void uniform(uint64_t key, float* out, size_t numel);
-
-// `residuals` is empty, or holds one per segment, which may be the segment itself.
-void quantize(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
-              const Quantizer& quantizer, const std::vector<Output>& residuals);
-void dequantize_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                    const Quantizer& quantizer);
+void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizer& quantizer,
+                     const Outputs& residuals);
+void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizer& quantizer);
 // Writes `weight` times the sum of the payloads, in their order; returns whether all of it is finite.
-bool dequantize_sum(const std::vector<Payload>& payloads, const std::vector<Output>& outs, float weight,
-                    const Quantizer& quantizer);
+bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizer& quantizer);
 
-// Levels ascend in [-1, 1]; there are 2 to 256 of them, and `bits` has room for them.
-void quantize_levels(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
-                     const std::vector<float>& levels, const Buckets& buckets, const std::vector<Output>& residuals);
-void dequantize_levels_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                           const std::vector<float>& levels, const Buckets& buckets);
+// ---- levels ----
 
-// The scale is the mean magnitude, or `fixed_scale` (null for none) where that mean is finite.
-void sign_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<Output>& residuals,
-               const float* fixed_scale);
-void sign_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight);
+struct Levels {
+    Buckets buckets;            // `bits` has room for the levels
+    std::vector<float> values;  // 2 to 256, ascending in [-1, 1]
+};
 
-// Values of all segments; for the 8-bit types a scale for each segment, float32, before them.
+void levels_encode(const Inputs& xs, Bytes out, const Keys& keys, const Levels& levels, const Outputs& residuals);
+void levels_decode_add(Payload payload, const Outputs& outs, float weight, const Levels& levels);
+
+// ---- sign, onebit ----
+
+// The scale is the mean magnitude, or `fixed_scale`, if any, where that mean is finite.
+void sign_encode(const Inputs& xs, Bytes out, const Outputs& residuals, std::optional<float> fixed_scale);
+void sign_decode_add(Payload payload, const Outputs& outs, float weight);
+
+void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Outputs& residuals);
+void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size);
+
+// ---- cast ----
+
+// Values of all segments; for the 8-bit types a float32 scale for each segment before them.
 enum class FloatType { kBFloat16, kFloat16, kE4M3, kE5M2 };
-void cast_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, FloatType type,
-               const std::vector<Output>& residuals);
-void cast_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                     FloatType type);
 
-void onebit_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, size_t bucket_size,
-                 const std::vector<Output>& residuals);
-void onebit_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                       size_t bucket_size);
+void cast_encode(const Inputs& xs, Bytes out, FloatType type, const Outputs& residuals);
+void cast_decode_add(Payload payload, const Outputs& outs, float weight, FloatType type);
 
-// Scales are given, one per bucket: from ternary_scales, or agreed upon. `base` is 3, or 2 W + 1 for payloads of which up
-// to W may be added as vectors of int32.
-void ternary_scales(const std::vector<Input>& xs, float clip, size_t bucket_size, float* scales, size_t num_scales);
-void ternary_pack(const std::vector<Input>& xs, const float* scales, size_t num_scales, uint8_t* out,
-                  size_t out_nbytes, const std::vector<uint64_t>& keys, int base, size_t bucket_size,
-                  const std::vector<Output>& residuals);
-void ternary_decode_add(const uint8_t* payload, size_t nbytes, const float* scales, size_t num_scales,
-                        const std::vector<Output>& outs, float weight, int base, size_t bucket_size);
+// ---- ternary ----
 
-// Symbols of 1 to 8 bits, packed as quantized codes are: counts[i] of segment i, byte aligned. `out` of the encoder has
-// nine bytes more than the symbols; the size is returned.
-size_t huffman_encode(const uint8_t* packed, size_t nbytes, const std::vector<int64_t>& counts, int bits,
-                      uint8_t* out, size_t out_nbytes);
-void huffman_decode(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts, int bits, uint8_t* out,
-                    size_t out_nbytes);
+struct Ternary {
+    int base;  // 3, or 2 W + 1: then up to W payloads may be added as vectors of int32
+    size_t bucket_size;
+};
+
+// Scales, one per bucket, are given to the coder: from ternary_scales, or agreed upon by all workers.
+void ternary_scales(const Inputs& xs, float clip, size_t bucket_size, Output scales);
+void ternary_encode(const Inputs& xs, Input scales, Bytes out, const Keys& keys, const Ternary& ternary,
+                    const Outputs& residuals);
+void ternary_decode_add(Payload payload, Input scales, const Outputs& outs, float weight, const Ternary& ternary);
+
+// ---- entropy ----
+
+// Symbols of 1 to 8 bits, packed as quantized codes are: counts[i] of segment i, byte aligned. The payload's buffer has
+// nine bytes more than the symbols; the size that was used is returned.
+size_t huffman_encode(Payload packed, const Counts& counts, int bits, Bytes payload);
+void huffman_decode(Payload payload, const Counts& counts, int bits, Bytes packed);
+
+// ---- select ----
 
 // Selected elements of all segments, one after the other.
 struct Selection {
-    std::vector<int64_t> counts;
+    Counts counts;
     std::unique_ptr<int32_t[]> indices;
     std::unique_ptr<float[]> values;
     size_t numel;
 };
 
-void topk(const std::vector<Input>& xs, const std::vector<int64_t>& counts, int32_t* indices, float* values,
-          size_t numel);
-Selection select(const std::vector<Input>& xs, const std::vector<float>& thresholds);
+void topk(const Inputs& xs, const Counts& counts, IndicesOut indices, Output values);
+Selection above(const Inputs& xs, const std::vector<float>& thresholds);
 // Chunks of `chunk` elements keep `count` each; the shorter last one of a segment, if any, its entry of `last_counts`.
-void topk_in_chunks(const std::vector<Input>& xs, size_t chunk, size_t count, const std::vector<int64_t>& last_counts,
-                    int32_t* indices, float* values, size_t numel);
-std::vector<float> largest(const std::vector<Input>& xs);
-void random_indices(const std::vector<uint64_t>& keys, const std::vector<int64_t>& counts,
-                    const std::vector<int64_t>& numels, int32_t* indices, size_t total);
+void topk_in_chunks(const Inputs& xs, size_t chunk, size_t count, const Counts& last_counts, IndicesOut indices,
+                    Output values);
+std::vector<float> largest(const Inputs& xs);
 
-void gather(const std::vector<Input>& xs, const int32_t* indices, float* values, size_t numel,
-            const std::vector<int64_t>& counts);
-void scatter(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
-             const std::vector<int64_t>& counts);
-void clear(const std::vector<Output>& outs, const int32_t* indices, size_t numel, const std::vector<int64_t>& counts);
-void scatter_add(const std::vector<Output>& outs, const int32_t* indices, const float* values, size_t numel,
-                 const std::vector<int64_t>& counts, float weight);
+// ---- scatter ----
 
-void pack_indices(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
-                  const std::vector<int64_t>& numels, uint8_t* out, size_t out_nbytes);
-void unpack_indices(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
-                    const std::vector<int64_t>& numels, int32_t* indices, size_t numel);
-std::vector<uint8_t> pack_smallest(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
-                                   const std::vector<int64_t>& numels);
-void unpack_smallest(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
-                     const std::vector<int64_t>& numels, int32_t* indices, size_t numel);
-// Gaps between indices, less one, in the Rice code whose parameter follows from counts and numels.
-std::vector<uint8_t> pack_rice(const int32_t* indices, size_t numel, const std::vector<int64_t>& counts,
-                               const std::vector<int64_t>& numels);
-void unpack_rice(const uint8_t* payload, size_t nbytes, const std::vector<int64_t>& counts,
-                 const std::vector<int64_t>& numels, int32_t* indices, size_t numel);
-void pack_words(const int32_t* words, size_t count, int bits, uint8_t* out, size_t out_nbytes);
-void unpack_words(const uint8_t* payload, size_t nbytes, int bits, int32_t* words, size_t count);
+void gather(const Inputs& xs, Indices indices, Output values, const Counts& counts);
+void scatter_write(const Outputs& outs, Indices indices, Input values, const Counts& counts);
+void scatter_clear(const Outputs& outs, Indices indices, const Counts& counts);
+void scatter_add(const Outputs& outs, Indices indices, Input values, const Counts& counts, float weight);
 
-// What memory makes of gradients g, momenta u and velocities v: momentum of either form, or v + g, which needs no u.
+// ---- indices, smallest, rice, words ----
+
+void indices_encode(Indices indices, const Counts& counts, const Counts& numels, Bytes out);
+void indices_decode(Payload payload, const Counts& counts, const Counts& numels, IndicesOut indices);
+std::vector<uint8_t> smallest_encode(Indices indices, const Counts& counts, const Counts& numels);
+void smallest_decode(Payload payload, const Counts& counts, const Counts& numels, IndicesOut indices);
+std::vector<uint8_t> rice_encode(Indices indices, const Counts& counts, const Counts& numels);
+void rice_decode(Payload payload, const Counts& counts, const Counts& numels, IndicesOut indices);
+void words_encode(Indices words, int bits, Bytes out);
+void words_decode(Payload payload, int bits, IndicesOut words);
+
+// ---- momentum ----
+
+// What becomes of gradients g, momenta u and velocities v: momentum of either form, or v + g, which needs no u.
 enum class Rule { plain, nesterov, feedback };
 
 // Segments of g, u and v, and where the new u and v are written; none may overlap.
 struct MomentumBuffers {
-    std::vector<Input> gs, us, vs;
-    std::vector<Output> new_us, new_vs;
+    Inputs gs, us, vs;
+    Outputs new_us, new_vs;
 };
 
 struct Momentum {
@@ -143,15 +156,19 @@ struct Momentum {
     Rule rule;
 };
 
-void momentum(const MomentumBuffers& buffers, const Momentum& m);
+void momentum_correct(const MomentumBuffers& buffers, const Momentum& m);
 // And exactly counts[i] largest magnitudes of the new velocity, as `topk` finds them.
-void momentum_topk(const MomentumBuffers& buffers, const Momentum& m, const std::vector<int64_t>& counts,
-                   int32_t* indices, float* values, size_t numel);
+void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, const Counts& counts,
+                           IndicesOut indices, Output values);
+// outs = es + factor * gs, and their top-k.
+void add_topk(const Inputs& gs, const Inputs& es, const Outputs& outs, float factor, const Counts& counts,
+              IndicesOut indices, Output values);
+
+// ---- reduce ----
 
 // The L1 norm of each chunk of `chunk` elements; the last one of a segment may be shorter.
-void chunk_norms(const std::vector<Input>& xs, size_t chunk, float* out, size_t out_numel);
-
-bool all_finite(const std::vector<Input>& xs);
+void chunk_norms(const Inputs& xs, size_t chunk, Output norms);
+bool all_finite(const Inputs& xs);
 
 // Throws std::invalid_argument with `message` unless `ok`.
 void require(bool ok, const char* message);

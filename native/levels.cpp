@@ -186,7 +186,7 @@ THINWIRE_DEFAULT void decode_few(const Table* table, const uint8_t* codes, size_
     decode_plainly(*table, codes, n, step, out);
 }
 
-struct Levels {
+struct LevelRule {
     using Scale = float;
     const Table* table;
 
@@ -224,33 +224,31 @@ struct Levels {
     }
 };
 
-THINWIRE_CLONES void quantize_segment(const Table* table, const float* x, size_t n, float* residual, Key key,
-                                      const Buckets* buckets, uint8_t* scales, uint8_t* out) {
-    encode_buckets<uint8_t>(Levels{table}, x, n, residual, key, *buckets, scales, out);
+THINWIRE_CLONES void encode_segment(const Table* table, const float* x, size_t n, float* residual, Key key,
+                                    const Buckets* buckets, uint8_t* scales, uint8_t* out) {
+    encode_buckets<uint8_t>(LevelRule{table}, x, n, residual, key, *buckets, scales, out);
 }
 
-THINWIRE_CLONES void dequantize_segment(const Table* table, const uint8_t* scales, const uint8_t* codes, float* out,
-                                        size_t n, float weight, const Buckets* buckets) {
-    decode_buckets<uint8_t>(Levels{table}, scales, codes, out, n, weight, *buckets);
+THINWIRE_CLONES void decode_segment(const Table* table, const uint8_t* scales, const uint8_t* codes, float* out,
+                                    size_t n, float weight, const Buckets* buckets) {
+    decode_buckets<uint8_t>(LevelRule{table}, scales, codes, out, n, weight, *buckets);
 }
 
 }  // namespace
 
-void quantize_levels(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
-                     const std::vector<float>& levels, const Buckets& buckets, const std::vector<Output>& residuals) {
-    const Table table(levels, buckets);
-    for_each_encoded(xs, out, out_nbytes, keys, buckets, residuals,
+void levels_encode(const Inputs& xs, Bytes out, const Keys& keys, const Levels& levels, const Outputs& residuals) {
+    const Table table(levels.values, levels.buckets);
+    for_each_encoded(xs, out, keys, levels.buckets, residuals,
                      [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
-                         quantize_segment(&table, x, n, residual, key, &buckets, scales, codes);
+                         encode_segment(&table, x, n, residual, key, &levels.buckets, scales, codes);
                      });
 }
 
-void dequantize_levels_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                           const std::vector<float>& levels, const Buckets& buckets) {
-    const Table table(levels, buckets);
-    for_each_decoded(payload, nbytes, outs, buckets,
+void levels_decode_add(Payload payload, const Outputs& outs, float weight, const Levels& levels) {
+    const Table table(levels.values, levels.buckets);
+    for_each_decoded(payload, outs, levels.buckets,
                      [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
-                         dequantize_segment(&table, scales, codes, out, n, weight, &buckets);
+                         decode_segment(&table, scales, codes, out, n, weight, &levels.buckets);
                      });
 }
 

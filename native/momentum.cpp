@@ -154,15 +154,15 @@ Candidates guess(const Segment& s, const Momentum& m, size_t k) {
 // Exactly k, as `topk` of the new velocity finds them: among the candidates if they are surely all there.
 void finish(const Segment& s, size_t k, const Candidates& found, int32_t* indices, float* values) {
     if (found.count < k || found.count == found.capacity) {
-        topk({{s.new_v, s.numel}}, {static_cast<int64_t>(k)}, indices, values, k);
+        topk({{s.new_v, s.numel}}, {static_cast<int64_t>(k)}, {indices, k}, {values, k});
         return;
     }
-    topk({{found.values.get(), found.count}}, {static_cast<int64_t>(k)}, indices, values, k);
+    topk({{found.values.get(), found.count}}, {static_cast<int64_t>(k)}, {indices, k}, {values, k});
     for (size_t i = 0; i < k; ++i) indices[i] = found.indices[indices[i]];
 }
 
 template <typename Buffer>
-void check_sizes(const std::vector<Input>& gs, const std::vector<Buffer>& buffers) {
+void check_sizes(const Inputs& gs, const std::vector<Buffer>& buffers) {
     require(buffers.size() == gs.size(), "momentum: expected one buffer of each kind per segment");
     for (size_t i = 0; i < gs.size(); ++i)
         require(buffers[i].numel == gs[i].numel, "momentum: buffers must be of their segment's size");
@@ -188,14 +188,18 @@ bool is_large(const std::vector<Segment>& segments) {
 
 }  // namespace
 
-void momentum(const MomentumBuffers& buffers, const Momentum& m) {
+void momentum_correct(const MomentumBuffers& buffers, const Momentum& m) {
     const std::vector<Segment> segments = zip(buffers, m.rule);
     Candidates none{0, 0, nullptr, nullptr};
     for (const Segment& s : segments) run(s, m, is_large(segments), none);
 }
 
-void momentum_topk(const MomentumBuffers& buffers, const Momentum& m, const std::vector<int64_t>& counts,
-                   int32_t* indices, float* values, size_t numel) {
+void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, const Counts& counts,
+                           IndicesOut kept_indices, Output kept_values) {
+    int32_t* indices = kept_indices.data;
+    float* values = kept_values.data;
+    size_t numel = kept_indices.numel;
+    require(kept_values.numel == numel, "indices and values: expected the same number of elements");
     const std::vector<Segment> segments = zip(buffers, m.rule);
     require(counts.size() == segments.size(), "counts: expected one per segment");
     for (size_t i = 0; i < segments.size(); ++i) {
@@ -212,6 +216,11 @@ void momentum_topk(const MomentumBuffers& buffers, const Momentum& m, const std:
         numel -= k;
     }
     require(numel == 0, "indices: more than the sum of counts");
+}
+
+void add_topk(const Inputs& gs, const Inputs& es, const Outputs& outs, float factor, const Counts& counts,
+              IndicesOut indices, Output values) {
+    momentum_correct_topk({gs, {}, es, {}, outs}, {0, factor, Rule::feedback}, counts, indices, values);
 }
 
 }  // namespace thinwire

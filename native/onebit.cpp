@@ -44,7 +44,7 @@ struct OneBit {
     }
 };
 
-THINWIRE_CLONES void pack_segment(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
+THINWIRE_CLONES void encode_segment(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
                                   uint8_t* out) {
     encode_buckets<uint8_t>(OneBit(), x, n, residual, Key(0), *buckets, scales, out);
 }
@@ -56,19 +56,17 @@ THINWIRE_CLONES void decode_segment(const uint8_t* scales, const uint8_t* codes,
 
 }  // namespace
 
-void onebit_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, size_t bucket_size,
-                 const std::vector<Output>& residuals) {
+void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Outputs& residuals) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_encoded<Means>(xs, out, out_nbytes, std::vector<uint64_t>(xs.size()), buckets, residuals,
+    for_each_encoded<Means>(xs, out, Keys(xs.size()), buckets, residuals,
                             [&](const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
-                                pack_segment(x, n, residual, &buckets, scales, codes);
+                                encode_segment(x, n, residual, &buckets, scales, codes);
                             });
 }
 
-void onebit_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                       size_t bucket_size) {
+void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_decoded<Means>(payload, nbytes, outs, buckets,
+    for_each_decoded<Means>(payload, outs, buckets,
                             [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
                                 decode_segment(scales, codes, out, n, weight, &buckets);
                             });

@@ -1,5 +1,5 @@
-// Uniformly random subsets: exactly k of n indices, in time k. A keyed Feistel network permutes the 2^b numbers around n;
-// the first k numbers are followed through it until they fall below n, which makes them distinct, and a bitmap sorts them.
+// Uniformly random subsets: exactly k of n indices, in time k. A keyed Feistel network permutes the 2^b numbers around n.
+// The first k numbers are followed through it until they fall below n, so they are distinct; a bitmap sorts them.
 #include <algorithm>
 
 #include "compact.hpp"
@@ -59,8 +59,9 @@ void mark(const Feistel& f, size_t count, size_t numel, std::vector<uint64_t>& b
 
 }  // namespace
 
-void random_indices(const std::vector<uint64_t>& keys, const std::vector<int64_t>& counts,
-                    const std::vector<int64_t>& numels, int32_t* indices, size_t total) {
+void random_indices(const Keys& keys, const Counts& counts, const Counts& numels, IndicesOut out) {
+    int32_t* indices = out.data;
+    size_t total = out.numel;
     require(keys.size() == counts.size() && counts.size() == numels.size(), "counts: expected one per segment");
     std::vector<uint64_t> bitmap;
     for (size_t s = 0; s < counts.size(); ++s) {
@@ -68,7 +69,7 @@ void random_indices(const std::vector<uint64_t>& keys, const std::vector<int64_t
         require(counts[s] >= 0 && counts[s] <= numels[s], "counts: expected 0 to the segment's elements");
         const size_t numel = static_cast<size_t>(numels[s]), count = static_cast<size_t>(counts[s]);
         require(count <= total, "indices: fewer than the sum of counts");
-        const bool excludes = 2 * count > numel;  // what is left out is less
+        const bool excludes = 2 * count > numel;  // then fewer are left out than kept
         bitmap.assign(numel / 64 + 1, 0);
         mark(Feistel(keys[s], numel), excludes ? numel - count : count, numel, bitmap);
         if (excludes)

@@ -58,16 +58,16 @@ struct Uniform {
     }
 };
 
-THINWIRE_CLONES void quantize_segment(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
-                                      uint8_t* scales, uint8_t* out) {
+THINWIRE_CLONES void encode_segment(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
+                                    uint8_t* scales, uint8_t* out) {
     if (q->buckets.bits <= 8)
         encode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
     else
         encode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
 }
 
-THINWIRE_CLONES void dequantize_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n,
-                                        float weight, const Quantizer* q) {
+THINWIRE_CLONES void decode_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n,
+                                    float weight, const Quantizer* q) {
     if (q->buckets.bits <= 8)
         decode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
     else
@@ -92,28 +92,26 @@ void check_steps(const Quantizer& q) {
 
 }  // namespace
 
-void uniform(uint64_t key, float* out, size_t numel) { fill_uniform(Key(key), out, numel); }
+void uniform(uint64_t key, Output out) { fill_uniform(Key(key), out.data, out.numel); }
 
-void quantize(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<uint64_t>& keys,
-              const Quantizer& quantizer, const std::vector<Output>& residuals) {
+void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizer& quantizer,
+                     const Outputs& residuals) {
     check_steps(quantizer);
-    for_each_encoded(xs, out, out_nbytes, keys, quantizer.buckets, residuals,
+    for_each_encoded(xs, out, keys, quantizer.buckets, residuals,
                      [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
-                         quantize_segment(x, n, residual, key, &quantizer, scales, codes);
+                         encode_segment(x, n, residual, key, &quantizer, scales, codes);
                      });
 }
 
-void dequantize_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight,
-                    const Quantizer& quantizer) {
+void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizer& quantizer) {
     check_steps(quantizer);
-    for_each_decoded(payload, nbytes, outs, quantizer.buckets,
+    for_each_decoded(payload, outs, quantizer.buckets,
                      [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
-                         dequantize_segment(scales, codes, out, n, weight, &quantizer);
+                         decode_segment(scales, codes, out, n, weight, &quantizer);
                      });
 }
 
-bool dequantize_sum(const std::vector<Payload>& payloads, const std::vector<Output>& outs, float weight,
-                    const Quantizer& quantizer) {
+bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizer& quantizer) {
     check_steps(quantizer);
     return for_each_summed(payloads, outs, quantizer.buckets,
                            [&](const std::vector<Part>& parts, float* out, size_t n) {

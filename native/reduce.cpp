@@ -19,7 +19,7 @@ THINWIRE_CLONES bool segment_finite(const float* x, size_t n) {
 
 }  // namespace
 
-bool all_finite(const std::vector<Input>& xs) {
+bool all_finite(const Inputs& xs) {
     for (const Input& x : xs)
         if (!segment_finite(x.data, x.numel)) return false;
     return true;
@@ -35,8 +35,10 @@ THINWIRE_CLONES double chunk_norm(const float* x, size_t n) { return tree_sum<Te
 
 }  // namespace
 
-void chunk_norms(const std::vector<Input>& xs, size_t chunk, float* out, size_t out_numel) {
+void chunk_norms(const Inputs& xs, size_t chunk, Output norms) {
     require(chunk > 0, "chunk: expected at least 1");
+    float* out = norms.data;
+    size_t out_numel = norms.numel;
     for (const Input& x : xs) {
         for (size_t at = 0; at < x.numel; at += chunk) {
             require(out_numel-- > 0, "out: fewer than the chunks");

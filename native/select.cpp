@@ -264,8 +264,11 @@ int32_t topk_of_chunk(Input x, size_t k, int32_t last, Buffer& buffer, int32_t* 
 
 }  // namespace
 
-void topk(const std::vector<Input>& xs, const std::vector<int64_t>& counts, int32_t* indices, float* values,
-          size_t numel) {
+void topk(const Inputs& xs, const Counts& counts, IndicesOut kept_indices, Output kept_values) {
+    int32_t* indices = kept_indices.data;
+    float* values = kept_values.data;
+    size_t numel = kept_indices.numel;
+    require(kept_values.numel == numel, "indices and values: expected the same number of elements");
     require(counts.size() == xs.size(), "counts: expected one per segment");
     Buffer buffer;
     for (size_t s = 0; s < xs.size(); ++s) {
@@ -281,11 +284,11 @@ void topk(const std::vector<Input>& xs, const std::vector<int64_t>& counts, int3
     require(numel == 0, "indices: more than the sum of counts");
 }
 
-Selection select(const std::vector<Input>& xs, const std::vector<float>& thresholds) {
+Selection above(const Inputs& xs, const std::vector<float>& thresholds) {
     require(thresholds.size() == xs.size(), "thresholds: expected one per segment");
     Buffer buffer;
     buffer.reserve(kMinSampled);
-    std::vector<int64_t> counts;
+    Counts counts;
     size_t total = 0;
     for (size_t s = 0; s < xs.size(); ++s) {
         Progress progress{0, total};
@@ -301,14 +304,18 @@ Selection select(const std::vector<Input>& xs, const std::vector<float>& thresho
     return {std::move(counts), std::move(buffer.indices), std::move(buffer.values), total};
 }
 
-std::vector<float> largest(const std::vector<Input>& xs) {
+std::vector<float> largest(const Inputs& xs) {
     std::vector<float> magnitudes;
     for (const Input& x : xs) magnitudes.push_back(float_from_bits(largest_of(x.data, x.numel)));
     return magnitudes;
 }
 
-void topk_in_chunks(const std::vector<Input>& xs, size_t chunk, size_t count, const std::vector<int64_t>& last_counts,
-                    int32_t* indices, float* values, size_t numel) {
+void topk_in_chunks(const Inputs& xs, size_t chunk, size_t count, const Counts& last_counts, IndicesOut kept_indices,
+                    Output kept_values) {
+    int32_t* indices = kept_indices.data;
+    float* values = kept_values.data;
+    size_t numel = kept_indices.numel;
+    require(kept_values.numel == numel, "indices and values: expected the same number of elements");
     require(chunk > 0 && count <= chunk, "count: expected at most the chunk's elements");
     require(last_counts.size() == xs.size(), "last_counts: expected one per segment");
     Buffer buffer;

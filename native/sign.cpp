@@ -16,7 +16,7 @@ float mean_magnitude(std::vector<double>& block_sums, size_t n) {
 }
 
 // Signs and sums in one pass over memory.
-THINWIRE_CLONES void pack_segment(const float* x, size_t n, std::vector<double>* block_sums, uint8_t* out) {
+THINWIRE_CLONES void encode_segment(const float* x, size_t n, std::vector<double>* block_sums, uint8_t* out) {
     alignas(64) uint8_t codes[kSumBlock];
     for (size_t start = 0; start < n; start += kSumBlock) {
         const size_t count = std::min(kSumBlock, n - start);
@@ -54,29 +54,28 @@ void check_nbytes(const std::vector<Segment>& segments, size_t nbytes) {
 
 }  // namespace
 
-void sign_pack(const std::vector<Input>& xs, uint8_t* out, size_t out_nbytes, const std::vector<Output>& residuals,
-               const float* fixed_scale) {
-    check_nbytes(xs, out_nbytes);
+void sign_encode(const Inputs& xs, Bytes out, const Outputs& residuals, std::optional<float> fixed_scale) {
+    check_nbytes(xs, out.numel);
     require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
-    uint8_t* signs = out + sizeof(float) * xs.size();
+    uint8_t* signs = out.data + sizeof(float) * xs.size();
     for (size_t i = 0; i < xs.size(); ++i) {
         const size_t n = xs[i].numel;
         require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
         std::vector<double> block_sums;
-        pack_segment(xs[i].data, n, &block_sums, signs);
+        encode_segment(xs[i].data, n, &block_sums, signs);
         float scale = mean_magnitude(block_sums, n);
         if (fixed_scale && magnitude(scale) < kInfinityBits) scale = *fixed_scale;
-        store(out + sizeof(float) * i, scale);
+        store(out.data + sizeof(float) * i, scale);
         if (!residuals.empty()) subtract_signs(xs[i].data, n, scale, residuals[i].data);
         signs += (n + 7) / 8;
     }
 }
 
-void sign_decode_add(const uint8_t* payload, size_t nbytes, const std::vector<Output>& outs, float weight) {
-    check_nbytes(outs, nbytes);
-    const uint8_t* signs = payload + sizeof(float) * outs.size();
+void sign_decode_add(Payload payload, const Outputs& outs, float weight) {
+    check_nbytes(outs, payload.numel);
+    const uint8_t* signs = payload.data + sizeof(float) * outs.size();
     for (size_t i = 0; i < outs.size(); ++i) {
-        decode_segment(signs, load<float>(payload + sizeof(float) * i) * weight, outs[i].data, outs[i].numel);
+        decode_segment(signs, load<float>(payload.data + sizeof(float) * i) * weight, outs[i].data, outs[i].numel);
         signs += (outs[i].numel + 7) / 8;
     }
 }

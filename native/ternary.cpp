@@ -161,8 +161,8 @@ THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float*
     }
 }
 
-THINWIRE_CLONES void pack_segment(const Radix* radix, const float* x, const float* scales, size_t n, float* residual,
-                                  Key key, uint8_t* out) {
+THINWIRE_CLONES void encode_segment(const Radix* radix, const float* x, const float* scales, size_t n, float* residual,
+                                    Key key, uint8_t* out) {
     if (radix->base == 3)
         pack_words<uint8_t>(*radix, x, scales, n, residual, key, out);
     else
@@ -182,8 +182,9 @@ size_t segment_nbytes(const Radix& radix, size_t n) {
 }
 
 template <typename Segment>
-Radix checked_radix(const std::vector<Segment>& segments, size_t nbytes, size_t num_scales, int base,
-                    size_t bucket_size) {
+Radix checked_radix(const std::vector<Segment>& segments, size_t nbytes, size_t num_scales, const Ternary& ternary) {
+    const int base = ternary.base;
+    const size_t bucket_size = ternary.bucket_size;
     require(base >= 3 && base % 2 == 1 && base < 1 << 30, "base: expected an odd number, 3 or more");
     require(bucket_size >= 1, "bucket_size: expected at least 1");
     const Radix radix{base, base == 3 ? digits_per_word<uint8_t>(base) : digits_per_word<uint32_t>(base), bucket_size};
@@ -199,39 +200,43 @@ Radix checked_radix(const std::vector<Segment>& segments, size_t nbytes, size_t 
 
 }  // namespace
 
-void ternary_scales(const std::vector<Input>& xs, float clip, size_t bucket_size, float* scales, size_t num_scales) {
+void ternary_scales(const Inputs& xs, float clip, size_t bucket_size, Output scales) {
     require(bucket_size >= 1, "bucket_size: expected at least 1");
     size_t buckets = 0;
     for (const Input& x : xs) buckets += num_buckets(x.numel, bucket_size);
-    require(num_scales == buckets, "scales: expected one per bucket");
+    require(scales.numel == buckets, "scales: expected one per bucket");
+    float* to = scales.data;
     for (const Input& x : xs) {
-        segment_scales(x.data, x.numel, clip, bucket_size, scales);
-        scales += num_buckets(x.numel, bucket_size);
+        segment_scales(x.data, x.numel, clip, bucket_size, to);
+        to += num_buckets(x.numel, bucket_size);
     }
 }
 
-void ternary_pack(const std::vector<Input>& xs, const float* scales, size_t num_scales, uint8_t* out,
-                  size_t out_nbytes, const std::vector<uint64_t>& keys, int base, size_t bucket_size,
-                  const std::vector<Output>& residuals) {
-    const Radix radix = checked_radix(xs, out_nbytes, num_scales, base, bucket_size);
+void ternary_encode(const Inputs& xs, Input scales, Bytes out, const Keys& keys, const Ternary& ternary,
+                    const Outputs& residuals) {
+    const Radix radix = checked_radix(xs, out.numel, scales.numel, ternary);
+    const float* scale = scales.data;
+    uint8_t* words = out.data;
     require(keys.size() == xs.size(), "keys: expected one per segment");
     require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
     for (size_t i = 0; i < xs.size(); ++i) {
         const size_t n = xs[i].numel;
         require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
-        pack_segment(&radix, xs[i].data, scales, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), out);
-        out += segment_nbytes(radix, n);
-        scales += num_buckets(n, bucket_size);
+        float* residual = residuals.empty() ? nullptr : residuals[i].data;
+        encode_segment(&radix, xs[i].data, scale, n, residual, Key(keys[i]), words);
+        words += segment_nbytes(radix, n);
+        scale += num_buckets(n, ternary.bucket_size);
     }
 }
 
-void ternary_decode_add(const uint8_t* payload, size_t nbytes, const float* scales, size_t num_scales,
-                        const std::vector<Output>& outs, float weight, int base, size_t bucket_size) {
-    const Radix radix = checked_radix(outs, nbytes, num_scales, base, bucket_size);
+void ternary_decode_add(Payload payload, Input scales, const Outputs& outs, float weight, const Ternary& ternary) {
+    const Radix radix = checked_radix(outs, payload.numel, scales.numel, ternary);
+    const uint8_t* words = payload.data;
+    const float* scale = scales.data;
     for (const Output& out : outs) {
-        decode_segment(&radix, payload, scales, out.data, out.numel, weight);
-        payload += segment_nbytes(radix, out.numel);
-        scales += num_buckets(out.numel, bucket_size);
+        decode_segment(&radix, words, scale, out.data, out.numel, weight);
+        words += segment_nbytes(radix, out.numel);
+        scale += num_buckets(out.numel, ternary.bucket_size);
     }
 }
 

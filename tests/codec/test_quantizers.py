@@ -43,10 +43,10 @@ def test_levels_backends_agree(xs, levels, data):
 
     def compute():
         work, outs = clones(xs), clones(xs)
-        bits = kernels.levels_bits(len(levels))
-        payload = torch.empty(kernels.quantize_nbytes([x.numel() for x in xs], bits, bucket_size), dtype=torch.uint8)
-        kernels.quantize_levels(work, payload, keys, levels, bucket_size, norm, work)
-        kernels.dequantize_levels_add(payload, outs, -1 / 3, levels, bucket_size)
+        record = kernels.levels.Levels(levels, bucket_size, norm)
+        payload = torch.empty(record.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.levels.encode(work, payload, keys, record, work)
+        kernels.levels.decode_add(payload, outs, -1 / 3, record)
         return [payload, *work, *outs]
 
     assert_backends_agree(compute)
@@ -67,9 +67,10 @@ def test_wide_codes_backends_agree(xs, bits, part, bucket_size, key):
 
     def compute():
         work, outs = clones(xs), clones(xs)
-        payload = torch.empty(kernels.quantize_nbytes([x.numel() for x in xs], bits, bucket_size), dtype=torch.uint8)
-        kernels.quantize(work, payload, keys, bits, num_steps, bucket_size, "max", work)
-        kernels.dequantize_add(payload, outs, 0.7, bits, num_steps, bucket_size)
+        quantizer = kernels.quantize.Quantizer(bits, num_steps, bucket_size)
+        payload = torch.empty(quantizer.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.quantize.encode(work, payload, keys, quantizer, work)
+        kernels.quantize.decode_add(payload, outs, 0.7, quantizer)
         return [payload, *work, *outs]
 
     assert_backends_agree(compute)
@@ -85,11 +86,12 @@ def test_ternary_backends_agree(xs, base, data):
 
     def compute():
         work, outs = clones(xs), clones(xs)
-        scales = kernels.ternary_scales(work, clip, bucket_size)
-        payload = torch.empty(kernels.ternary_nbytes([x.numel() for x in xs], base), dtype=torch.uint8)
-        kernels.ternary_pack(work, scales, payload, keys, base, bucket_size, work)
+        scales = kernels.ternary.scales(work, clip, bucket_size)
+        ternary = kernels.ternary.Ternary(base, bucket_size)
+        payload = torch.empty(ternary.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.ternary.encode(work, scales, payload, keys, ternary, work)
         received = payload.clone().fill_(251) if corrupt else payload
-        kernels.ternary_decode_add(received, scales, outs, 0.3, base, bucket_size)
+        kernels.ternary.decode_add(received, scales, outs, 0.3, ternary)
         return [scales, payload, *work, *outs]
 
     assert_backends_agree(compute)
@@ -100,11 +102,11 @@ def test_ternary_backends_agree(xs, base, data):
 def test_onebit_backends_agree(xs, bucket_size, fixed):
     def compute():
         work, outs = clones(xs), clones(xs)
-        payload = torch.empty(kernels.onebit_nbytes([x.numel() for x in xs], bucket_size), dtype=torch.uint8)
-        kernels.onebit_pack(work, payload, bucket_size, work)
-        kernels.onebit_decode_add(payload, outs, 0.3, bucket_size)
-        signs = torch.empty(kernels.sign_nbytes([x.numel() for x in xs]), dtype=torch.uint8)
-        kernels.sign_pack(xs, signs, None, 0.1 if fixed else None)
+        payload = torch.empty(kernels.onebit.nbytes([x.numel() for x in xs], bucket_size), dtype=torch.uint8)
+        kernels.onebit.encode(work, payload, bucket_size, work)
+        kernels.onebit.decode_add(payload, outs, 0.3, bucket_size)
+        signs = torch.empty(kernels.sign.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.sign.encode(xs, signs, None, 0.1 if fixed else None)
         return [payload, *work, *outs, signs]
 
     assert_backends_agree(compute)
@@ -252,13 +254,13 @@ def test_ternary_digits_add_up_without_carry(num_workers):
     payloads = [codec.encode(x, tw.Key(step=w)).view(torch.int32) for w, x in enumerate(xs)]
     total = torch.stack(payloads).long().sum(0)
     assert 0 <= total.min() <= total.max() < 2**31
-    alone = tw.TernGrad(clip=None, bucket_size=1000)
+    alone, ternary = tw.TernGrad(clip=None, bucket_size=1000), kernels.ternary.Ternary(bucket_size=1000)
     digits = torch.zeros(3000, dtype=torch.float64)
     for w, x in enumerate(xs):
         packed = torch.empty(600, dtype=torch.uint8)
-        kernels.ternary_pack([x], codec.scales, packed, [tw.Key(step=w).mixed()], 3, 1000)
+        kernels.ternary.encode([x], codec.scales, packed, [tw.Key(step=w).mixed()], ternary)
         one = torch.zeros(3000)
-        kernels.ternary_decode_add(packed, codec.scales, [one], 1.0, 3, 1000)
+        kernels.ternary.decode_add(packed, codec.scales, [one], 1.0, ternary)
         digits += one.double()
     torch.testing.assert_close(codec.decode(total.int().view(torch.uint8), 3000).double(), digits, rtol=1e-6, atol=0)
     assert alone.nbytes(3000) < codec.nbytes(3000)
@@ -309,7 +311,7 @@ def test_shared_terngrad_averages_on_the_wire(size, memory):
     """Workers agree on the scale, and send 4 (W-1) bytes of proposals and 2(W-1)/W of int32 words."""
     averager = tw.Mean(tw.TernGrad(shared=True), memory)
     result, sent = averaged(averager, size)
-    scale = max(float(kernels.ternary_scales([gaussian(1200, seed=10 * r)], 2.5)) for r in range(size))
+    scale = max(float(kernels.ternary.scales([gaussian(1200, seed=10 * r)], 2.5)) for r in range(size))
     counts = result.double() * size / scale
     torch.testing.assert_close(counts, counts.round(), rtol=0, atol=1e-5)
     assert counts.abs().max() <= size

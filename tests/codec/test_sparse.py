@@ -33,7 +33,7 @@ def test_threshold_keeps_what_reaches_it(value):
     codec = tw.Threshold(value)
     assert torch.equal(sent(codec, x), torch.where(x.abs() >= value, x, 0.0))
     k = int((x.abs() >= value).sum())
-    assert codec.encode(x).numel() == 4 + 4 * k + kernels.indices_nbytes(k, 5000)
+    assert codec.encode(x).numel() == 4 + 4 * k + kernels.indices.nbytes(k, 5000)
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
@@ -127,7 +127,8 @@ def test_sampled_topk_of_few_large_elements():
 def test_random_subsets_are_uniform():
     """Each subset of 2 of 6 as often as any other: chi-squared of 14 degrees of freedom, chance of failure 1e-6."""
     draws = 15_000
-    seen = Counter(tuple(kernels.random_indices([kernels.mix_key(5, i, 0)], [2], [6]).tolist()) for i in range(draws))
+    random_indices = kernels.permutation.random_indices
+    seen = Counter(tuple(random_indices([kernels.mix_key(5, i, 0)], [2], [6]).tolist()) for i in range(draws))
     expected = draws / 15
     chi2 = sum((seen[pair] - expected) ** 2 / expected for pair in combinations(range(6), 2))
     assert sum(seen.values()) == draws
@@ -140,7 +141,7 @@ def test_every_coordinate_is_as_likely_as_another(n, k):
     draws = 4000
     seen = torch.zeros(n)
     for i in range(draws):
-        seen[kernels.random_indices([kernels.mix_key(0, n, i)], [k], [n]).long()] += 1
+        seen[kernels.permutation.random_indices([kernels.mix_key(0, n, i)], [k], [n]).long()] += 1
     p = k / n
     chi2 = float(((seen - draws * p) ** 2).sum() / (draws * p * (1 - p)))
     assert abs(chi2 - (n - 1)) < 5 * math.sqrt(2 * n)
@@ -151,7 +152,7 @@ def test_neighbours_are_chosen_independently():
     both = 0
     for i in range(draws):
         kept = torch.zeros(n, dtype=torch.bool)
-        kept[kernels.random_indices([kernels.mix_key(1, 0, i)], [k], [n]).long()] = True
+        kept[kernels.permutation.random_indices([kernels.mix_key(1, 0, i)], [k], [n]).long()] = True
         both += int((kept[1:] & kept[:-1]).sum())
     expected = draws * (n - 1) * (k / n) * ((k - 1) / (n - 1))
     assert abs(both - expected) < 6 * math.sqrt(expected)
@@ -285,16 +286,16 @@ def test_auto_indices_are_the_smallest(n, density, runs, seed):
         kept = kept[: n // 50 + 1].repeat_interleave(50)[:n]
     indices = kept.nonzero().flatten().int()
     k = indices.numel()
-    code = kernels.pack_smallest(indices, [k], [n])
-    assert torch.equal(kernels.unpack_smallest(code, [k], [n]), indices)
+    code = kernels.smallest.encode(indices, [k], [n])
+    assert torch.equal(kernels.smallest.decode(code, [k], [n]), indices)
     gaps = torch.diff(indices, prepend=torch.tensor([-1], dtype=torch.int32)) - 1
     packed_gaps = sum(1 + (len(b) * int(b.max()).bit_length() + 7) // 8 for b in gaps.split(128)) if k else 0
     others = [4 * k, (n + 7) // 8, packed_gaps]
     others += [(k * (low + 1) + ((n - 1) >> low) + 7) // 8 for low in range(n.bit_length()) if k]
     assert code.numel() - 1 <= min(others)
     with kernels.use_backend("reference"):
-        assert torch.equal(kernels.pack_smallest(indices, [k], [n]), code)
-        assert torch.equal(kernels.unpack_smallest(code, [k], [n]), indices)
+        assert torch.equal(kernels.smallest.encode(indices, [k], [n]), code)
+        assert torch.equal(kernels.smallest.decode(code, [k], [n]), indices)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -302,13 +303,13 @@ def test_corrupt_auto_indices_are_refused(backend):
     """Any bytes, and any change of one byte, decode to ascending indices inside the segment or raise ValueError."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.arange(100, 400, dtype=torch.int32)
-    code = kernels.pack_smallest(indices, [300], [5000])
+    code = kernels.smallest.encode(indices, [300], [5000])
     trials = [torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8) for n in range(60)]
     trials += [torch.cat([code[:i], code[i : i + 1] ^ 64, code[i + 1 :]]) for i in range(code.numel())]
     with kernels.use_backend(backend):
         for payload in [*trials, code[:-1], torch.cat([code, code[:1]])]:
             try:
-                got = kernels.unpack_smallest(payload, [300], [5000])
+                got = kernels.smallest.decode(payload, [300], [5000])
             except ValueError:
                 continue
             assert got.numel() == 300
@@ -341,10 +342,10 @@ def test_rice_coded_gaps(n, density, runs, seed):
     k = indices.numel()
     for backend in ("cpu", "reference"):
         with kernels.use_backend(backend):
-            code = kernels.pack_rice(indices, [k], [n])
+            code = kernels.rice.encode(indices, [k], [n])
             assert bytes(code.tolist()) == rice_by_hand(indices.tolist(), n)
-            assert torch.equal(kernels.unpack_rice(code, [k], [n]), indices)
-    assert code.numel() <= kernels.rice_max_nbytes(k, n) <= kernels.indices_nbytes(k, n)
+            assert torch.equal(kernels.rice.decode(code, [k], [n]), indices)
+    assert code.numel() <= kernels.rice.max_nbytes(k, n) <= kernels.indices.nbytes(k, n)
 
 
 def test_rice_coded_gaps_of_many_segments_and_of_the_widest():
@@ -353,13 +354,13 @@ def test_rice_coded_gaps_of_many_segments_and_of_the_widest():
     counts, numels = [len(i) for i, _ in segments], [n for _, n in segments]
     for backend in ("cpu", "reference"):
         with kernels.use_backend(backend):
-            code = kernels.pack_rice(indices, counts, numels)
+            code = kernels.rice.encode(indices, counts, numels)
             assert bytes(code.tolist()) == b"".join(rice_by_hand(i, n) for i, n in segments)
-            assert torch.equal(kernels.unpack_rice(code, counts, numels), indices)
+            assert torch.equal(kernels.rice.decode(code, counts, numels), indices)
             with pytest.raises(ValueError, match="ascending"):
-                kernels.pack_rice(indices.flip(0), counts[::-1], numels[::-1])
+                kernels.rice.encode(indices.flip(0), counts[::-1], numels[::-1])
             with pytest.raises(ValueError, match="sum of counts"):
-                kernels.pack_rice(indices[1:], counts, numels)
+                kernels.rice.encode(indices[1:], counts, numels)
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.3])
@@ -368,16 +369,16 @@ def test_rice_comes_near_the_entropy(ratio):
     n, k = 1_000_000, int(1_000_000 * ratio)
     indices = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:k].sort().values.int()
     entropy = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2) / k
-    coded = 8 * kernels.pack_rice(indices, [k], [n]).numel() / k
+    coded = 8 * kernels.rice.encode(indices, [k], [n]).numel() / k
     assert entropy < coded < entropy + 0.15
-    assert coded < 8 * kernels.indices_nbytes(k, n) / k - 0.25
+    assert coded < 8 * kernels.indices.nbytes(k, n) / k - 0.25
 
 
 def test_corrupt_rice_codes_are_refused():
     """Both backends take and refuse the same bytes; what they take are ascending indices inside the segment."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.randperm(5000, generator=generator)[:300].sort().values.int()
-    code = kernels.pack_rice(indices, [300], [5000])
+    code = kernels.rice.encode(indices, [300], [5000])
     trials = [torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8) for n in range(240)]
     trials += [torch.cat([code[:i], code[i : i + 1] ^ 64, code[i + 1 :]]) for i in range(code.numel())]
     results = []
@@ -385,7 +386,7 @@ def test_corrupt_rice_codes_are_refused():
         for name in ("cpu", "reference"):
             with kernels.use_backend(name):
                 try:
-                    results.append(kernels.unpack_rice(payload, [300], [5000]))
+                    results.append(kernels.rice.decode(payload, [300], [5000]))
                 except ValueError:
                     results.append(None)
         ours, theirs = results[-2:]

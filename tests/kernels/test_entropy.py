@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire import kernels
-from thinwire.kernels import huffman
+from thinwire.kernels import entropy as huffman
+from thinwire.kernels.entropy import Symbols
 
 
 def packed_symbols(counts, bits, skew, seed):
@@ -39,15 +39,15 @@ def test_backends_agree_on_right_and_on_corrupt_bytes(counts, bits, data):
     cut = data.draw(st.integers(0, 3))
 
     def compute():
-        payload = kernels.huffman_encode(packed, counts, bits)
+        payload = huffman.encode(packed, Symbols(bits, counts))
         assert payload.numel() <= packed.numel() + 1
-        assert torch.equal(kernels.huffman_decode(payload, counts, bits), packed)
+        assert torch.equal(huffman.decode(payload, Symbols(bits, counts)), packed)
         corrupt = payload.clone()
         for at, bit in flips:
             corrupt[at % len(corrupt)] ^= 1 << bit
         corrupt = corrupt[: max(0, len(corrupt) - cut)]
         try:
-            decoded = kernels.huffman_decode(corrupt, counts, bits)
+            decoded = huffman.decode(corrupt, Symbols(bits, counts))
         except ValueError as error:
             assert "corrupt" in str(error)  # noqa: PT017
             decoded = torch.empty(0, dtype=torch.uint8)
@@ -63,7 +63,7 @@ def test_random_bytes_never_crash(bits):
         payload = torch.randint(0, 256, (200,), dtype=torch.uint8, generator=generator)
         payload[0] = 1
         with pytest.raises(ValueError, match="corrupt"):
-            kernels.huffman_decode(payload, [10_000], bits)
+            huffman.decode(payload, Symbols(bits, [10_000]))
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thinwire import kernels
+from thinwire.kernels.quantize import Quantizer
 
 BACKENDS = ["cpu", "reference"]
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1024, 1025, 5000]
@@ -25,20 +26,21 @@ def gaussian(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def quantized(xs, bits=4, num_steps=14, bucket_size=512, norm="max", residuals=None, key=5):
-    payload = torch.empty(kernels.quantize_nbytes([x.numel() for x in xs], bits, bucket_size), dtype=torch.uint8)
-    kernels.quantize(xs, payload, [key + i for i in range(len(xs))], bits, num_steps, bucket_size, norm, residuals)
+    quantizer = Quantizer(bits, num_steps, bucket_size, norm)
+    payload = torch.empty(quantizer.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+    kernels.quantize.encode(xs, payload, [key + i for i in range(len(xs))], quantizer, residuals)
     return payload
 
 
 def dequantized(payload, numels, bits=4, num_steps=14, bucket_size=512):
     outs = [torch.zeros(n) for n in numels]
-    kernels.dequantize_add(payload, outs, 1.0, bits, num_steps, bucket_size)
+    kernels.quantize.decode_add(payload, outs, 1.0, Quantizer(bits, num_steps, bucket_size))
     return outs
 
 
 def packed_indices(indices, counts, numels):
-    out = torch.empty(sum(map(kernels.indices_nbytes, counts, numels)), dtype=torch.uint8)
-    kernels.pack_indices(torch.tensor(indices, dtype=torch.int32), counts, numels, out)
+    out = torch.empty(sum(map(kernels.indices.nbytes, counts, numels)), dtype=torch.uint8)
+    kernels.indices.encode(torch.tensor(indices, dtype=torch.int32), counts, numels, out)
     return out
 
 
@@ -156,13 +158,13 @@ def test_extreme_magnitudes_stay_finite(norm):
 def test_signs(numel):
     x = gaussian(numel)
     residual = torch.empty_like(x)
-    payload = torch.empty(kernels.sign_nbytes([numel]), dtype=torch.uint8)
-    kernels.sign_pack([x], payload, [residual])
+    payload = torch.empty(kernels.sign.nbytes([numel]), dtype=torch.uint8)
+    kernels.sign.encode([x], payload, [residual])
     assert np.array_equal(payload[4:].numpy(), np.packbits(x.numpy() < 0, bitorder="little"))
     scale = float(payload[:4].clone().view(torch.float32))
     assert scale == pytest.approx(float(x.double().abs().mean()) if numel else 0.0, rel=2**-23)
     out = torch.zeros(numel)
-    kernels.sign_decode_add(payload, [out], 1.0)
+    kernels.sign.decode_add(payload, [out], 1.0)
     assert torch.equal(out, torch.where(x < 0, -scale, scale))
     assert torch.equal(residual, x - out)
 
@@ -195,21 +197,21 @@ def hostile_segments() -> dict[str, torch.Tensor]:
 def test_topk_is_exact(name):
     x = hostile_segments()[name]
     for count in (0, 1, 5, len(x) // 1000, len(x) // 100, len(x) // 2, len(x)):
-        indices, values = kernels.topk([x], [count])
+        indices, values = kernels.select.topk([x], [count])
         assert indices.tolist() == largest_by_sorting(x, count)
         assert torch.equal(values.view(torch.int32), x[indices.long()].view(torch.int32))
 
 
 def test_topk_of_several_segments_and_empty_ones():
     xs = [gaussian(10), torch.empty(0), gaussian(5000, seed=1)]
-    indices, _ = kernels.topk(xs, [3, 0, 7])
+    indices, _ = kernels.select.topk(xs, [3, 0, 7])
     assert indices.tolist() == largest_by_sorting(xs[0], 3) + largest_by_sorting(xs[2], 7)
 
 
 @pytest.mark.parametrize("threshold", [0.0, -0.0, 1e-45, 0.5, 3.0, math.inf])
 def test_select(threshold):
     xs = [gaussian(9001), torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])]
-    indices, values, counts = kernels.select(xs, [threshold] * 2)
+    indices, values, counts = kernels.select.above(xs, [threshold] * 2)
     expected = [(~(x.abs() < threshold)).nonzero().flatten() for x in xs]
     assert counts == [len(e) for e in expected]
     assert torch.equal(indices.long(), torch.cat(expected))
@@ -220,16 +222,16 @@ def test_select(threshold):
 
 def test_scatter_and_scatter_add():
     x = gaussian(1000)
-    indices, values = kernels.topk([x, x], [10, 20])
+    indices, values = kernels.select.topk([x, x], [10, 20])
     outs = [torch.ones(1000), torch.ones(1000)]
-    kernels.scatter_add(outs, indices, values, [10, 20], 0.5)
+    kernels.scatter.add(outs, indices, values, [10, 20], 0.5)
     expected = torch.ones(1000)
     expected[indices[:10].long()] += values[:10] * 0.5
     assert torch.equal(outs[0], expected)
-    kernels.scatter(outs, indices, values, [10, 20])
+    kernels.scatter.write(outs, indices, values, [10, 20])
     assert torch.equal(outs[1][indices[10:].long()], values[10:])
     before = outs[1].clone()
-    kernels.clear(outs, indices, [10, 20])
+    kernels.scatter.clear(outs, indices, [10, 20])
     before[indices[10:].long()] = 0
     assert torch.equal(outs[1], before)
 
@@ -238,9 +240,9 @@ def test_scatter_and_scatter_add():
 def test_scatter_refuses_an_index_outside(bad):
     out, index = torch.zeros(4), torch.tensor([0, bad], dtype=torch.int32)
     calls = [
-        lambda: kernels.scatter([out], index, torch.ones(2), [2]),
-        lambda: kernels.scatter_add([out], index, torch.ones(2), [2], 1.0),
-        lambda: kernels.clear([out], index, [2]),
+        lambda: kernels.scatter.write([out], index, torch.ones(2), [2]),
+        lambda: kernels.scatter.add([out], index, torch.ones(2), [2], 1.0),
+        lambda: kernels.scatter.clear([out], index, [2]),
     ]
     out += 1
     for call in calls:
@@ -274,12 +276,12 @@ def test_indices_follow_the_layout(count, numel):
     indices = sorted(torch.randperm(numel, generator=torch.Generator().manual_seed(count))[:count].tolist())
     code = packed_indices(indices, [count], [numel])
     assert bytes(code.tolist()) == elias_fano_by_python(indices, numel)
-    assert kernels.unpack_indices(code, [count], [numel]).tolist() == indices
+    assert kernels.indices.decode(code, [count], [numel]).tolist() == indices
 
 
 def test_indices_take_at_most_12_bits_at_one_in_a_thousand():
     for numel in (100_000, 1_000_000, 25_000_000):
-        assert kernels.indices_nbytes(numel // 1000, numel) * 8 <= 12 * (numel // 1000)
+        assert kernels.indices.nbytes(numel // 1000, numel) * 8 <= 12 * (numel // 1000)
 
 
 @pytest.mark.parametrize(("count", "numel"), [(20, 3000), (30, 60), (1, 1), (7, 2**31 - 1)])
@@ -287,9 +289,9 @@ def test_every_corrupt_byte_is_refused_or_decodes_inside(count, numel):
     """Any payload decodes to ascending indices inside the segment that encode back to it, or raises ValueError."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
-        code = torch.randint(0, 256, (kernels.indices_nbytes(count, numel),), generator=generator, dtype=torch.uint8)
+        code = torch.randint(0, 256, (kernels.indices.nbytes(count, numel),), generator=generator, dtype=torch.uint8)
         try:
-            indices = kernels.unpack_indices(code, [count], [numel])
+            indices = kernels.indices.decode(code, [count], [numel])
         except ValueError:
             continue
         assert torch.equal(packed_indices(indices.tolist(), [count], [numel]), code)
@@ -299,7 +301,7 @@ def test_corrupt_indices_are_named():
     code = packed_indices([3, 500, 900], [3], [1000])
     for bad in (code | 255, code * 0):
         with pytest.raises(ValueError, match="corrupt"):
-            kernels.unpack_indices(bad, [3], [1000])
+            kernels.indices.decode(bad, [3], [1000])
 
 
 @pytest.mark.parametrize("indices", [[2, 1], [1, 1], [-1, 1], [1, 10]])
@@ -336,31 +338,34 @@ def test_all_finite(numel):
     ],
 )
 def test_quantize_names_what_is_wrong(change, message):
-    good = {"xs": [torch.ones(8)], "out": torch.empty(8, dtype=torch.uint8), "keys": [1], "bits": 4, "num_steps": 14}
+    good = {"xs": [torch.ones(8)], "out": torch.empty(8, dtype=torch.uint8), "keys": [1], "residuals": None}
+    fields = {"bits": 4, "num_steps": 14, "bucket_size": 512, "norm": "max"}
     with pytest.raises(ValueError, match=message):
-        kernels.quantize(**{**good, "bucket_size": 512, **change})
+        quantizer = Quantizer(**{name: change.get(name, value) for name, value in fields.items()})
+        arguments = {name: change.get(name, value) for name, value in good.items()}
+        kernels.quantize.encode(**arguments, quantizer=quantizer)
 
 
 def test_decoders_refuse_a_payload_of_the_wrong_size():
     outs = [torch.zeros(100)]
     short = torch.zeros(10, dtype=torch.uint8)
     with pytest.raises(ValueError, match="expected 54 bytes"):
-        kernels.dequantize_add(short, outs, 1.0, 4, 14, 512)
+        kernels.quantize.decode_add(short, outs, 1.0, Quantizer(4, 14, 512))
     with pytest.raises(ValueError, match="expected 17 bytes"):
-        kernels.sign_decode_add(short, outs, 1.0)
+        kernels.sign.decode_add(short, outs, 1.0)
     with pytest.raises(ValueError, match="expected 2 bytes"):
-        kernels.unpack_indices(short, [1], [1000])
+        kernels.indices.decode(short, [1], [1000])
 
 
 def test_counts_and_thresholds_are_checked():
     for counts in ([4], [-1], [1, 1]):
         with pytest.raises(ValueError, match="counts"):
-            kernels.topk([torch.ones(3)], counts)
+            kernels.select.topk([torch.ones(3)], counts)
     for threshold in (-1.0, math.nan):
         with pytest.raises(ValueError, match="thresholds"):
-            kernels.select([torch.ones(3)], [threshold])
+            kernels.select.above([torch.ones(3)], [threshold])
     with pytest.raises(ValueError, match="indices"):
-        kernels.scatter([torch.ones(3)], torch.zeros(1, dtype=torch.int32), torch.ones(1), [2])
+        kernels.scatter.write([torch.ones(3)], torch.zeros(1, dtype=torch.int32), torch.ones(1), [2])
 
 
 def test_payloads_may_start_at_any_address():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import importlib
+import pkgutil
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import kernels
-from thinwire.kernels import _native, layout, random
+from thinwire.kernels import _native
+from thinwire.kernels.quantize import Quantizer
 
 
 @settings(max_examples=150, deadline=None)
@@ -28,26 +31,26 @@ def test_quantize(xs, data):
     def compute():
         work = clones(xs)
         residuals = work if alias else clones(xs)
-        nbytes = kernels.quantize_nbytes([x.numel() for x in xs], bits, bucket_size)
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        kernels.quantize(work, payload, keys, bits, num_steps, bucket_size, norm, residuals)
+        quantizer = Quantizer(bits, num_steps, bucket_size, norm)
+        payload = torch.empty(quantizer.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.quantize.encode(work, payload, keys, quantizer, residuals)
         outs = clones(xs)
-        kernels.dequantize_add(payload, outs, weight, bits, num_steps, bucket_size)
+        kernels.quantize.decode_add(payload, outs, weight, quantizer)
         return [payload, *residuals, *outs]
 
     assert_backends_agree(compute)
 
 
 @settings(max_examples=200, deadline=None)
-@given(segments(), st.sampled_from(list(kernels.CAST_WIDTHS)), st.booleans())
+@given(segments(), st.sampled_from(list(kernels.cast.WIDTHS)), st.booleans())
 def test_cast(xs, dtype, alias):
     def compute():
         work = clones(xs)
         residuals = work if alias else clones(xs)
-        payload = torch.empty(kernels.cast_nbytes([x.numel() for x in xs], dtype), dtype=torch.uint8)
-        kernels.cast_pack(work, payload, dtype, residuals)
+        payload = torch.empty(kernels.cast.nbytes([x.numel() for x in xs], dtype), dtype=torch.uint8)
+        kernels.cast.encode(work, payload, dtype, residuals)
         outs = clones(xs)
-        kernels.cast_decode_add(payload, outs, 0.3, dtype)
+        kernels.cast.decode_add(payload, outs, 0.3, dtype)
         return [payload, *residuals, *outs]
 
     assert_backends_agree(compute)
@@ -62,17 +65,17 @@ def test_quantized_sum(xs, data):
     num_payloads = data.draw(st.integers(1, 3))
     weight = data.draw(st.sampled_from([1.0, -1 / 3, 3.0]))
     numels = [x.numel() for x in xs]
-    payloads = []
+    quantizer, payloads = Quantizer(bits, 2**bits - 1, bucket_size), []
     for i in range(num_payloads):
-        payload = torch.empty(kernels.quantize_nbytes(numels, bits, bucket_size), dtype=torch.uint8)
-        kernels.quantize(xs, payload, [i] * len(xs), bits, 2**bits - 1, bucket_size, "max")
+        payload = torch.empty(quantizer.nbytes(numels), dtype=torch.uint8)
+        kernels.quantize.encode(xs, payload, [i] * len(xs), quantizer)
         payloads.append(payload)
 
     def compute():
         outs, added = clones(xs), [torch.zeros_like(x) for x in xs]
-        finite = kernels.dequantize_sum(payloads, outs, weight, bits, 2**bits - 1, bucket_size)
+        finite = kernels.quantize.decode_sum(payloads, outs, weight, quantizer)
         for payload in payloads:
-            kernels.dequantize_add(payload, added, weight, bits, 2**bits - 1, bucket_size)
+            kernels.quantize.decode_add(payload, added, weight, quantizer)
         assert finite == kernels.all_finite(added)
         for out, total in zip(outs, added, strict=True):
             torch.testing.assert_close(out, total, rtol=0, atol=0, equal_nan=True)
@@ -87,10 +90,10 @@ def test_sign(xs, alias):
     def compute():
         work = clones(xs)
         residuals = work if alias else clones(xs)
-        payload = torch.empty(kernels.sign_nbytes([x.numel() for x in xs]), dtype=torch.uint8)
-        kernels.sign_pack(work, payload, residuals)
+        payload = torch.empty(kernels.sign.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.sign.encode(work, payload, residuals)
         outs = clones(xs)
-        kernels.sign_decode_add(payload, outs, 0.3)
+        kernels.sign.decode_add(payload, outs, 0.3)
         return [payload, *residuals, *outs]
 
     assert_backends_agree(compute)
@@ -105,7 +108,7 @@ def test_add_topk(xs, data):
 
     def compute():
         outs = [torch.empty_like(x) for x in xs]
-        indices, values = kernels.add_topk(xs, es, outs, factor, counts)
+        indices, values = kernels.momentum.add_topk(xs, es, outs, factor, counts)
         return [*outs, indices, values]
 
     assert_backends_agree(compute)
@@ -118,13 +121,13 @@ def test_selection(xs, data):
     thresholds = [data.draw(st.sampled_from([0.0, 1e-40, 0.5, 1.0, 2.5, float("inf")])) for _ in xs]
 
     def compute():
-        indices, values = kernels.topk(xs, counts)
+        indices, values = kernels.select.topk(xs, counts)
         outs = [torch.zeros_like(x) for x in xs]
-        kernels.scatter(outs, indices, values, counts)
-        kernels.scatter_add(outs, indices, values, counts, -0.7)
+        kernels.scatter.write(outs, indices, values, counts)
+        kernels.scatter.add(outs, indices, values, counts, -0.7)
         rest = clones(xs)
-        kernels.clear(rest, indices, counts)
-        return [indices, values, *outs, *rest, *kernels.select(xs, thresholds), kernels.all_finite(xs)]
+        kernels.scatter.clear(rest, indices, counts)
+        return [indices, values, *outs, *rest, *kernels.select.above(xs, thresholds), kernels.all_finite(xs)]
 
     assert_backends_agree(compute)
 
@@ -136,20 +139,20 @@ def test_indices(numels, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     kept = [torch.randperm(n, generator=generator)[:k].sort().values.int() for n, k in zip(numels, counts, strict=True)]
     indices = torch.cat([torch.empty(0, dtype=torch.int32), *kept])
-    nbytes = sum(map(kernels.indices_nbytes, counts, numels))
+    nbytes = sum(map(kernels.indices.nbytes, counts, numels))
     flip = (data.draw(st.integers(0, nbytes - 1)), 1 << data.draw(st.integers(0, 7))) if nbytes else None
 
     def compute():
         payload = torch.empty(nbytes, dtype=torch.uint8)
-        kernels.pack_indices(indices, counts, numels, payload)
+        kernels.indices.encode(indices, counts, numels, payload)
         corrupt = payload.clone()
         if flip:
             corrupt[flip[0]] ^= flip[1]
         try:
-            decoded = kernels.unpack_indices(corrupt, counts, numels)
+            decoded = kernels.indices.decode(corrupt, counts, numels)
         except ValueError:
             decoded = torch.empty(0, dtype=torch.int32)
-        assert torch.equal(kernels.unpack_indices(payload, counts, numels), indices)
+        assert torch.equal(kernels.indices.decode(payload, counts, numels), indices)
         return [payload, decoded]
 
     assert_backends_agree(compute)
@@ -161,11 +164,12 @@ def test_large_segments():
 
     def compute():
         work = clones(xs)
-        payload = torch.empty(kernels.quantize_nbytes([1_500_001] * 2, 3, 10**6), dtype=torch.uint8)
-        kernels.quantize(work, payload, [1, 2], 3, 7, 10**6, "l2", work)
-        signs = torch.empty(kernels.sign_nbytes([1_500_001] * 2), dtype=torch.uint8)
-        kernels.sign_pack(xs, signs)
-        return [payload, *work, signs, *kernels.topk(xs, [1500, 700_000]), *kernels.select(xs, [3.0, 0.1])]
+        quantizer = Quantizer(3, 7, 10**6, "l2")
+        payload = torch.empty(quantizer.nbytes([1_500_001] * 2), dtype=torch.uint8)
+        kernels.quantize.encode(work, payload, [1, 2], quantizer, work)
+        signs = torch.empty(kernels.sign.nbytes([1_500_001] * 2), dtype=torch.uint8)
+        kernels.sign.encode(xs, signs)
+        return [payload, *work, signs, *kernels.select.topk(xs, [1500, 700_000]), *kernels.select.above(xs, [3.0, 0.1])]
 
     assert_backends_agree(compute)
 
@@ -181,8 +185,8 @@ def test_large_selections(shape):
     counts = [count for chunk in (4096, 100) for count in (1, chunk // 64, chunk // 2)]
 
     def compute():
-        in_chunks = [kernels.topk_in_chunks([x], 4096 if i < 3 else 100, k, [0]) for i, k in enumerate(counts)]
-        return [*kernels.topk([x], [300_000]), *(t for pair in in_chunks for t in pair)]
+        in_chunks = [kernels.select.topk_in_chunks([x], 4096 if i < 3 else 100, k, [0]) for i, k in enumerate(counts)]
+        return [*kernels.select.topk([x], [300_000]), *(t for pair in in_chunks for t in pair)]
 
     assert_backends_agree(compute)
 
@@ -193,10 +197,10 @@ def test_random_indices_and_their_code_at_every_density(count):
     numels = [1_000_000, 1_000_003]
 
     def compute():
-        indices = kernels.random_indices([5, 6], [count] * 2, numels)
-        code = torch.empty(sum(kernels.indices_nbytes(count, n) for n in numels), dtype=torch.uint8)
-        kernels.pack_indices(indices, [count] * 2, numels, code)
-        assert torch.equal(kernels.unpack_indices(code, [count] * 2, numels), indices)
+        indices = kernels.permutation.random_indices([5, 6], [count] * 2, numels)
+        code = torch.empty(sum(kernels.indices.nbytes(count, n) for n in numels), dtype=torch.uint8)
+        kernels.indices.encode(indices, [count] * 2, numels, code)
+        assert torch.equal(kernels.indices.decode(code, [count] * 2, numels), indices)
         return [indices, code]
 
     assert_backends_agree(compute)
@@ -211,8 +215,9 @@ def test_norm_is_the_smallest_float32_whose_square_is_at_least_the_sum():
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
 
     def compute():
-        payload = torch.empty(kernels.quantize_nbytes([100_000], 1, 1), dtype=torch.uint8)
-        kernels.quantize([x], payload, [0], 1, 1, 1, "l2")
+        quantizer = Quantizer(1, 1, 1, "l2")
+        payload = torch.empty(quantizer.nbytes([100_000]), dtype=torch.uint8)
+        kernels.quantize.encode([x], payload, [0], quantizer)
         assert torch.equal(payload[:400_000].clone().view(torch.float32), x.abs())
         return [payload]
 
@@ -222,12 +227,18 @@ def test_norm_is_the_smallest_float32_whose_square_is_at_least_the_sum():
 def test_native_module_guards_itself():
     """Its own checks hold even where `thinwire.kernels` is bypassed."""
     x, out = torch.ones(8).numpy(), torch.empty(7, dtype=torch.uint8).numpy()
+    quantizer = _native.Quantizer(_native.Buckets(4, 512, False), 14)
     with pytest.raises(ValueError, match="size"):
-        _native.quantize([x], out, [1], 4, 14, 512, False, [])
+        _native.quantize_encode([x], out, [1], quantizer, [])
     with pytest.raises(TypeError):
-        _native.quantize([x.astype("float64")], out, [1], 4, 14, 512, False, [])
+        _native.quantize_encode([x.astype("float64")], out, [1], quantizer, [])
+    with pytest.raises(TypeError):
+        _native.quantize_encode([x[::2]], out, [1], quantizer, [])
 
 
-@pytest.mark.parametrize("module", [kernels, layout, random])
-def test_examples_run(module):
-    assert doctest.testmod(module).failed == 0
+FAMILIES = [name for _, name, is_package in pkgutil.iter_modules(kernels.__path__) if not is_package]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "_native"])
+def test_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"thinwire.kernels.{name}")).failed == 0

@@ -10,6 +10,7 @@ import torch
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.kernels.momentum import Buffers, Momentum
 from thinwire.memory import MomentumCorrection
 
 SHAPES = {"w": (6, 10), "v": (3, 5), "bias": (4,)}
@@ -31,11 +32,12 @@ def test_one_pass_is_the_update_and_then_topk(n, ratio, nesterov):
     """The same bits as plain PyTorch, from both kernels, for sizes around blocks, samples and the cache."""
     (g, u, v), k = buffers(n), math.ceil(ratio * n)
     new = [torch.empty(n) for _ in range(6)]
-    selected = kernels.momentum_topk([g], [u], [v], new[:1], new[1:2], 0.9, 0.5, nesterov, [k])
-    kernels.momentum([g], [u], [v], new[2:3], new[3:4], 0.9, 0.5, nesterov)
+    rule = Momentum(0.9, 0.5, nesterov)
+    selected = kernels.momentum.correct_topk(Buffers([g], [u], [v], new[:1], new[1:2]), rule, [k])
+    kernels.momentum.correct(Buffers([g], [u], [v], new[2:3], new[3:4]), rule)
     with kernels.use_backend("reference"):
-        kernels.momentum([g], [u], [v], new[4:5], new[5:6], 0.9, 0.5, nesterov)
-        expected = kernels.topk(new[5:6], [k])
+        kernels.momentum.correct(Buffers([g], [u], [v], new[4:5], new[5:6]), rule)
+        expected = kernels.select.topk(new[5:6], [k])
     for i in (0, 2):
         assert torch.equal(new[i], new[4])
         assert torch.equal(new[i + 1], new[5])
@@ -58,9 +60,9 @@ def test_one_pass_finds_exactly_the_largest_whatever_the_guess(change):
     g, _, _ = buffers(n)
     change(g)
     new_u, new_v = torch.empty(n), torch.empty(n)
-    indices, values = kernels.momentum_topk([g], [zero], [zero], [new_u], [new_v], 0.9, 1.0, False, [33])
+    indices, values = kernels.momentum.correct_topk(Buffers([g], [zero], [zero], [new_u], [new_v]), Momentum(0.9), [33])
     with kernels.use_backend("reference"):
-        expected_indices, expected = kernels.topk([new_v], [33])
+        expected_indices, expected = kernels.select.topk([new_v], [33])
     assert torch.equal(indices, expected_indices)
     assert torch.equal(values.nan_to_num(5.0), expected.nan_to_num(5.0))
 
@@ -68,14 +70,14 @@ def test_one_pass_finds_exactly_the_largest_whatever_the_guess(change):
 def test_many_segments_in_one_call():
     parts = [[t.clone() for t in b.split([5000, 1, 4999])] for b in buffers(10_000)]
     new_u, new_v = ([torch.empty_like(t) for t in parts[0]] for _ in range(2))
-    indices, values = kernels.momentum_topk(*parts, new_u, new_v, 0.9, 1.0, False, [5, 0, 7])
-    expected_indices, expected = kernels.topk(new_v, [5, 0, 7])
+    indices, values = kernels.momentum.correct_topk(Buffers(*parts, new_u, new_v), Momentum(0.9), [5, 0, 7])
+    expected_indices, expected = kernels.select.topk(new_v, [5, 0, 7])
     assert torch.equal(indices, expected_indices)
     assert torch.equal(values, expected)
     with pytest.raises(ValueError, match="new_us: expected the gradients' sizes"):
-        kernels.momentum(*parts, new_u[::-1], new_v, 0.9)
+        kernels.momentum.correct(Buffers(*parts, new_u[::-1], new_v), Momentum(0.9))
     with pytest.raises(ValueError, match="vs: expected the gradients' sizes"):
-        kernels.momentum(parts[0], parts[1], parts[2][:1], new_u, new_v, 0.9)
+        kernels.momentum.correct(Buffers(parts[0], parts[1], parts[2][:1], new_u, new_v), Momentum(0.9))
 
 
 # ---- the published algorithm, in float64 ----

@@ -116,12 +116,14 @@ class Moniqua(Gossip):
     def _encode(self, wrapped: Tensor, key: int) -> Tensor:
         # The kernel's scale is the largest magnitude; an element of B/2 at the end fixes it.
         x = torch.cat([wrapped, wrapped.new_tensor([self.modulus / 2])])
-        nbytes = kernels.quantize_nbytes([x.numel()], self.bits, x.numel())
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        kernels.quantize([x], payload, [key], self.bits, self.num_steps, x.numel())
+        quantizer = kernels.quantize.Quantizer(self.bits, self.num_steps, x.numel())
+        payload = torch.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)
+        kernels.quantize.encode([x], payload, [key], quantizer)
         return payload
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
         out = torch.zeros(numel + 1, device=payload.device)
-        kernels.dequantize_add(payload, [out], 1.0, self.bits, self.num_steps, numel + 1)
+        kernels.quantize.decode_add(
+            payload, [out], 1.0, kernels.quantize.Quantizer(self.bits, self.num_steps, numel + 1)
+        )
         return out[:-1]

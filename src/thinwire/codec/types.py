@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.entropy import Symbols as Symbols  # exported from here too
 
 Size = int | torch.Size
 
@@ -28,18 +29,6 @@ class Key(NamedTuple):
     def mixed(self) -> int:
         """The 64-bit key of the counter-based generator."""
         return kernels.mix_key(*self)
-
-
-class Symbols(NamedTuple):
-    """The end of a payload: `counts[i]` codes of `bits` bits for segment i; each segment starts at a whole byte."""
-
-    bits: int
-    counts: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all codes."""
-        return sum((n * self.bits + 7) // 8 for n in self.counts)
 
 
 class Selection(NamedTuple):

@@ -1,12 +1,18 @@
-"""Keys of the counter-based random generator.
+"""The counter-based random generator: keys and uniform numbers.
 
-A random number is a pure function of a 64-bit key and an element's position, so nothing is stored, nothing global is
-read, and every backend draws the same numbers. The key mixes ``(seed, stream, step)``; `thinwire.kernels.uniform`
-turns ``(key, position)`` into a number in [0, 1).
+A random number is a pure function of a 64-bit key and an element's position. So nothing is stored, no global state is
+read, and every backend draws the same numbers. `mix_key` makes a key of `(seed, stream, step)`; `uniform` turns
+`(key, position)` into a number in [0, 1).
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from .backend import kernel
+
+_MASK32 = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
 
 
@@ -18,11 +24,11 @@ def _splitmix64(z: int) -> int:
 
 
 def mix_key(seed: int, stream: int, step: int) -> int:
-    """Mix three integers (each taken modulo 2^64) into one 64-bit key: ``h = f(f(f(seed) ^ stream) ^ step)``.
+    """Mix three integers (each taken modulo 2^64) into one 64-bit key: `h = f(f(f(seed) ^ stream) ^ step)`.
 
     Args:
         seed: the run's seed; the same on every worker, or not, as the codec needs.
-        stream: what tells tensors (and workers) apart.
+        stream: tells tensors and workers apart.
         step: the training step.
 
     Returns:
@@ -30,11 +36,54 @@ def mix_key(seed: int, stream: int, step: int) -> int:
 
     `f` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 
-    >>> hex(mix_key(0, 0, 0))
-    '0x238275bc38fcbe91'
-    >>> mix_key(0, 0, 1) == mix_key(0, 1, 0)
-    False
+    Example:
+        >>> hex(mix_key(0, 0, 0))
+        '0x238275bc38fcbe91'
+        >>> mix_key(0, 0, 1) == mix_key(0, 1, 0)
+        False
     """
     h = _splitmix64(seed & _MASK64)
     h = _splitmix64(h ^ (stream & _MASK64))
     return _splitmix64(h ^ (step & _MASK64))
+
+
+def uniform(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
+    """Uniform numbers in [0, 1), multiples of 2^-24; number i depends on `key` and i alone.
+
+    Args:
+        key: a 64-bit integer, best from `mix_key`.
+        numel: how many numbers.
+        device: where.
+
+    Returns:
+        A float32 tensor of shape (numel,).
+
+    A counter-based generator in the sense of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+    with a two-round multiply-xorshift mixer.
+
+    Example:
+        >>> torch.equal(uniform(7, 100)[:10], uniform(7, 10))
+        True
+    """
+    device = torch.device(device)
+    return _uniform.on(device)(key, numel, device)
+
+
+@kernel
+def _uniform(key: int, numel: int, device: torch.device) -> Tensor:
+    return uniform_of(key, numel, device)
+
+
+def uniform_of(key: int, numel: int, device: torch.device) -> Tensor:
+    """`uniform` in plain PyTorch, for the references."""
+    return (hash_of(key, torch.arange(numel, device=device)) >> 8).float() * 2.0**-24
+
+
+def hash_of(key: int, positions: Tensor) -> Tensor:
+    """32 random bits for each position (int64)."""
+    k0, k1 = key & _MASK32, key >> 32
+    h = (positions * 0x9E3779B9 + k0) & _MASK32
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK32
+    h = h ^ (h >> 15) ^ k1
+    h = (h * 0x846CA68B) & _MASK32
+    return h ^ (h >> 16)

@@ -77,7 +77,7 @@ class Memory(Algorithm, ABC):
         """`compensate` for many tensors, and in the same pass the `counts[i]` largest magnitudes of each.
 
         Returns:
-            What should be sent, and its (indices, values) as from `kernels.topk`; None where there is no such pass.
+            What should be sent, and its (indices, values) as from `kernels.select.topk`; None where there is no such pass.
         """
         return None
 

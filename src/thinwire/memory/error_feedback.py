@@ -65,7 +65,7 @@ class ErrorFeedback(Memory):
         state.pending.update(names)
         flat = [g.detach().reshape(-1).float() for g in gradients]
         residuals, xs = [state.residual[name] for name in names], [state.spare[name] for name in names]
-        return xs, kernels.add_topk(flat, residuals, xs, 1.0 / scale, counts)
+        return xs, kernels.momentum.add_topk(flat, residuals, xs, 1.0 / scale, counts)
 
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:

@@ -149,14 +149,14 @@ class MomentumCorrection(Memory):
         return [g * scale for g in clipped]
 
     def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        kernels.momentum(*self._arguments(state, [name], [gradient]), self.momentum, 1.0 / scale, self.nesterov)
+        kernels.momentum.correct(self._buffers(state, [name], [gradient]), self._rule(scale))
         return state.velocity[name].spare
 
     def compensate_topk(
         self, state: MomentumState, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        buffers = self._arguments(state, names, gradients)
-        selection = kernels.momentum_topk(*buffers, self.momentum, 1.0 / scale, self.nesterov, counts)
+        buffers = self._buffers(state, names, gradients)
+        selection = kernels.momentum.correct_topk(buffers, self._rule(scale), counts)
         return [state.velocity[name].spare for name in names], selection
 
     def masked(self, state: MomentumState, name: str) -> Tensor | None:
@@ -182,13 +182,18 @@ class MomentumCorrection(Memory):
         for pair in state.pairs().values():
             pair.is_pending = False
 
-    def _arguments(self, state: MomentumState, names: list[str], gradients: list[Tensor]) -> tuple[list[Tensor], ...]:
-        """Gradients, u and v as the kernels take them, and the buffers for the new u and v."""
+    def _rule(self, scale: float) -> kernels.momentum.Momentum:
+        return kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
+
+    def _buffers(self, state: MomentumState, names: list[str], gradients: list[Tensor]) -> kernels.momentum.Buffers:
+        """Gradients, u and v as flat segments, and the buffers for the new u and v."""
         us, vs = [state.momentum[name] for name in names], [state.velocity[name] for name in names]
         for pair in (*us, *vs):
             pair.is_pending = True
         flat = [g.detach().reshape(-1).float() for g in gradients]
-        return flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
+        return kernels.momentum.Buffers(
+            flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
+        )
 
 
 def _pairs(tensors: NamedTensors) -> dict[str, Pair]:

@@ -91,7 +91,7 @@ class Job:
         if sent is None:  # the codec sends every element
             torch._foreach_zero_(list(masked))
             return
-        kernels.clear(segments, sent.indices, sent.counts)
+        kernels.scatter.clear(segments, sent.indices, sent.counts)
         if self.merged:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))
 

@@ -50,10 +50,10 @@ class Huffman(EntropyCoder):
     """
 
     def encode(self, packed: Tensor, symbols: Symbols) -> Tensor:
-        return kernels.huffman_encode(packed, symbols.counts, symbols.bits)
+        return kernels.entropy.encode(packed, symbols)
 
     def decode(self, payload: Tensor, symbols: Symbols) -> Tensor:
-        return kernels.huffman_decode(payload, symbols.counts, symbols.bits)
+        return kernels.entropy.decode(payload, symbols)
 
 
 @dataclass(frozen=True, repr=False)

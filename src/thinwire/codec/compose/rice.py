@@ -82,11 +82,11 @@ class GapCoded(Sparsifier):
         return self.sparsifier.select(segments, keys)
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        return with_length(kernels.pack_rice(indices, counts, numels))
+        return with_length(kernels.rice.encode(indices, counts, numels))
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         codes, nbytes = without_length(self, payload)
-        return kernels.unpack_rice(codes, counts, numels), nbytes
+        return kernels.rice.decode(codes, counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
-        return 4 + sum(kernels.rice_max_nbytes(k, n) for k, n in zip(counts, numels, strict=True))
+        return 4 + sum(kernels.rice.max_nbytes(k, n) for k, n in zip(counts, numels, strict=True))

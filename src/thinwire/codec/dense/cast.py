@@ -76,23 +76,23 @@ class Cast(Codec):
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        names = list(kernels.CAST_WIDTHS)
+        names = list(kernels.cast.WIDTHS)
         require(self.dtype in names, f"Cast: dtype must be one of {names}, got {self.dtype!r}")
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        return getattr(torch, self.dtype) if kernels.CAST_WIDTHS[self.dtype] == 2 else None
+        return getattr(torch, self.dtype) if kernels.cast.WIDTHS[self.dtype] == 2 else None
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = torch.empty(self.segments_nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device)
-        kernels.cast_pack(segments, payload, self.dtype, residuals)
+        kernels.cast.encode(segments, payload, self.dtype, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.cast_decode_add(payload, outs, weight, self.dtype)
+        kernels.cast.decode_add(payload, outs, weight, self.dtype)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.cast_nbytes(numels, self.dtype)
+        return kernels.cast.nbytes(numels, self.dtype)
 
 
 def _add_parts(values: Tensor, outs: list[Tensor], weight: float) -> None:

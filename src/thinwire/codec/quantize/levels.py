@@ -25,20 +25,24 @@ class LevelCodec(Codec):
     def level_values(self) -> tuple[float, ...]:
         """The levels, ascending in [-1, 1]."""
 
+    @property
+    def _levels(self) -> kernels.levels.Levels:
+        return kernels.levels.Levels(self.level_values, self.bucket_size, self.norm)
+
     def symbols(self, numels: list[int]) -> Symbols:
-        return Symbols(kernels.levels_bits(len(self.level_values)), numels)
+        return Symbols(kernels.levels.levels_bits(len(self.level_values)), numels)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.quantize_levels(segments, payload, keys, self.level_values, self.bucket_size, self.norm, residuals)
+        kernels.levels.encode(segments, payload, keys, self._levels, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.dequantize_levels_add(payload, outs, weight, self.level_values, self.bucket_size)
+        kernels.levels.decode_add(payload, outs, weight, self._levels)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.quantize_nbytes(numels, kernels.levels_bits(len(self.level_values)), self.bucket_size)
+        return self._levels.nbytes(numels)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +82,7 @@ class Quantize(LevelCodec):
 
     def __post_init__(self):
         object.__setattr__(self, "levels", tuple(float(level) for level in self.levels))
-        kernels.check_levels(self.levels)
+        kernels.levels.checked_levels(self.levels)
         check_buckets(self)
 
     @property
@@ -134,7 +138,7 @@ class NUQSGD(LevelCodec):
         )
         check_buckets(self)
         if isinstance(self.bits, int):
-            kernels.check_levels(self.level_values)
+            kernels.levels.checked_levels(self.level_values)
 
     @property
     def level_values(self) -> tuple[float, ...]:

@@ -93,6 +93,10 @@ class QSGD(Codec):
             return 2 * self.levels
         return 2**self.bits - (2 if self.zero else 1)
 
+    @property
+    def _quantizer(self) -> kernels.quantize.Quantizer:
+        return kernels.quantize.Quantizer(self.code_bits, self.num_steps, self.bucket_size, self.norm)
+
     def symbols(self, numels: list[int]) -> Symbols | None:
         return None if self.code_bits > 8 or self.dense_last else Symbols(self.code_bits, numels)
 
@@ -103,9 +107,7 @@ class QSGD(Codec):
         size = self._quantized_nbytes(numels)
         kept = None if residuals is None else [r[:n] for r, n in zip(residuals, whole, strict=True)]
         bodies = [s[:n] for s, n in zip(segments, whole, strict=True)]
-        kernels.quantize(
-            bodies, payload[:size], keys, self.code_bits, self.num_steps, self.bucket_size, self.norm, kept
-        )
+        kernels.quantize.encode(bodies, payload[:size], keys, self._quantizer, kept)
         if size < payload.numel():
             tails = [s[n:] for s, n in zip(segments, whole, strict=True)]
             payload[size:] = torch.cat(tails).view(torch.uint8)
@@ -117,8 +119,8 @@ class QSGD(Codec):
         numels = [o.numel() for o in outs]
         whole, size = [self._whole(n) for n in numels], self._quantized_nbytes(numels)
         bodies = [o[:n] for o, n in zip(outs, whole, strict=True)]
-        kernels.dequantize_add(payload[:size], bodies, weight, self.code_bits, self.num_steps, self.bucket_size)
-        tails = payload[size:].clone().view(torch.float32)  # a copy, because floats must be aligned
+        kernels.quantize.decode_add(payload[:size], bodies, weight, self._quantizer)
+        tails = kernels.payload_as(payload[size:], torch.float32)
         rests = tails.split([numel - n for numel, n in zip(numels, whole, strict=True)])
         for out, n, rest in zip(outs, whole, rests, strict=True):
             out[n:].add_(rest, alpha=weight)
@@ -126,13 +128,13 @@ class QSGD(Codec):
     def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
         if self.dense_last:
             return super().decode_sum_segments(payloads, outs, weight, keys)
-        return kernels.dequantize_sum(payloads, outs, weight, self.code_bits, self.num_steps, self.bucket_size)
+        return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return self._quantized_nbytes(numels) + 4 * sum(n - self._whole(n) for n in numels)
 
     def _quantized_nbytes(self, numels: list[int]) -> int:
-        return kernels.quantize_nbytes([self._whole(n) for n in numels], self.code_bits, self.bucket_size)
+        return self._quantizer.nbytes([self._whole(n) for n in numels])
 
     def _whole(self, numel: int) -> int:
         """Elements of a segment that are quantized: all, or those of complete buckets."""

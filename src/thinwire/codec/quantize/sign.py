@@ -31,14 +31,14 @@ class SignNorm(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.sign_pack(segments, payload, residuals=residuals)
+        kernels.sign.encode(segments, payload, residuals=residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.sign_decode_add(payload, outs, weight)
+        kernels.sign.decode_add(payload, outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.sign_nbytes(numels)
+        return kernels.sign.nbytes(numels)
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,14 +88,14 @@ class SignSGD(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.sign_pack(segments, payload, residuals=residuals, fixed_scale=self.scale)
+        kernels.sign.encode(segments, payload, residuals=residuals, fixed_scale=self.scale)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.sign_decode_add(payload, outs, weight)
+        kernels.sign.decode_add(payload, outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.sign_nbytes(numels)
+        return kernels.sign.nbytes(numels)
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,11 +136,11 @@ class OneBit(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.onebit_pack(segments, payload, self.bucket_size, residuals)
+        kernels.onebit.encode(segments, payload, self.bucket_size, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.onebit_decode_add(payload, outs, weight, self.bucket_size)
+        kernels.onebit.decode_add(payload, outs, weight, self.bucket_size)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.onebit_nbytes(numels, self.bucket_size)
+        return kernels.onebit.nbytes(numels, self.bucket_size)

@@ -68,16 +68,20 @@ class TernGrad(AgreedCodec):
     def agreement(self) -> str | None:
         return "max" if self.shared else None
 
+    @property
+    def _packing(self) -> kernels.ternary.Ternary:
+        return kernels.ternary.Ternary(3, self.bucket_size)
+
     def propose(self, segments: list[Tensor]) -> Tensor:
         """The scales that this worker would use."""
-        return kernels.ternary_scales(segments, math.inf if self.clip is None else self.clip, self.bucket_size)
+        return kernels.ternary.scales(segments, math.inf if self.clip is None else self.clip, self.bucket_size)
 
     def agreed(self, total: Tensor, num_workers: int) -> Codec:
         return SharedTernary(total, num_workers, self.bucket_size)
 
     def symbols(self, numels: list[int]) -> Symbols:
         """Bytes of five digits."""
-        return Symbols(8, [kernels.ternary_nbytes([n]) for n in numels])
+        return Symbols(8, [self._packing.nbytes([n]) for n in numels])
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
@@ -85,16 +89,16 @@ class TernGrad(AgreedCodec):
         scales = self.propose(segments)
         split = 4 * scales.numel()
         payload[:split] = scales.view(torch.uint8)
-        kernels.ternary_pack(segments, scales, payload[split:], keys, 3, self.bucket_size, residuals)
+        kernels.ternary.encode(segments, scales, payload[split:], keys, self._packing, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         split = 4 * kernels.num_buckets([o.numel() for o in outs], self.bucket_size)
-        scales = payload[:split].clone().view(torch.float32)  # a copy, because floats must be aligned
-        kernels.ternary_decode_add(payload[split:], scales, outs, weight, 3, self.bucket_size)
+        scales = kernels.payload_as(payload[:split], torch.float32)
+        kernels.ternary.decode_add(payload[split:], scales, outs, weight, self._packing)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return 4 * kernels.num_buckets(numels, self.bucket_size) + kernels.ternary_nbytes(numels)
+        return 4 * kernels.num_buckets(numels, self.bucket_size) + self._packing.nbytes(numels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,20 +121,24 @@ class SharedTernary(Codec):
 
     @property
     def base(self) -> int:
-        """Of the digits: a value plus 1, of which W add up to 2 W at most."""
+        """Base of the digits. A digit is a value plus 1, so W of them add up to 2 W at most."""
         return 2 * self.num_workers + 1
+
+    @property
+    def _packing(self) -> kernels.ternary.Ternary:
+        return kernels.ternary.Ternary(self.base, self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.ternary_pack(segments, self.scales, payload, keys, self.base, self.bucket_size, residuals)
+        kernels.ternary.encode(segments, self.scales, payload, keys, self._packing, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.ternary_decode_add(payload, self.scales, outs, weight, self.base, self.bucket_size)
+        kernels.ternary.decode_add(payload, self.scales, outs, weight, self._packing)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.ternary_nbytes(numels, self.base)
+        return self._packing.nbytes(numels)
 
 
 def check_bucket_size(codec: TernGrad | Codec) -> None:

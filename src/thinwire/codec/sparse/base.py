@@ -99,19 +99,19 @@ class Sparsifier(Codec):
         return self.indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        """Code the indices; the default is the fixed-size code of `kernels.pack_indices`."""
+        """Code the indices; the default is the fixed-size code of `kernels.indices.encode`."""
         codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
-        kernels.pack_indices(indices, counts, numels, codes)
+        kernels.indices.encode(indices, counts, numels, codes)
         return codes
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         """Indices, and how many bytes at the end of the payload they took."""
         nbytes = self.indices_nbytes(counts, numels)
-        return kernels.unpack_indices(_tail(payload, nbytes), counts, numels), nbytes
+        return kernels.indices.decode(_tail(payload, nbytes), counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         """Bytes of the coded indices, or an upper bound."""
-        return sum(kernels.indices_nbytes(k, n) for k, n in zip(counts, numels, strict=True))
+        return sum(kernels.indices.nbytes(k, n) for k, n in zip(counts, numels, strict=True))
 
     # ---- the codec: values as they are ----
 
@@ -176,9 +176,9 @@ def encode_sparse(
             if r.data_ptr() != x.data_ptr():
                 r.copy_(x)
         if lost is None:
-            kernels.clear(residuals, indices, counts)
+            kernels.scatter.clear(residuals, indices, counts)
         else:
-            kernels.scatter(residuals, indices, lost, counts)
+            kernels.scatter.write(residuals, indices, lost, counts)
     return torch.cat([sent, sparsifier.write_support(indices, counts, numels, keys)])
 
 
@@ -205,7 +205,7 @@ def decode_sparse(
     else:
         values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
         values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
-    kernels.scatter_add(outs, indices, values, counts, weight)
+    kernels.scatter.add(outs, indices, values, counts, weight)
     return Selection(indices, values, counts)
 
 
@@ -221,7 +221,7 @@ def sum_sparse(
     for out in outs:
         out.zero_()
     kept = [decode_sparse(sparsifier, values_codec, payload, outs, weight, keys) for payload in payloads]
-    return kernels.all_finite([kernels.gather(outs, indices, counts) for indices, _, counts in kept])
+    return kernels.all_finite([kernels.scatter.gather(outs, indices, counts) for indices, _, counts in kept])
 
 
 def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:

@@ -58,7 +58,7 @@ class BlockwiseTopK(Sparsifier):
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         last_counts = [num_kept(self.ratio, s.numel() % self.block) for s in segments]
-        selected = kernels.topk_in_chunks(segments, self.block, num_kept(self.ratio, self.block), last_counts)
+        selected = kernels.select.topk_in_chunks(segments, self.block, num_kept(self.ratio, self.block), last_counts)
         return Selection(*selected, [self.count(s.numel()) for s in segments])
 
     @property
@@ -67,16 +67,16 @@ class BlockwiseTopK(Sparsifier):
 
     def _in_words(self, count: int, numel: int) -> bool:
         """Whether positions inside blocks, of equal width, are smaller than what `pack_indices` makes."""
-        return kernels.words_nbytes(count, self._word_bits) < kernels.indices_nbytes(count, numel)
+        return kernels.words.nbytes(count, self._word_bits) < kernels.indices.nbytes(count, numel)
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
         code_parts = codes.split([self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)])
         for index, code, numel in zip(indices.split(counts), code_parts, numels, strict=True):
             if self._in_words(index.numel(), numel):
-                kernels.pack_words(index % self.block, self._word_bits, code)
+                kernels.words.encode(index % self.block, self._word_bits, code)
             else:
-                kernels.pack_indices(index, [index.numel()], [numel], code)
+                kernels.indices.encode(index, [index.numel()], [numel], code)
         return codes
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
@@ -85,7 +85,7 @@ class BlockwiseTopK(Sparsifier):
             [self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)]
         )
         indices = [
-            self._unpack_words(code, k, n) if self._in_words(k, n) else kernels.unpack_indices(code, [k], [n])
+            self._unpack_words(code, k, n) if self._in_words(k, n) else kernels.indices.decode(code, [k], [n])
             for code, k, n in zip(code_parts, counts, numels, strict=True)
         ]
         return torch.cat(indices), nbytes
@@ -93,7 +93,7 @@ class BlockwiseTopK(Sparsifier):
     def _unpack_words(self, code: Tensor, count: int, numel: int) -> Tensor:
         blocks = torch.arange(count, dtype=torch.int32, device=code.device) // num_kept(self.ratio, self.block)
         # A shorter last block may keep fewer.
-        indices = kernels.unpack_words(code, count, self._word_bits) + blocks * self.block
+        indices = kernels.words.decode(code, count, self._word_bits) + blocks * self.block
         require(
             bool((indices < numel).all() and (indices[1:] > indices[:-1]).all()),
             f"{self}: the payload is corrupt, its indices do not ascend inside {numel} elements",
@@ -102,6 +102,6 @@ class BlockwiseTopK(Sparsifier):
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return sum(
-            min(kernels.words_nbytes(k, self._word_bits), kernels.indices_nbytes(k, n))
+            min(kernels.words.nbytes(k, self._word_bits), kernels.indices.nbytes(k, n))
             for k, n in zip(counts, numels, strict=True)
         )

@@ -65,7 +65,7 @@ class CoarseGrainedTopK(AgreedCodec):
         return "sum"
 
     def propose(self, segments: list[Tensor]) -> Tensor:
-        return kernels.chunk_norms(segments, self.chunk)
+        return kernels.reduce.chunk_norms(segments, self.chunk)
 
     def agreed(self, total: Tensor, num_workers: int) -> Codec:
         return AgreedChunks(self, total)
@@ -82,7 +82,7 @@ class CoarseGrainedTopK(AgreedCodec):
         """The chunks to keep of each segment, ascending; the first of equals."""
         parts = list(norms.split([self.num_chunks(n) for n in numels]))
         counts = [self.count(n) for n in numels]
-        return kernels.topk(parts, counts)[0].split(counts)
+        return kernels.select.topk(parts, counts)[0].split(counts)
 
     def support(self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
@@ -100,13 +100,13 @@ class CoarseGrainedTopK(AgreedCodec):
         values = encode_chunks(self.chunk, chosen, segments, residuals)
         counts, num_chunks = [c.numel() for c in chosen], [self.num_chunks(n) for n in numels]
         codes = torch.empty(self.indices_nbytes(numels), dtype=torch.uint8, device=values.device)
-        kernels.pack_indices(torch.cat(chosen), counts, num_chunks, codes)
+        kernels.indices.encode(torch.cat(chosen), counts, num_chunks, codes)
         return torch.cat([values, codes])
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
         nbytes, counts = self.values_nbytes(numels), [self.count(n) for n in numels]
-        indices = kernels.unpack_indices(payload[nbytes:], counts, [self.num_chunks(n) for n in numels])
+        indices = kernels.indices.decode(payload[nbytes:], counts, [self.num_chunks(n) for n in numels])
         decode_chunks(self.chunk, indices.split(counts), payload[:nbytes], outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
@@ -114,7 +114,7 @@ class CoarseGrainedTopK(AgreedCodec):
 
     def indices_nbytes(self, numels: list[int]) -> int:
         """Bytes of the coded numbers of the chosen chunks."""
-        return sum(kernels.indices_nbytes(self.count(n), self.num_chunks(n)) for n in numels)
+        return sum(kernels.indices.nbytes(self.count(n), self.num_chunks(n)) for n in numels)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -78,8 +78,8 @@ class RandomK(Sparsifier):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         numels = [s.numel() for s in segments]
         counts = [self.count(n) for n in numels]
-        indices = kernels.random_indices(keys, counts, numels, segments[0].device if segments else "cpu")
-        values = kernels.gather(segments, indices, counts)
+        indices = kernels.permutation.random_indices(keys, counts, numels, segments[0].device if segments else "cpu")
+        values = kernels.scatter.gather(segments, indices, counts)
         if not kernels.all_finite(segments):
             for x, kept in zip(segments, values.split(counts), strict=True):
                 kept[:1] = kept[:1] if kernels.all_finite([x]) else torch.nan
@@ -97,7 +97,7 @@ class RandomK(Sparsifier):
             # A copy, because it may start at any address.
             keys = payload[payload.numel() - nbytes :].clone().view(torch.int64).tolist()
             keys = [key % 2**64 for key in keys]
-        return kernels.random_indices(keys, counts, numels, payload.device), counts, nbytes
+        return kernels.permutation.random_indices(keys, counts, numels, payload.device), counts, nbytes
 
     def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return 0 if self.shared else 8 * len(numels)

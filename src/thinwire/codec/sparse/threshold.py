@@ -32,7 +32,7 @@ class _ByMagnitude(Sparsifier):
         return numel
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
-        return Selection(*kernels.select(segments, self.thresholds(segments)))
+        return Selection(*kernels.select.above(segments, self.thresholds(segments)))
 
     @abstractmethod
     def thresholds(self, segments: list[Tensor]) -> list[float]:
@@ -109,6 +109,6 @@ class AdaptiveThreshold(_ByMagnitude):
         )
 
     def thresholds(self, segments: list[Tensor]) -> list[float]:
-        largest = kernels.largest(segments)
+        largest = kernels.select.largest(segments)
         # Among infinities and NaN, all of them.
         return [max(self.fraction * m, _SMALLEST) if math.isfinite(m) else math.inf for m in largest]

@@ -93,20 +93,20 @@ class TopK(Sparsifier):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         targets = [num_kept(self.ratio, s.numel()) for s in segments]
         if self.sample is None:
-            return Selection(*kernels.topk(segments, targets), targets)
+            return Selection(*kernels.select.topk(segments, targets), targets)
         thresholds = sampled_thresholds(segments, keys, targets, self.sample)
         return _adapted(segments, thresholds, targets)
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         if self.indices == "fixed":
             return super().pack_indices(indices, counts, numels)
-        return with_length(kernels.pack_smallest(indices, counts, numels))
+        return with_length(kernels.smallest.encode(indices, counts, numels))
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         if self.indices == "fixed":
             return super().unpack_indices(payload, counts, numels)
         codes, nbytes = without_length(self, payload)
-        return kernels.unpack_smallest(codes, counts, numels), nbytes
+        return kernels.smallest.decode(codes, counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return super().indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
@@ -122,7 +122,7 @@ def sampled_thresholds(segments: list[Tensor], keys: list[int], targets: list[in
     """For each segment a magnitude that about `targets[i]` of its elements reach, estimated from a strided sample."""
     samples = [_sample(x, key, k, sample) for x, key, k in zip(segments, keys, targets, strict=True)]
     counts = [math.ceil(k / max(1, x.numel()) * s.numel()) for x, k, s in zip(segments, targets, samples, strict=True)]
-    _, largest = kernels.topk(samples, counts)
+    _, largest = kernels.select.topk(samples, counts)
     # NaN is the largest magnitude; infinity lets it pass.
     return [float(v.abs().nan_to_num(torch.inf, torch.inf).min()) if v.numel() else 0.0 for v in largest.split(counts)]
 
@@ -137,15 +137,15 @@ def _sample(x: Tensor, key: int, target: int, sample: float) -> Tensor:
 
 
 def _adapted(segments: list[Tensor], thresholds: list[float], targets: list[int]) -> Selection:
-    indices, values, counts = kernels.select(segments, thresholds)
+    indices, values, counts = kernels.select.above(segments, thresholds)
     parts = [list(indices.split(counts)), list(values.split(counts))]
     for i, x in enumerate(segments):
         for _ in range(_MAX_ROUNDS):
             if counts[i] >= _TOO_FEW * targets[i]:
                 break
             thresholds[i] *= _LOWER_BY
-            parts[0][i], parts[1][i], (counts[i],) = kernels.select([x], [thresholds[i]])
+            parts[0][i], parts[1][i], (counts[i],) = kernels.select.above([x], [thresholds[i]])
         if counts[i] > _TOO_MANY * targets[i]:
-            at, parts[1][i] = kernels.topk([parts[1][i]], [targets[i]])
+            at, parts[1][i] = kernels.select.topk([parts[1][i]], [targets[i]])
             parts[0][i], counts[i] = parts[0][i][at.long()], targets[i]
     return Selection(torch.cat(parts[0]), torch.cat(parts[1]), counts)

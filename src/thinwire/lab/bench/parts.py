@@ -49,8 +49,11 @@ def _dgc_row(x: Tensor, repetitions: int, nesterov: bool) -> dict[str, Any]:
     new_u, new_v, count = torch.empty_like(x), torch.empty_like(x), max(1, int(RATIO * x.numel()))
     source, target = x.clone(), torch.empty_like(x)  # of the copy, so that neither finds in a cache what the other used
 
+    buffers = kernels.momentum.Buffers([x], [u], [v], [new_u], [new_v])
+    rule = kernels.momentum.Momentum(MOMENTUM, nesterov=nesterov)
+
     def step() -> None:
-        kernels.momentum_topk([x], [u], [v], [new_u], [new_v], MOMENTUM, 1.0, nesterov, [count])
+        kernels.momentum.correct_topk(buffers, rule, [count])
 
     copies, steps = [], []
     for act in (step, lambda: target.copy_(source)):  # no page is touched for the first time under the clock

@@ -1,0 +1,141 @@
+"""Checks of what callers hand to kernels: segments, residuals, payloads, counts.
+
+Each check raises ValueError that names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_SEGMENT_NUMEL = 2**31 - 1  # indices are int32
+
+
+def device_of(tensors: Sequence[Tensor], other: Tensor | None = None) -> torch.device:
+    """Device of the first tensor; without any, that of `other`, else the CPU."""
+    if tensors:
+        return tensors[0].device
+    return torch.device("cpu") if other is None else other.device
+
+
+def numels_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Elements of each tensor."""
+    return [t.numel() for t in tensors]
+
+
+def vector(name: str, t: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Check that `t` is a contiguous 1-D tensor of `dtype` on `device`; return it detached."""
+    if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
+        raise ValueError(
+            f"{name}: expected a contiguous 1-D {dtype} tensor on {device}, got {t.dtype} of shape {tuple(t.shape)}, "
+            f"strides {t.stride()} on {t.device}; use t.to({dtype}).contiguous().view(-1)"
+        )
+    return t.detach()
+
+
+def segments(name: str, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Check that all tensors are float32 segments on one device; return them detached."""
+    return [vector(f"{name}[{i}]", t, torch.float32, device) for i, t in enumerate(tensors)]
+
+
+def segments_alike(
+    name: str, tensors: Sequence[Tensor], like: Sequence[Tensor], device: torch.device, whose: str = "segments"
+) -> list[Tensor]:
+    """Check that `tensors` are segments of the sizes of `like`, which an error calls `whose`; return them detached."""
+    checked = segments(name, tensors, device)
+    if numels_of(checked) != numels_of(like):
+        raise ValueError(f"{name}: expected the {whose}' sizes {numels_of(like)}, got {numels_of(checked)}")
+    return checked
+
+
+def residuals_of(residuals: Sequence[Tensor] | None, xs: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
+    """Check residuals, if any, against their segments."""
+    return None if residuals is None else segments_alike("residuals", residuals, xs, device)
+
+
+def payload_bytes(name: str, t: Tensor, nbytes: int, device: torch.device) -> Tensor:
+    """Check that `t` is a uint8 vector of `nbytes` bytes; return it detached. It may start at any address."""
+    t = vector(name, t, torch.uint8, device)
+    if t.numel() != nbytes:
+        raise ValueError(f"{name}: expected {nbytes} bytes for these segments, got {t.numel()}; was it cut short?")
+    return t
+
+
+def payload_as(payload: Tensor, dtype: torch.dtype, name: str = "payload") -> Tensor:
+    """The bytes of a payload, or of a part of it, as numbers: a view, or a copy where they are not aligned.
+
+    Args:
+        payload: uint8, one-dimensional; it may start at any address.
+        dtype: type of the numbers.
+        name: what an error calls the payload.
+
+    Raises:
+        ValueError: if `payload` is no uint8 vector, or its size is not a multiple of the type's.
+
+    Example:
+        >>> payload = torch.tensor([9, 0, 0, 128, 63], dtype=torch.uint8)
+        >>> payload_as(payload[1:], torch.float32)
+        tensor([1.])
+    """
+    payload = vector(name, payload, torch.uint8, payload.device)
+    if payload.numel() % dtype.itemsize:
+        raise ValueError(
+            f"{name}: expected a multiple of {dtype.itemsize} bytes, which is one {dtype}, got {payload.numel()}; "
+            "was it cut short?"
+        )
+    # PyTorch asks for an offset in storage that is a multiple, even of an empty tensor.
+    is_aligned = payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
+    return (payload if is_aligned else payload.clone()).view(dtype)
+
+
+def check_numels(numels: Sequence[int]) -> None:
+    """Raise ValueError unless every segment's size fits an int32 index."""
+    for i, n in enumerate(numels):
+        if not 0 <= n <= MAX_SEGMENT_NUMEL:
+            raise ValueError(f"segment {i}: expected 0 to {MAX_SEGMENT_NUMEL} elements, got {n}; split the tensor")
+
+
+def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
+    """Raise ValueError unless there is one count per segment and none exceeds its segment."""
+    check_numels(numels)
+    check_length("counts", counts, len(numels))
+    for i, (k, n) in enumerate(zip(counts, numels, strict=True)):
+        if not 0 <= k <= n:
+            raise ValueError(f"counts[{i}]: expected 0 to {n} (the segment's elements), got {k}")
+
+
+def check_length(name: str, items: Sequence[object], expected: int) -> None:
+    """Raise ValueError unless `items` has one entry per segment."""
+    if len(items) != expected:
+        raise ValueError(f"{name}: expected one per segment ({expected}), got {len(items)}")
+
+
+def counted_indices(indices: Tensor, counts: Sequence[int], device: torch.device) -> Tensor:
+    """Check that `indices` holds `sum(counts)` int32 indices; return them detached."""
+    if indices.numel() != sum(counts):
+        raise ValueError(f"indices: expected {sum(counts)} elements (the sum of counts), got {indices.numel()}")
+    return vector("indices", indices, torch.int32, device)
+
+
+def check_bucket_size(bucket_size: int) -> None:
+    """Raise ValueError unless buckets have 1 to 2^31 - 1 elements."""
+    if not 1 <= bucket_size <= MAX_SEGMENT_NUMEL:
+        raise ValueError(f"bucket_size: expected 1 to {MAX_SEGMENT_NUMEL}, got {bucket_size}")
+
+
+def num_buckets(numels: Sequence[int], bucket_size: int | None) -> int:
+    """Buckets of all segments; None stands for one bucket per segment (an empty one has none).
+
+    Raises:
+        ValueError: if `bucket_size` or a segment's size is out of range.
+
+    Example:
+        >>> num_buckets([1000, 3], bucket_size=512)
+        3
+    """
+    check_numels(numels)
+    size = MAX_SEGMENT_NUMEL if bucket_size is None else bucket_size
+    check_bucket_size(size)
+    return sum(-(-n // size) for n in numels)

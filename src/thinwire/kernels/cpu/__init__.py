@@ -1,0 +1,45 @@
+"""The backend in C++ for tensors in main memory.
+
+Each module mirrors a family of `thinwire.kernels` and declares its kernels in `__all__`; arguments have been checked by
+the family's public functions. Importing this package fails where the extension `_native` is not installed.
+"""
+
+from . import (
+    cast,
+    entropy,
+    indices,
+    levels,
+    momentum,
+    onebit,
+    permutation,
+    quantize,
+    random,
+    reduce,
+    rice,
+    scatter,
+    select,
+    sign,
+    smallest,
+    ternary,
+    words,
+)
+
+FAMILIES = (
+    cast,
+    entropy,
+    indices,
+    levels,
+    momentum,
+    onebit,
+    permutation,
+    quantize,
+    random,
+    reduce,
+    rice,
+    scatter,
+    select,
+    sign,
+    smallest,
+    ternary,
+    words,
+)

@@ -1,0 +1,16 @@
+"""Uniform random numbers in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native
+
+__all__ = ["uniform"]
+
+
+def uniform(key: int, numel: int, device: torch.device) -> Tensor:
+    out = torch.empty(numel)
+    _native.uniform(key, out.numpy())
+    return out

@@ -1,0 +1,29 @@
+"""Selected elements out of dense segments, and back into them, in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from .views import views
+
+__all__ = ["gather", "write", "clear", "add"]
+
+
+def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = torch.empty(indices.numel())
+    _native.gather(views(xs), indices.numpy(), values.numpy(), counts)
+    return values
+
+
+def write(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int]) -> None:
+    _native.scatter_write(views(outs), indices.numpy(), values.numpy(), counts)
+
+
+def clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
+    _native.scatter_clear(views(outs), indices.numpy(), counts)
+
+
+def add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
+    _native.scatter_add(views(outs), indices.numpy(), values.numpy(), counts, weight)

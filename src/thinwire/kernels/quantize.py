@@ -1,0 +1,231 @@
+"""Stochastic quantization to evenly spaced levels: a scale for each bucket, then bit-packed codes.
+
+Source: QSGD, Alistarh et al., arXiv 1610.02132.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import bits as bit
+from .backend import kernel
+from .checks import (
+    check_bucket_size,
+    check_length,
+    check_numels,
+    device_of,
+    numels_of,
+    payload_bytes,
+    residuals_of,
+    segments,
+)
+from .random import uniform_of
+from .reduce import finite
+from .scales import MIN_SCALE, MIN_SCALE_WIDE, bucket_scales, float32, scale_bytes, split_scales, spread
+
+Coded = tuple[Tensor, Tensor, Tensor]  # of one segment: codes, scales, decoded values
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Evenly spaced levels: `num_steps + 1` of them from -scale to scale.
+
+    Args:
+        bits: bits per code, 1 to 16. Lower => smaller payload.
+        num_steps: steps between the lowest and the highest level, at most `2**bits - 1`. Even => zero is a level.
+        bucket_size: elements per scale. Higher => smaller payload, larger error.
+        norm: the scale of a bucket: "max" (its largest magnitude) or "l2".
+
+    Raises:
+        ValueError: if a field is out of range.
+    """
+
+    bits: int
+    num_steps: int
+    bucket_size: int
+    norm: str = "max"
+
+    def __post_init__(self) -> None:
+        check_buckets(self.bits, self.bucket_size, self.norm)
+        if not 1 <= self.num_steps <= 2**self.bits - 1:
+            raise ValueError(
+                f"num_steps: expected 1 to {2**self.bits - 1} (2**bits - 1 for {self.bits} bits), got {self.num_steps}"
+            )
+
+    def nbytes(self, numels: Sequence[int]) -> int:
+        """Size of the payload in bytes: a float32 scale per bucket, then `ceil(numel * bits / 8)` bytes per segment.
+
+        Raises:
+            ValueError: if a segment's size is out of range.
+
+        Example:
+            >>> Quantizer(bits=4, num_steps=14, bucket_size=512).nbytes([1000])
+            508
+        """
+        return codes_nbytes(numels, self.bits, self.bucket_size)
+
+
+def encode(
+    xs: Sequence[Tensor],
+    out: Tensor,
+    keys: Sequence[int],
+    quantizer: Quantizer,
+    residuals: Sequence[Tensor] | None = None,
+) -> None:
+    """Quantize each segment stochastically to evenly spaced levels; unbiased.
+
+    With `m = num_steps` and a bucket's `scale`:
+    `code = clamp(floor((x * m / scale + m) / 2 + u), 0, m)`, `value = (2 code - m) * scale / m`, `u ~ U[0, 1)`.
+
+    Args:
+        xs: segments of float32.
+        out: uint8 of `quantizer.nbytes(...)` bytes, written: all scales, then all codes.
+        keys: one 64-bit key per segment; the element's position in its segment is the counter.
+        quantizer: the levels and the buckets.
+        residuals: where given, `x - value` is written here; may be `xs` itself.
+
+    A non-finite element makes its whole bucket decode to non-finite values. Scales below 2^-118 (2^-110 for more than
+    255 steps) are sent as 0.
+
+    Raises:
+        ValueError: if a buffer has the wrong kind or size.
+
+    Example:
+        >>> x, quantizer = torch.tensor([0.0, -1.0, 2.0]), Quantizer(bits=4, num_steps=14, bucket_size=512)
+        >>> payload = torch.empty(quantizer.nbytes([3]), dtype=torch.uint8)
+        >>> encode([x], payload, keys=[7], quantizer=quantizer)
+        >>> out = torch.zeros(3)
+        >>> decode_add(payload, [out], 1.0, quantizer)
+        >>> bool(((out - x).abs() < 4 / 14).all())
+        True
+    """
+    device = device_of(xs, out)
+    checked = segments("xs", xs, device)
+    check_length("keys", keys, len(xs))
+    out = payload_bytes("out", out, quantizer.nbytes(numels_of(xs)), device)
+    _encode.on(device)(checked, out, list(keys), quantizer, residuals_of(residuals, xs, device))
+
+
+def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> None:
+    """Add `weight` times the values of a payload: `outs[i] += (2 code - m) * (scale / m * weight)`.
+
+    Args:
+        payload: uint8, as `encode` wrote it.
+        outs: float32 segments of the encoder's sizes, added to.
+        weight: factor of all values.
+        quantizer: as given to `encode`.
+
+    Raises:
+        ValueError: if the payload's size does not fit the segments.
+    """
+    device = device_of(outs, payload)
+    payload = payload_bytes("payload", payload, quantizer.nbytes(numels_of(outs)), device)
+    _decode_add.on(device)(payload, segments("outs", outs, device), weight, quantizer)
+
+
+def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> bool:
+    """Overwrite `outs` with `weight` times the sum of payloads, added in their order; one pass over memory.
+
+    Args:
+        payloads: one or more, each uint8, as `encode` wrote it.
+        outs: float32 segments of the encoder's sizes, overwritten.
+        weight: factor of all values.
+        quantizer: as given to `encode`.
+
+    Returns:
+        Whether the whole result is finite.
+
+    Raises:
+        ValueError: if a payload's size does not fit the segments, or there is no payload.
+    """
+    if not payloads:
+        raise ValueError("payloads: expected at least one")
+    device, nbytes = device_of(outs, payloads[0]), quantizer.nbytes(numels_of(outs))
+    checked = [payload_bytes(f"payloads[{i}]", payload, nbytes, device) for i, payload in enumerate(payloads)]
+    return _decode_sum.on(device)(checked, segments("outs", outs, device), weight, quantizer)
+
+
+def check_buckets(bits: int, bucket_size: int, norm: str) -> None:
+    """Raise ValueError unless bits are 1 to 16, buckets have elements, and there is such a norm."""
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits: expected 1 to 16, got {bits}")
+    check_bucket_size(bucket_size)
+    if norm not in ("max", "l2"):
+        raise ValueError(f"norm: expected 'max' or 'l2', got {norm!r}")
+
+
+def codes_nbytes(numels: Sequence[int], bits: int, bucket_size: int) -> int:
+    """Bytes of a float32 scale per bucket and of bit-packed codes, byte aligned per segment."""
+    check_numels(numels)
+    return sum(4 * -(-n // bucket_size) + (n * bits + 7) // 8 for n in numels)
+
+
+# ---- the reference ----
+
+
+@kernel
+def _encode(
+    xs: list[Tensor], out: Tensor, keys: list[int], quantizer: Quantizer, residuals: list[Tensor] | None
+) -> None:
+    coded = [_quantize_segment(x, key, quantizer) for x, key in zip(xs, keys, strict=True)]
+    store_codes(coded, xs, out, quantizer.bits, residuals)
+
+
+@kernel
+def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer) -> None:
+    _decode(Tensor.add_, payload, outs, weight, quantizer)
+
+
+@kernel
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> bool:
+    for i, payload in enumerate(payloads):
+        _decode(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, quantizer)
+    return finite(outs)
+
+
+def _quantize_segment(x: Tensor, key: int, quantizer: Quantizer) -> Coded:
+    num_steps = quantizer.num_steps
+    least = MIN_SCALE_WIDE if num_steps > 255 else MIN_SCALE
+    scales = bucket_scales(x, quantizer.bucket_size, quantizer.norm, least)
+    scale = spread(scales, quantizer.bucket_size, x)
+    steps = torch.full_like(scale, num_steps)
+    t = (x * (steps / scale) + num_steps) * 0.5
+    codes = (t + uniform_of(key, x.numel(), x.device)).floor().clamp(0, num_steps)
+    codes = torch.where(scale.isfinite() & (scale > 0), codes, torch.zeros_like(codes))
+    return codes.int(), scales, (2 * codes - num_steps) * (scale / steps)
+
+
+def _decode(
+    put: Callable[[Tensor, Tensor], Tensor], payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer
+) -> None:
+    def act(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+        step = scales / torch.full_like(scales, quantizer.num_steps) * float32(weight, out.device)
+        put(out, (2 * codes - quantizer.num_steps).float() * spread(step, quantizer.bucket_size, out))
+
+    for_each_coded(act, payload, outs, quantizer.bits, quantizer.bucket_size)
+
+
+def store_codes(
+    coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, residuals: list[Tensor] | None
+) -> None:
+    """Write the payload of coded segments, and the residuals."""
+    codes = [bit.pack(bit.to_bits(code, bits)) for code, _, _ in coded]
+    out.copy_(torch.cat([scale_bytes([scales for _, scales, _ in coded], out.device), *codes]))
+    for x, residual, (_, _, value) in zip(xs, residuals or [], coded, strict=False):
+        residual.copy_(x - value)
+
+
+def for_each_coded(
+    act: Callable[[Tensor, Tensor, Tensor], None], payload: Tensor, outs: list[Tensor], bits: int, bucket_size: int
+) -> None:
+    """Call `act(out, codes, scales)` for each segment of a payload."""
+    num_buckets = [-(-x.numel() // bucket_size) for x in outs]
+    scales, codes = split_scales(payload, sum(num_buckets))
+    for out, scale in zip(outs, bit.split(scales, num_buckets), strict=True):
+        n = out.numel()
+        segment, codes = codes.tensor_split([(n * bits + 7) // 8])
+        act(out, bit.from_bits(bit.unpack(segment)[: n * bits], bits), scale)

@@ -1,0 +1,130 @@
+"""Selected elements out of dense segments, and back into them.
+
+`indices` is int32 and flat: `counts[i]` of segment i, counted from the segment's start. They may come off the network,
+so each segment's indices are checked before it is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import bits as bit
+from .backend import kernel
+from .checks import check_counts, counted_indices, device_of, numels_of, segments, vector
+from .scales import float32
+
+
+def gather(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tensor:
+    """The selected elements, flat: `xs[i][indices]`.
+
+    Raises:
+        ValueError: if an index lies outside its segment.
+
+    Example:
+        >>> gather([torch.tensor([1.0, -5.0, 3.0])], torch.tensor([1, 2], dtype=torch.int32), [2])
+        tensor([-5.,  3.])
+    """
+    device = device_of(xs, indices)
+    checked = segments("xs", xs, device)
+    check_counts(counts, numels_of(xs))
+    return _gather.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+
+
+def write(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int]) -> None:
+    """Write selected elements: `outs[i][indices] = values`. Within a segment no index may appear twice.
+
+    Raises:
+        ValueError: if an index lies outside its segment; nothing has then been written to that segment.
+
+    Example:
+        >>> out = torch.zeros(3)
+        >>> write([out], torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]), [1])
+        >>> out
+        tensor([0., 2., 0.])
+    """
+    device = device_of(outs, values)
+    checked = segments("outs", outs, device)
+    check_counts(counts, numels_of(outs))
+    _write.on(device)(checked, *_pairs(indices, values, counts, device), list(counts))
+
+
+def clear(outs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> None:
+    """Set selected elements to zero: `outs[i][indices] = 0`.
+
+    Raises:
+        ValueError: if an index lies outside its segment; nothing has then been written to that segment.
+
+    Example:
+        >>> out = torch.ones(3)
+        >>> clear([out], torch.tensor([1], dtype=torch.int32), [1])
+        >>> out
+        tensor([1., 0., 1.])
+    """
+    device = device_of(outs, indices)
+    checked = segments("outs", outs, device)
+    check_counts(counts, numels_of(outs))
+    _clear.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+
+
+def add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int], weight: float) -> None:
+    """Add selected elements: `outs[i][indices] += weight * values`. Within a segment no index may appear twice.
+
+    Raises:
+        ValueError: if an index lies outside its segment; nothing has then been written to that segment.
+
+    Example:
+        >>> out = torch.ones(3)
+        >>> add([out], torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]), [1], weight=0.5)
+        >>> out
+        tensor([1., 2., 1.])
+    """
+    device = device_of(outs, values)
+    checked = segments("outs", outs, device)
+    check_counts(counts, numels_of(outs))
+    _add.on(device)(checked, *_pairs(indices, values, counts, device), list(counts), weight)
+
+
+def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    checked = counted_indices(indices, counts, device)
+    if values.numel() != sum(counts):
+        raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
+    return checked, vector("values", values, torch.float32, device)
+
+
+# ---- the reference ----
+
+
+@kernel
+def _gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = [x[index] for x, index in _checked_pieces(xs, indices, counts)]
+    return torch.cat([torch.empty(0, device=indices.device), *values])
+
+
+@kernel
+def _write(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int]) -> None:
+    for (out, index), value in zip(_checked_pieces(outs, indices, counts), bit.split(values, counts), strict=True):
+        out[index] = value
+
+
+@kernel
+def _clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
+    for out, index in _checked_pieces(outs, indices, counts):
+        out[index] = 0
+
+
+@kernel
+def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
+    factor = float32(weight, values.device)
+    for (out, index), value in zip(_checked_pieces(outs, indices, counts), bit.split(values, counts), strict=True):
+        out.index_add_(0, index, value * factor)
+
+
+def _checked_pieces(outs: list[Tensor], indices: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each segment with its own indices, once they are checked."""
+    for i, (out, index) in enumerate(zip(outs, bit.split(indices.long(), counts), strict=True)):
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < out.numel():
+            raise ValueError(f"segment {i}: indices must be 0 to {out.numel() - 1}, one is outside; corrupt payload?")
+        yield out, index

@@ -1,0 +1,105 @@
+"""Signs and one scale per segment: a bit per element.
+
+Source: EF-SignSGD, Karimireddy et al., arXiv 1901.09847.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import bits as bit
+from .backend import kernel
+from .checks import check_numels, device_of, numels_of, payload_bytes, residuals_of, segments
+from .scales import float32, scale_bytes, split_scales, tree_sum
+
+
+def nbytes(numels: Sequence[int]) -> int:
+    """Size of the payload in bytes: a float32 scale per segment, then one bit per element, byte aligned per segment.
+
+    Raises:
+        ValueError: if a segment's size is out of range.
+
+    Example:
+        >>> nbytes([1000, 3])
+        134
+    """
+    check_numels(numels)
+    return sum(4 + (n + 7) // 8 for n in numels)
+
+
+def encode(
+    xs: Sequence[Tensor],
+    out: Tensor,
+    residuals: Sequence[Tensor] | None = None,
+    fixed_scale: float | None = None,
+) -> None:
+    """Send each segment's signs and mean magnitude: `value = -scale if x < 0 else scale`, `scale = |x|_1 / n`.
+
+    Args:
+        xs: segments of float32.
+        out: uint8 of `nbytes(...)` bytes, written.
+        residuals: where given, `x - value` is written here; may be `xs` itself.
+        fixed_scale: where given, sent as the scale of every segment whose mean magnitude is finite.
+
+    A non-finite element makes its whole segment decode to non-finite values.
+
+    Raises:
+        ValueError: if a buffer has the wrong kind or size.
+
+    Example:
+        >>> payload = torch.empty(nbytes([3]), dtype=torch.uint8)
+        >>> encode([torch.tensor([1.0, -2.0, 3.0])], payload)
+        >>> out = torch.zeros(3)
+        >>> decode_add(payload, [out], 1.0)
+        >>> out
+        tensor([ 2., -2.,  2.])
+    """
+    device = device_of(xs, out)
+    checked = segments("xs", xs, device)
+    out = payload_bytes("out", out, nbytes(numels_of(xs)), device)
+    _encode.on(device)(checked, out, residuals_of(residuals, xs, device), fixed_scale)
+
+
+def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
+    """Add `weight` times the values of a payload to `outs`.
+
+    Raises:
+        ValueError: if the payload's size does not fit the segments.
+    """
+    device = device_of(outs, payload)
+    payload = payload_bytes("payload", payload, nbytes(numels_of(outs)), device)
+    _decode_add.on(device)(payload, segments("outs", outs, device), weight)
+
+
+# ---- the reference ----
+
+
+@kernel
+def _encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
+    scales, signs = [], []
+    for i, x in enumerate(xs):
+        scale = _mean_magnitude(x)
+        if fixed_scale is not None and bool(scale.isfinite()):
+            scale = torch.full_like(scale, fixed_scale)
+        signs.append(bit.pack((x < 0).to(torch.uint8)))
+        scales.append(scale)
+        if residuals is not None:
+            residuals[i].copy_(x - torch.where(x < 0, -scale, scale))
+    out.copy_(torch.cat([scale_bytes(scales, out.device), *signs]))
+
+
+@kernel
+def _decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    scales, signs = split_scales(payload, len(outs))
+    for out, value in zip(outs, scales * float32(weight, payload.device), strict=True):
+        segment, signs = signs.tensor_split([(out.numel() + 7) // 8])
+        out += torch.where(bit.unpack(segment)[: out.numel()].bool(), -value, value)
+
+
+def _mean_magnitude(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros(1, device=x.device)
+    return (tree_sum(x.abs()) / torch.tensor([x.numel()], dtype=torch.float64, device=x.device)).float()
