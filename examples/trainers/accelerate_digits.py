@@ -1,0 +1,56 @@
+"""Handwritten digits with Accelerate: workers that send a tenth of the gradient in 4 bits.
+
+    torchrun --nproc-per-node 2 examples/trainers/accelerate_digits.py
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import thinwire as tw
+from thinwire.integrations.accelerate import attach
+from thinwire.integrations.numbers import numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--output", default="runs/accelerate")
+    parser.add_argument("--resume", help="folder of the checkpoint to continue")
+    options = parser.parse_args()
+
+    set_seed(0)
+    accelerator = Accelerator(cpu=True)
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data, batch_size=32, shuffle=True)
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    strategy = attach(accelerator, model, tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()))
+    if options.resume:
+        accelerator.load_state(options.resume)
+
+    for epoch in range(options.epochs):
+        strategy.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+    accelerator.save_state(options.output)
+
+    fewer = numbers(strategy)["thinwire/fewer_than_fp32"]
+    accelerator.print(f"loss {loss.item():.4f}, {fewer:.1f} times fewer bytes than float32")
+    strategy.detach()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Lightning: a callback that averages gradients with thinwire. Needs the package `lightning`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ..average import Averager
+from ..strategy import GradientCompression, compress_gradients
+from .numbers import numbers
+from .state import AllWorkersState
+
+
+class CompressGradients(pl.Callback):
+    """Averages the gradients of a DDP training with `averager`.
+
+    The callback attaches when training begins and tells schedules the epoch. It logs bytes and waiting time every
+    `log_every_n_steps` of the trainer, bytes also in the progress bar. It keeps the memory of all workers in the
+    trainer's checkpoints. Lightning itself registers communication hooks on CUDA only; this callback works on every
+    device. With one device there is nothing to average, and the callback does nothing.
+
+    Args:
+        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
+        seed: seed of the codec's random numbers; the same on all workers.
+        on_nonfinite: what a step does whose gradients are not finite; see `compress_gradients`.
+
+    Raises:
+        ValueError: when training begins, if the model is sharded, or if averager and optimizer both apply momentum.
+
+    Example:
+        >>> import thinwire as tw
+        >>> from thinwire.integrations.lightning import CompressGradients
+        >>> callback = CompressGradients(tw.Mean(tw.QSGD(bits=4)))
+        >>> # trainer = lightning.Trainer(strategy="ddp", devices=4, callbacks=[callback])
+    """
+
+    def __init__(self, averager: Averager, *, seed: int = 0, on_nonfinite: str = "skip"):
+        self._averager, self._seed, self._on_nonfinite = averager, seed, on_nonfinite
+        self._saved: dict[str, Any] | None = None
+        self.handle: GradientCompression | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Attach to the model, which Lightning has wrapped by now."""
+        if trainer.world_size == 1:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # only mixed precision in float16 has one
+        self.handle = compress_gradients(
+            trainer.strategy.model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
+        )
+        for optimizer in trainer.optimizers:
+            self.handle.check_optimizer(optimizer)
+        if self._saved is not None:
+            AllWorkersState(self.handle).load_state_dict(self._saved)
+            self._saved = None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell schedules that count epochs."""
+        if self.handle is not None:
+            self.handle.set_epoch(trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log this worker's bytes and waiting time."""
+        if self.handle is not None:
+            values = numbers(self.handle)
+            self.log("thinwire/sent_mb", values.pop("thinwire/sent_mb"), prog_bar=True)
+            self.log_dict(values)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the memory of all workers into the checkpoint. Lightning calls this on all workers."""
+        if self.handle is not None:
+            checkpoint["thinwire"] = AllWorkersState(self.handle).state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the saved memory until the model is wrapped."""
+        self._saved = checkpoint.get("thinwire")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop averaging."""
+        if self.handle is not None and stage == "fit":
+            self.handle.detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stop averaging, so that the process can end."""
+        self.teardown(trainer, pl_module, "fit")

@@ -1,0 +1,99 @@
+"""Transformers: a callback for its Trainer. Needs the packages `transformers` and `accelerate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..algorithm import require
+from ..average import Averager
+from ..strategy import GradientCompression, compress_gradients
+from .numbers import numbers
+
+
+class CompressGradients(TrainerCallback):
+    """Averages the gradients of a `Trainer` on several processes with `averager`.
+
+    The callback attaches when training begins, tells schedules the epoch, and adds bytes and waiting time to the trainer's
+    log. It saves each worker's memory beside the trainer's checkpoint, in `checkpoint-N/thinwire-rankR.pt`. With one
+    process there is nothing to average, and the callback does nothing.
+
+    Args:
+        trainer: the trainer to attach to; it must not be training yet.
+        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
+        resume_from: folder of the checkpoint that training continues; by default `checkpoint-N` in the output folder,
+            where N is the step at which the trainer resumes.
+        options: further arguments of `compress_gradients`.
+
+    Raises:
+        ValueError: when training begins, if the model is sharded, or a resumed checkpoint holds no memory of this worker.
+
+    Example:
+        >>> from thinwire.integrations.transformers import CompressGradients
+        >>> # trainer = transformers.Trainer(model, args, train_dataset=data)
+        >>> # CompressGradients(trainer, tw.Mean(tw.QSGD(bits=4)))
+        >>> # trainer.train()
+    """
+
+    def __init__(self, trainer: Trainer, averager: Averager, *, resume_from: str | Path | None = None, **options: Any):
+        self._trainer, self._averager, self._options = trainer, averager, options
+        self._resume_from = resume_from
+        self.handle: GradientCompression | None = None
+        trainer.add_callback(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the model, which the trainer has wrapped by now, and restore this worker's memory."""
+        if args.world_size == 1:
+            return
+        model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
+        self.handle = compress_gradients(model, self._averager, scaler=scaler, **self._options)
+        if state.global_step > 0:
+            folder = Path(self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            path = self._file(folder, args)
+            require(path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=...")
+            self.handle.load_state_dict(torch.load(path, weights_only=True))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell schedules that count epochs."""
+        if self.handle is not None:
+            self.handle.set_epoch(int(state.epoch or 0))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add this worker's bytes and waiting time to the row that is being logged."""
+        if self.handle is not None:
+            values = numbers(self.handle)
+            state.log_history[-1].update(values)
+            if logs is not None:
+                logs.update(values)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save this worker's memory beside the trainer's checkpoint."""
+        if self.handle is not None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.handle.state_dict(), self._file(folder, args))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop averaging."""
+        if self.handle is not None:
+            self.handle.detach()
+
+    @staticmethod
+    def _file(folder: Path, args: TrainingArguments) -> Path:
+        return folder / f"thinwire-rank{args.process_index}.pt"
