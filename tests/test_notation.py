@@ -13,6 +13,7 @@ ALGORITHMS = [
     tw.Mean(tw.chain(tw.TopK(0.01), tw.QSGD(bits=4, norm="l2")), tw.ErrorFeedback(), min_ndim=0),
     tw.Mean(tw.Cast("float16"), exchange="all_gather", granularity="model"),
     tw.SignNorm(),
+    tw.ByName({"*embed*": tw.Mean(), "layers.[01].*": tw.PowerSGD(rank=2), "*": tw.Mean(tw.QSGD(bits=4))}),
 ]
 
 
@@ -54,6 +55,12 @@ def test_the_repr_is_short():
         ("Mean(TopK(ratio=0.1, ratio=0.2))", r"TopK is given the option 'ratio' twice \(at column 22 of"),
         ("Mean(TopK(0.1, ratio=0.2))", r"multiple values for argument 'ratio' \(at column 6"),
         ("Mean(\0)", "cannot read.*column"),
+        ("ByName({'*': Mean(TopKK(0.01))})", r"did you mean 'TopK'\? \(at column 19 of"),
+        ("ByName({'a*': Mean(), 'a*': PowerSGD()})", r"the key 'a\*' is there twice \(at column 23 of"),
+        ("ByName({1: Mean()})", r"a key must be a text in quotes \(at column 9 of"),
+        ("ByName({**{}})", r"write the entries out \(at column 11 of"),
+        ("ByName(" + "{'a': " * 60 + "1" + "}" * 60 + ")", "nested more than 50 deep"),
+        ("ByName({})", r"give at least one pattern, such as '\*' \(at column 1 of"),
     ],
 )
 def test_mistakes_point_at_their_column(text, message):

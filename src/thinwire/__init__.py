@@ -4,7 +4,20 @@ The public names, in the order of a gradient's path: a strategy hands tensors to
 make them small, and whose communicator sends them.
 """
 
-from .average import Averager, Choco, DeepSqueeze, Mean, Mix, Moniqua, Pairwise, PowerGossip, PowerSGD, PushSum, dgc
+from .average import (
+    Averager,
+    ByName,
+    Choco,
+    DeepSqueeze,
+    Mean,
+    Mix,
+    Moniqua,
+    Pairwise,
+    PowerGossip,
+    PowerSGD,
+    PushSum,
+    dgc,
+)
 from .codec import (
     ALQ,
     AMQ,
@@ -89,6 +102,7 @@ __all__ = [
     # averagers
     "Averager",
     "Mean",
+    "ByName",
     "PowerSGD",
     "dgc",
     "Mix",

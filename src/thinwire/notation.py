@@ -1,7 +1,7 @@
 """One notation for Python, the command line, saved runs and sweeps: `parse(repr(x)) == x`.
 
-`parse` walks the syntax tree of the text. It understands calls of known names, literals, and lists and tuples of these.
-Anything else is an error that names the column. Nothing is ever evaluated.
+`parse` walks the syntax tree of the text. It understands calls of known names, literals, and lists, tuples and
+dicts of these. Anything else is an error that names the column. Nothing is ever evaluated.
 
 Known names are the library's algorithms, those passed to `register`, and those that installed packages declare in the
 entry-point group `thinwire.algorithms`:
@@ -167,11 +167,25 @@ class _Reader:
                 return tuple(self.read(item, depth + 1) for item in items)
             case ast.List(elts=items):
                 return [self.read(item, depth + 1) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                return self._dict(keys, values, depth)
             case ast.Name(id=name) if name in self.names:
                 raise self._error(node, f"{name} needs parentheses: {name}()")
             case ast.Name(id=name):
                 raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
         raise self._error(node, "only names of algorithms, their arguments and literals are understood here")
+
+    def _dict(self, keys: list[ast.expr | None], values: list[ast.expr], depth: int) -> dict[str, Any]:
+        read: dict[str, Any] = {}
+        for key, value in zip(keys, values, strict=True):
+            if key is None:
+                raise self._error(value, "** is not understood here; write the entries out")
+            if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                raise self._error(key, "a key must be a text in quotes")
+            if key.value in read:
+                raise self._error(key, f"the key {key.value!r} is there twice")
+            read[key.value] = self.read(value, depth + 1)
+        return read
 
     def _call(self, node: ast.Call, name: str, depth: int) -> Any:
         if name not in self.names:

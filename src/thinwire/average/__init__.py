@@ -1,6 +1,7 @@
 """Averagers: how workers agree. `base` has the contract, `gossip_base` that of gossip; one algorithm, one file."""
 
 from .base import Averager
+from .by_name import ByName, ByNameState
 from .choco import Choco
 from .deepsqueeze import DeepSqueeze
 from .dgc import dgc
@@ -15,6 +16,8 @@ from .push_sum import PushSum
 
 __all__ = [
     "Averager",
+    "ByName",
+    "ByNameState",
     "Choco",
     "DeepSqueeze",
     "Gossip",

@@ -48,6 +48,14 @@ def test_the_product_of_all_lists_in_their_order(sweep_of):
     assert {run.config.workers for run in runs} == {2}
 
 
+def test_a_policy_by_parameter_name_is_an_averager_like_any_other(sweep_of):
+    text = "ByName({'0.*': Mean(), '*': Mean(QSGD(bits=4))})"
+    (run,) = sweep_of(f'recipe = "digits"\n[fixed]\naverager = "{text}"\n').runs
+    assert run.config.averager == text
+    with pytest.raises(ValueError, match=r"did you mean 'Mean'\? \(at column 16"):
+        sweep_of('recipe = "digits"\n[fixed]\naverager = "ByName({\'0.*\': Maen()})"\n')
+
+
 def test_tables_of_a_list_each_with_the_whole_grid(sweep_of):
     rows = """
         [[list]]

@@ -36,6 +36,7 @@ AVERAGERS = [
     "Mean(AMQ(bits=3, update_steps=(2, 3, 5)), ErrorFeedback())",
     "Mean(SignNorm(), ErrorFeedback(), granularity='model')",
     "PowerSGD(rank=2)",
+    "ByName({'0.*': Mean(TopK(0.1), ErrorFeedback()), '*': PowerSGD(rank=2)})",
     "Mix(Ring())",
     "PushSum(Exponential())",
     "Choco(Ring(), TopK(0.1), gamma=0.2)",

@@ -1,0 +1,237 @@
+"""A policy by parameter name: each parameter is averaged by the averager of the first pattern that matches its name.
+
+One `step` splits its tensors among the children, the averagers of the patterns. A child that owns none of them does
+nothing. The round is one transaction: if the result of any child is not finite, no child's memory changes.
+
+Order of collectives. If every child sends all that it sends in `step`, so does the policy, and the children's
+exchanges overlap with the backward pass. If one child waits between its collectives, as `PowerSGD` and
+`exchange="scatter_reduce"` do, all collectives run in `wait`, so that they have the same order on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..algorithm import require
+from ..clock import Clock
+from ..comm import Communicator, Handle
+from ..schedule import Progress
+from .base import Averager, NamedTensors, check_agreement
+
+
+@dataclass
+class ByNameState:
+    """What changes while `ByName` runs.
+
+    Args:
+        patterns: the pattern of each child.
+        children: the state of each child, in the order of the patterns.
+        owners: tensor name -> position of the child that averages it.
+    """
+
+    patterns: list[str]
+    children: list[Any]
+    owners: dict[str, int]
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def progress(self) -> Progress:
+        """Rounds and epochs, the same for all children."""
+        return self.children[0].progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        for child in self.children:
+            child.progress = progress
+
+    @property
+    def finite(self) -> bool:
+        """Whether all results of the round so far were finite."""
+        return all(child.finite for child in self.children)
+
+    @finite.setter
+    def finite(self, finite: bool) -> None:
+        for child in self.children:
+            child.finite = finite
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each child, by its pattern; workers differ, so each saves its own."""
+        return {pattern: child.state_dict() for pattern, child in zip(self.patterns, self.children, strict=True)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: the saved patterns are not those of this averager.
+        """
+        require(
+            list(saved) == self.patterns,
+            f"the saved state is of ByName with patterns {list(saved)}, expected {self.patterns}; use the averager it "
+            "was saved with",
+        )
+        for pattern, child in zip(self.patterns, self.children, strict=True):
+            child.load_state_dict(saved[pattern])
+
+
+@dataclass(frozen=True, repr=False)
+class ByName(Averager):
+    """Averages each parameter with the averager of the first pattern that matches its name.
+
+    Equation: `averagers[p](x_1, ..., x_W)` for a tensor called n, with p the first pattern for which
+    `fnmatch.fnmatchcase(n, p)`. `*` matches any text, `?` one character, `[ab]` one of these. Every child keeps its own
+    codec, memory, granularity and exchange, and sees its own tensors alone: `granularity="model"` means all tensors of
+    that child. Where one pattern matches everything, results and bytes are those of that child. Bytes and steps are
+    the sums over the children; each child sends messages of its own, so that more children => more latency.
+
+    If any child needs the whole model at once, all tensors wait for the end of the backward pass.
+
+    Args:
+        averagers: pattern -> averager of gradients, the most special patterns first. An averager that is not a gossip
+            averager: `Mean`, `PowerSGD`, or `ByName` itself. Kept as a tuple of pairs.
+
+    Raises:
+        ValueError: no pattern, a child that is not such an averager, or children of which only some apply momentum. In
+            `init`: a parameter that no pattern matches, or a pattern that gets no parameter.
+
+    Source: what is kept out of compression by name is usual practice, such as embeddings and norms in 1-bit Adam, Tang
+    et al. 2021, arXiv 2102.02888.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> averager = tw.ByName({"embed*": tw.Mean(), "*": tw.Mean(tw.QSGD(bits=4))})
+        >>> averager
+        ByName({'embed*': Mean(), '*': Mean(QSGD(bits=4))})
+        >>> def worker(comm):
+        ...     tensors = [(name, torch.full((2, 2), float(comm.rank))) for name in ("embed.weight", "fc.weight")]
+        ...     state = averager.init(tensors, comm)
+        ...     averager.step(state, tensors, comm).wait()
+        ...     averager.commit(state)
+        ...     return tensors[0][1][0, 0].item()
+        >>> tw.LocalWorld(4).run(worker)
+        [1.5, 1.5, 1.5, 1.5]
+    """
+
+    averagers: Mapping[str, Averager] | tuple[tuple[str, Averager], ...]
+
+    def __post_init__(self) -> None:
+        given = self.averagers
+        require(
+            isinstance(given, (Mapping, tuple)),
+            f"ByName: averagers must be a dict such as {{'*embed*': Mean(), '*': Mean(QSGD(bits=4))}}, got {given!r}",
+        )
+        pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+        require(len(pairs) > 0, "ByName: give at least one pattern, such as '*'")
+        for pattern, averager in pairs:
+            require(
+                isinstance(pattern, str) and pattern != "", f"ByName: a pattern must be a text such as '*', got {pattern!r}"
+            )
+            require(
+                isinstance(averager, Averager) and averager.gives_one_mean,
+                f"ByName: the averager of {pattern!r} must give all workers one mean, as Mean and PowerSGD do, got "
+                f"{averager!r}",
+            )
+        with_momentum = [pattern for pattern, averager in pairs if averager.has_momentum]
+        require(
+            len(with_momentum) in (0, len(pairs)),
+            f"ByName: the averagers of {with_momentum} apply momentum and the others do not, but one optimizer serves "
+            "all parameters; give MomentumCorrection to all of them or to none",
+        )
+        object.__setattr__(self, "averagers", pairs)
+
+    def __repr__(self) -> str:
+        return f"ByName({dict(self._pairs)!r})"
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, Averager], ...]:
+        assert isinstance(self.averagers, tuple)  # `__post_init__` made it so
+        return self.averagers
+
+    @property
+    def _children(self) -> list[Averager]:
+        return [averager for _, averager in self._pairs]
+
+    @property
+    def whole_model(self) -> bool:
+        return any(child.whole_model for child in self._children)
+
+    @property
+    def has_momentum(self) -> bool:
+        return self._children[0].has_momentum
+
+    @property
+    def suits_parameters(self) -> bool:
+        return all(child.suits_parameters for child in self._children)
+
+    def sends_at_once(self, state: ByNameState) -> bool:
+        return all(child.sends_at_once(s) for child, s in zip(self._children, state.children, strict=True))
+
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> ByNameState:
+        check_agreement(self, tensors, comm, seed)
+        patterns = [pattern for pattern, _ in self._pairs]
+        owners = self._owners([name for name, _ in tensors], comm.rank)
+        parts = _split(tensors, owners, len(patterns))
+        states = [child.init(part, comm, seed) for child, part in zip(self._children, parts, strict=True)]
+        state = ByNameState(patterns, states, owners)
+        for child_state in states:
+            child_state.clock = state.clock
+        return state
+
+    def _owners(self, names: list[str], rank: int) -> dict[str, int]:
+        """Which child averages which tensor."""
+        patterns, owners = [pattern for pattern, _ in self._pairs], {}
+        for name in names:
+            matching = (i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern))
+            owners[name] = next(matching, -1)
+        unmatched = [name for name, owner in owners.items() if owner < 0]
+        require(
+            not unmatched,
+            f"rank {rank}: ByName has no pattern for {unmatched[:5]}, got {patterns}; add '*' as the last pattern",
+        )
+        for i, pattern in enumerate(patterns):
+            earlier = any(fnmatchcase(name, pattern) for name in names)
+            why = "earlier patterns match all of its parameters" if earlier else f"the parameters are {names[:5]}"
+            require(
+                i in owners.values(),
+                f"rank {rank}: ByName's pattern {pattern!r} gets no parameter: {why}; remove or reorder it",
+            )
+        return owners
+
+    def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        parts = _split(tensors, state.owners, len(state.children))
+        work = [w for w in zip(self._children, state.children, parts, strict=True) if w[2]]
+
+        def begin() -> list[Handle]:
+            return [child.step(child_state, part, comm, scale) for child, child_state, part in work]
+
+        if self.sends_at_once(state):
+            return _together(begin())
+        return Handle(lambda: _together(begin()).wait())
+
+    def commit(self, state: ByNameState) -> bool:
+        finite = state.finite
+        state.finite = finite  # of every child, so that one that is not finite makes all of them discard
+        for child, child_state in zip(self._children, state.children, strict=True):
+            child.commit(child_state)
+        return finite
+
+    def discard(self, state: ByNameState) -> None:
+        for child, child_state in zip(self._children, state.children, strict=True):
+            child.discard(child_state)
+
+
+def _split(tensors: NamedTensors, owners: dict[str, int], num_children: int) -> list[NamedTensors]:
+    """The tensors of each child, in the order in which they came."""
+    return [[pair for pair in tensors if owners[pair[0]] == i] for i in range(num_children)]
+
+
+def _together(handles: list[Handle]) -> Handle:
+    """A handle that waits for all of these in their order."""
+
+    def wait() -> None:
+        for handle in handles:
+            handle.wait()
+
+    return Handle(wait)
