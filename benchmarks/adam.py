@@ -1,0 +1,241 @@
+"""Adam and language models: a small GPT under AdamW and under SGD, by every way of sending less.
+
+    python benchmarks/adam.py run DATA     train what is missing, and append a line of JSON for each run
+    python benchmarks/adam.py table        print the tables of docs/adam.md, and write them there
+
+DATA is the folder of WikiText-2. The model learns the bytes of `valid.txt` and is tested on 32 KiB of `test.txt`, taken
+from 64 places. It is the recipe `text-gpt-dense-small` with two layers, in float32, for 160 steps of four sequences on
+each of four workers, which are threads of one process. Bytes are the ledger's. A run that is in the results is not
+repeated, so that the command can be stopped and started again; with `--optimizers`, `--seeds` and `--only` several
+processes can share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fcntl
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from studies import replace_part
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from thinwire.lab.recipes.language import GPT_SMALL
+from thinwire.lab.train.data import PlainText
+from thinwire.lab.train.data.base import IGNORE
+from thinwire.lab.train.data.text import Text
+from thinwire.lab.train.models import apply
+from thinwire.lab.train.optimize import DGCSGD, SGD, LearningRateSchedule, Optimizer, set_learning_rate
+
+WORKERS, STEPS, BATCH_SIZE = 4, 160, 4
+TEST_BATCHES = 8
+SEEDS, OPTIMIZERS = (0, 1, 2), ("adamw", "sgd")
+MODEL = replace(GPT_SMALL.model, layers=2)
+SGD_LEARNING_RATE = 0.3
+EF, SHARDS = "ErrorFeedback()", "exchange='scatter_reduce'"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How workers agree.
+
+    Args:
+        averager: its notation.
+        every: H of `local_updates`; None averages gradients.
+        outer_momentum: of the outer optimizer, SGD with Nesterov's momentum and a learning rate of 0.7, as DiLoCo has
+            it; None takes the mean.
+        optimizers: those that it suits.
+    """
+
+    averager: str
+    every: int | None = None
+    outer_momentum: float | None = None
+    optimizers: tuple[str, ...] = OPTIMIZERS
+
+
+METHODS = {
+    "dense": Method("Mean()"),
+    "4 bits": Method("Mean(QSGD(bits=4))"),
+    "3 bits, scatter-reduce": Method(f"Mean(QSGD(bits=3), {EF}, {SHARDS})"),
+    "2 bits, scatter-reduce": Method(f"Mean(QSGD(bits=2, bucket_size=128), {EF}, {SHARDS})"),
+    "top-k 1 %, 4 bits": Method(f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})"),
+    "top-k 10 %, 4 bits": Method(f"Mean(chain(TopK(0.1), QSGD(bits=4)), {EF})"),
+    "PowerSGD, rank 4": Method("PowerSGD(rank=4)"),
+    "4 bits every 4 steps": Method(f"Mean(QSGD(bits=4), {SHARDS})", every=4),
+    "top-k 10 %, 4 bits, every 4 steps": Method(f"Mean(chain(TopK(0.1), QSGD(bits=4)), {EF})", every=4),
+    "DiLoCo, H = 20": Method("Mean()", every=20, outer_momentum=0.9),
+    "DGC 1 %": Method("dgc(ratio=GeometricWarmup(final=0.01, num=16, unit='step'))", optimizers=("sgd",)),
+}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train every combination that the results lack: all methods of the first seed first."""
+    torch.set_num_threads(1)
+    data = load(options.data)
+    for seed in options.seeds:
+        for label, method in METHODS.items():
+            for optimizer in options.optimizers:
+                wanted = optimizer in method.optimizers and any(text in label for text in options.only)
+                key = {"method": label, "averager": method.averager, "optimizer": optimizer, "seed": seed}
+                if wanted and not any(key.items() <= row.items() for row in read(options.results)):
+                    append(options.results, key | measure(method, optimizer, seed, data))
+
+
+def measure(method: Method, optimizer: str, seed: int, data: Text) -> dict[str, float]:
+    """One run: the perplexity and the bytes that a worker sent, with the sizes of dense training beside them."""
+    began = time.monotonic()
+    world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
+    torch.manual_seed(seed)
+    initial = MODEL.build(data.num_classes)
+    loss, ledger = world.run(train, method, settings_of(optimizer, method), seed, data, initial)[0]
+    return {
+        "perplexity": math.exp(min(loss, 100.0)),
+        "bytes_sent": ledger.bytes_sent,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def settings_of(optimizer: str, method: Method) -> Optimizer:
+    """The recipe's AdamW; SGD with momentum; or SGD without, where the averager applies the momentum."""
+    if optimizer == "adamw":
+        return GPT_SMALL.optimizer
+    schedule = LearningRateSchedule(warmup_fraction=0.1)
+    kind = DGCSGD if tw.parse(method.averager).has_momentum else SGD
+    return kind(SGD_LEARNING_RATE, weight_decay=0.0, momentum=0.9, nesterov=False, schedule=schedule)
+
+
+def train(
+    comm: tw.Communicator, method: Method, settings: Optimizer, seed: int, data: Text, initial: nn.Module
+) -> tuple[float, tw.Ledger]:
+    """One worker of one run from the `initial` weights: the test loss in nats a byte, and the ledger."""
+    model = copy.deepcopy(initial)
+    optimizer = settings.build(model)
+    averager = tw.parse(method.averager)
+    if method.every is None:
+        handle = tw.compress_gradients(model, averager, comm=comm, seed=seed)
+    else:
+        outer = None
+        if method.outer_momentum is not None:
+            outer = partial(torch.optim.SGD, lr=0.7, momentum=method.outer_momentum, nesterov=True)
+        handle = tw.local_updates(model, optimizer, averager, method.every, outer, comm=comm, seed=seed)
+    share = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))[comm.rank :: comm.size]
+    for step in range(STEPS):
+        set_learning_rate(optimizer, settings.learning_rate_at(step, STEPS))
+        places = torch.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE) % len(share)
+        batch = data.batch(share[places], torch.Generator(), epoch=0)
+        optimizer.zero_grad()
+        loss_of(model, batch.inputs, batch.labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GPT_SMALL.clip_norm)
+        optimizer.step()
+    if isinstance(handle, tw.LocalUpdates):
+        handle.synchronize()
+    handle.detach()
+    return test_loss(model, data), handle.ledger
+
+
+def loss_of(model: nn.Module, inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a byte."""
+    scores, _ = apply(model, inputs)
+    return cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+
+
+@torch.no_grad()
+def test_loss(model: nn.Module, data: Text) -> float:
+    """Mean loss on windows from 64 places of the test text."""
+    model.eval()
+    batches = islice(data.test_batches(0, 1, 64), TEST_BATCHES)
+    return mean(loss_of(model, batch.inputs, batch.labels).item() for batch in batches)
+
+
+def load(folder: Path) -> Text:
+    """WikiText-2's valid and test parts, in bytes."""
+    files = folder / "valid.txt", folder / "test.txt"
+    return PlainText(*files, unit="byte", context=MODEL.context, in_order=False).load()
+
+
+# ---- results ----
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All finished runs."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a run, and show it."""
+    print(json.dumps(row), flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- tables ----
+
+
+def table(options: argparse.Namespace) -> None:
+    """The two tables, into the page."""
+    rows = read(options.results)
+    for optimizer in OPTIMIZERS:
+        lines = lines_of(optimizer, rows)
+        print("\n".join(lines), end="\n\n")
+        replace_part(options.page, optimizer, lines)
+
+
+def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown, the best perplexity first; `+-` is the standard deviation over seeds."""
+    ours = {label: [r for r in rows if r["method"] == label and r["optimizer"] == optimizer] for label in METHODS}
+    if not any(ours.values()):
+        return ["No run yet."]
+    dense = {row["seed"]: row for row in ours["dense"]}
+    lines = [
+        "| method | averager | perplexity | above dense | MB sent by a worker | fewer than fp32 | fewer than bf16 | seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for label, runs in sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf])):
+        if runs:
+            lines.append(line(label, runs, dense))
+    return lines
+
+
+def line(label: str, runs: list[dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:
+    """One method over its seeds; "above dense" compares runs of the same seed."""
+    perplexities = [row["perplexity"] for row in runs]
+    spread = f" ± {stdev(perplexities):.2f}" if len(runs) > 1 else ""
+    above = mean(row["perplexity"] / dense[row["seed"]]["perplexity"] - 1 for row in runs)
+    sent = mean(row["bytes_sent"] for row in runs)
+    full = mean(dense[row["seed"]]["bytes_sent"] for row in runs)
+    method = METHODS[label]
+    notation = f"`{method.averager}`" + (f", `every={method.every}`" if method.every else "")
+    notation += f", outer momentum {method.outer_momentum}" if method.outer_momentum is not None else ""
+    cells = [label, notation, f"{mean(perplexities):.2f}{spread}", f"{above:+.1%}", f"{sent / 1e6:.1f}"]
+    return f"| {' | '.join([*cells, f'{full / sent:.1f}', f'{full / sent / 2:.1f}', str(len(runs))])} |"
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("data", type=Path, nargs="?", default=Path("data/wikitext-2"))
+    parser.add_argument("--results", type=Path, default=Path("runs/adam/results.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path(__file__).parent.parent / "docs" / "adam.md")
+    parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS, choices=OPTIMIZERS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="methods whose names contain one of these")
+    options = parser.parse_args()
+    {"run": run, "table": table}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
