@@ -1,5 +1,6 @@
-"""What all tests need: one thread a worker, and Ctrl-C heard by the processes that tests start."""
+"""What all tests need: one thread a worker, Ctrl-C heard by the processes that tests start, and one fork server."""
 
+import multiprocessing.forkserver
 import os
 import signal
 
@@ -17,3 +18,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Test machines are shared: how long one example takes says nothing about the library.
 hypothesis.settings.register_profile("thinwire", deadline=None)
 hypothesis.settings.load_profile("thinwire")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Choose what the fork server imports. The library asks for less in some tests, and the first to ask would win."""
+    from helpers.spawn import PRELOADED
+
+    preloaded = list(PRELOADED)
+    if any("/tests/lab/" in str(item.path) for item in items):
+        from thinwire.lab.train.spawn import PRELOADED as FOR_THE_LAB
+
+        preloaded += [*FOR_THE_LAB, "thinwire.lab.cli"]
+    multiprocessing.forkserver.set_forkserver_preload(preloaded)
+    multiprocessing.forkserver.set_forkserver_preload = lambda names: None

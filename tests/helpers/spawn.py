@@ -3,21 +3,26 @@
     spawn(size, fn, *args)        -> [fn(comm, *args) on rank 0, on rank 1, ...], in processes
     run_threads(size, fn, *args)  -> the same, in threads of a LocalWorld
 
-`fn` and `args` must be picklable for processes: a function at the top level of a test file.
+`fn` and `args` must be picklable for processes: a function at the top level of a test file. Processes are reused by
+later calls, unless the function failed or left threads behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -26,9 +31,11 @@ import torch.distributed as dist
 from thinwire.comm import LocalWorld, ProcessGroupCommunicator
 from thinwire.comm.local_world import name_rank
 
-# The fork server imports torch once, in a process without threads, so that a worker starts in milliseconds.
+# One server for all processes that tests start: it imports what they need once, and forks them in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire"])
+PRELOADED = ["torch", "torch.distributed", "thinwire", "pytest", "hypothesis.strategies"]
+
+_idle: list[tuple[BaseProcess, Connection]] = []  # workers of earlier calls, which have imported the test files already
 
 
 def spawn(
@@ -48,14 +55,21 @@ def spawn(
         TimeoutError: when workers are still at work after `timeout_seconds`; it names them.
         RuntimeError: when a worker died without a word.
     """
+    task = pickle.dumps((fn, args))  # by value: torch's own pickling would share tensors' memory between workers
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        workers = [_start(stack, rank, size, folder, comm_timeout_seconds, fn, args) for rank in range(size)]
+        workers = [_take(stack) for _ in range(size)]
+        for rank, (_, connection) in enumerate(workers):
+            connection.send((sys.path, rank, size, folder, comm_timeout_seconds, task))
         results = _collect(workers, time.monotonic() + timeout_seconds, return_errors)
         for _, connection in workers:
             with contextlib.suppress(OSError):
                 connection.send_bytes(b"all are done")  # only now may workers hang up on each other
-        for process, _ in workers:
-            process.join(10)
+        for process, connection in workers:
+            if _is_free(connection):
+                _idle.append((process, connection))
+            else:
+                process.kill()
+        stack.pop_all()  # the others live on
     return results
 
 
@@ -66,14 +80,25 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list:
 WORLDS = {"threads": run_threads, "processes": spawn}
 
 
-def _start(stack: contextlib.ExitStack, rank: int, size: int, folder: str, timeout: float, fn, args):
-    parent, child = CONTEXT.Pipe()
-    task = pickle.dumps((fn, args))  # by value: torch's own pickling would share tensors' memory between workers
-    process = CONTEXT.Process(target=_work, args=(child, rank, size, folder, timeout, task), daemon=True)
-    process.start()
+def _take(stack: contextlib.ExitStack) -> tuple[BaseProcess, Connection]:
+    """A worker that waits for its task; it is killed when the stack unwinds."""
+    if _idle:
+        process, parent = _idle.pop()
+    else:
+        parent, child = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(child,), daemon=True)
+        process.start()
+        child.close()  # so that the parent's end reports the child's death
     stack.callback(process.kill)
-    child.close()  # so that the parent's end reports the child's death
     return process, parent
+
+
+def _is_free(connection: Connection) -> bool:
+    """Whether a worker says that it can take another task; a dead one, or one with threads left, cannot."""
+    try:
+        return connection.poll(10) and connection.recv_bytes() == b"free"
+    except (EOFError, OSError):
+        return False
 
 
 def _collect(workers: list, deadline: float, return_errors: bool) -> list:
@@ -99,9 +124,25 @@ def _receive(process: Any, connection: Connection) -> Any:
         return RuntimeError(f"died without a word, exit code {process.exitcode}")
 
 
-def _work(connection: Connection, rank: int, size: int, folder: str, timeout: float, task: bytes) -> None:
+def _serve(connection: Connection) -> None:
+    """The life of a worker: one task after the other, each with a process group of its own."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+    environment, random_state = dict(os.environ), torch.get_rng_state()
+    with contextlib.suppress(EOFError):
+        while True:
+            sys.path, *task = connection.recv()
+            torch.set_num_threads(1)
+            torch.set_rng_state(random_state)
+            _work(connection, *task)
+            os.environ.clear()
+            os.environ.update(environment)
+            gc.collect()
+            if threading.active_count() > 1:
+                return  # what the task left running would disturb the next
+            connection.send_bytes(b"free")
+
+
+def _work(connection: Connection, rank: int, size: int, folder: str, timeout: float, task: bytes) -> None:
     try:
         dist.init_process_group(
             "gloo", f"file://{folder}/store", timedelta(seconds=timeout), world_size=size, rank=rank
@@ -114,8 +155,7 @@ def _work(connection: Connection, rank: int, size: int, folder: str, timeout: fl
         connection.send_bytes(_dumps(error))
         os._exit(1)  # as a crash would: without goodbyes to the others
     connection.send_bytes(answer)
-    with contextlib.suppress(EOFError):
-        connection.recv_bytes()
+    connection.recv_bytes()
     comm.close()
     if dist.is_initialized():
         dist.destroy_process_group()

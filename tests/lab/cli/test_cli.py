@@ -1,4 +1,4 @@
-"""The command line as its users meet it: real commands in real processes."""
+"""The command line as its users meet it. One run, `torchrun` and signals are real commands; the rest starts quickly."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import thinwire
 
 COMMAND = [sys.executable, "-m", "thinwire"]
 SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
 
 
-def run(*arguments, cwd, timeout=120, command=COMMAND, **environment):
+SHORT = ("train", "digits", "--max-steps", 12, "--log-every", 4)
+
+
+def run_really(command, *arguments, cwd, **environment):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
     )
 
 
-def train(cwd, *arguments, **options):
-    return run("train", "digits", "--workers", 2, "--max-steps", 12, "--log-every", 4, *arguments, cwd=cwd, **options)
+def train(cwd, *arguments):
+    return thinwire(*SHORT, "--workers", 2, *arguments, cwd=cwd)
 
 
 def summary_of(folder: Path) -> dict:
@@ -38,7 +42,7 @@ def summary_of(folder: Path) -> dict:
 def finished(tmp_path_factory) -> Path:
     """One finished run, and what it printed."""
     cwd = tmp_path_factory.mktemp("run")
-    done = train(cwd, "--averager", SPARSE, "--name", "first")
+    done = run_really(COMMAND, *SHORT, "--workers", 2, "--averager", SPARSE, "--name", "first", cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (cwd / "printed").write_text(done.stdout)
@@ -88,12 +92,8 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
 
 def test_the_same_command_under_torchrun(finished):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "thinwire"]
-    done = run(
-        *("train", "digits", "--max-steps", 12, "--log-every", 4, "--averager", SPARSE, "--name", "torchrun"),
-        cwd=finished,
-        command=launcher,
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    options = (*SHORT, "--averager", SPARSE, "--name", "torchrun")
+    done = run_really(launcher, *options, cwd=finished, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     assert summary_of(finished / "runs" / "torchrun")["final"] == summary_of(finished / "runs" / "first")["final"]
 
@@ -120,7 +120,7 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
     ],
 )
 def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
-    done = run("train", "digits", *arguments, cwd=tmp_path)
+    done = thinwire("train", "digits", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("thinwire: ") and done.stderr.count("\n") == 1
     assert expected in done.stderr
@@ -139,7 +139,7 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
     ],
 )
 def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
+    done = thinwire(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
 
 
@@ -158,7 +158,7 @@ HELP = [["--help"], ["train", "--list"], ["train", "digits", "--help"], ["bench"
 
 @pytest.mark.parametrize("arguments", HELP)
 def test_help_comes_on_stdout(arguments, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
+    done = thinwire(*arguments, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 40
 
 
@@ -206,7 +206,7 @@ def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected
 
 
 def test_the_demo_compares_four_methods(tmp_path):
-    done = run("demo", "--workers", 2, "--max-steps", 8, cwd=tmp_path)
+    done = thinwire("demo", "--workers", 2, "--max-steps", 8, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for label in ("dense", "4-bit", "sparse", "sparse + 4-bit", "vs fp32", "vs bf16"):
         assert label in done.stdout

@@ -20,7 +20,7 @@ from thinwire.lab.train.optimize import Adam
 
 STEPS = 7  # the second epoch begins after the fourth
 CONFIG = RunConfig(
-    "digits", workers=4, batch_size=70, epochs=2, max_steps=STEPS, log_every=3, keep=STEPS, model=DigitsNet(width=4)
+    "digits", workers=2, batch_size=140, epochs=2, max_steps=STEPS, log_every=3, keep=STEPS, model=DigitsNet(width=4)
 )
 
 AVERAGERS = [
@@ -55,15 +55,15 @@ def configs(folder: Path) -> dict[str, RunConfig]:
     compressed = found["Mean(TopK(0.1), ErrorFeedback())"]
     text = PlainText(folder / "train.txt", folder / "test.txt", context=5)
     recurrent = {"data": text, "model": LSTMLanguageModel(width=8, layers=2, dropout=0.5)}
-    residual = {"data": CIFAR10(folder / "images"), "model": CIFARResNet(depth=8), "batch_size": 5}
+    residual = {"data": CIFAR10(folder / "images"), "model": CIFARResNet(depth=8), "batch_size": 10}
     return found | {
-        "accumulate": replace(compressed, batch_size=35, accumulate=2),
+        "accumulate": replace(compressed, batch_size=70, accumulate=2),
         "fp16": replace(compressed, precision="fp16"),
         "fp16, parameters": replace(CONFIG, averager="Mix(Ring())", precision="fp16"),
         "by-class": replace(compressed, split="by-class", shuffled=0.1),
         "adam, clipped": replace(compressed, optimizer=Adam(learning_rate=1e-2), clip_norm=0.5),
-        "dropout, carried state": replace(compressed, batch_size=20, **recurrent),
-        "dropout, carried state, parameters": replace(CONFIG, averager="Mix(Ring())", batch_size=20, **recurrent),
+        "dropout, carried state": replace(compressed, batch_size=40, **recurrent),
+        "dropout, carried state, parameters": replace(CONFIG, averager="Mix(Ring())", batch_size=40, **recurrent),
         "running statistics, augmentation": replace(compressed, **residual),
         "running statistics, parameters": replace(CONFIG, averager="PushSum(Exponential())", **residual),
     }
@@ -151,11 +151,11 @@ def folder_of(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A folder with the runs of each configuration, all by the same four processes."""
+    """A folder with the runs of each configuration, all by the same two processes."""
     folder = tmp_path_factory.mktemp("runs")
     tiny.text(folder)
     tiny.images(folder / "images")
-    spawn(4, stop_wherever_they_can, configs(folder) | LOOSE, folder, timeout_seconds=400)
+    spawn(2, stop_wherever_they_can, configs(folder) | LOOSE, folder, timeout_seconds=400)
     return folder
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, spawn, train
@@ -66,24 +67,19 @@ def test_ctrl_c_counts_first_and_without_signals_nothing_stops():
     assert LocalWorld(3).run(none) == [[0, 0, 0]] * 3
 
 
-BLOCKED = """
-import os, signal
-from thinwire.lab.train.interrupt import SIGNALS, Interruption
-
-before = [signal.getsignal(number) for number in SIGNALS]
-signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-os.kill(os.getpid(), signal.SIGUSR1)
-with Interruption() as interruption:
-    assert interruption.received == signal.SIGUSR1
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert interruption.received == signal.SIGUSR1, "the first one counts"
-assert [signal.getsignal(number) for number in SIGNALS] == before
-"""
+def hear_a_blocked_signal(comm) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with Interruption() as interruption:
+        assert interruption.received == signal.SIGUSR1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.received == signal.SIGUSR1, "the first one counts"
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
-    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_in_processes(1, hear_a_blocked_signal)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.command import thinwire
 
 from thinwire.lab.train import RunConfig, connect, train
 from thinwire.lab.train.environment import Environment
@@ -63,9 +64,8 @@ def final(folder: Path) -> dict[str, float]:
 def undisturbed(tmp_path_factory):
     """The result on two workers, by a run of this machine's own."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    command = [sys.executable, "-m", "thinwire", *TRAIN, "--workers", "2", "--name", "alone"]
-    with ExitStack() as stack:
-        ended([started(stack, command, folder)], 240)
+    done = thinwire(*TRAIN, "--workers", "2", "--name", "alone", cwd=folder, timeout=240)
+    assert done.returncode == 0, done.stderr
     return final(folder / "runs" / "alone")
 
 
