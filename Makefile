@@ -7,13 +7,15 @@ READY := $(VENV)/.ready
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test docs lint clean
+.PHONY: help setup demo test docs lint types wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run all tests"
 	@echo "make docs    build the docs site into site/, and fail on any warning"
 	@echo "make lint    check style"
+	@echo "make types   check types"
+	@echo "make wheel   build a wheel into dist/, and test it in an environment of its own"
 	@echo "make clean   remove everything that was built or written"
 
 setup: $(READY)
@@ -36,5 +38,15 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
+types: $(READY)
+	$(BIN)/mypy
+
+wheel: $(READY)
+	rm -rf dist build/wheel-env
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/thinwire-*.whl pytest pytest-xdist hypothesis
+	build/wheel-env/bin/python scripts/try_wheel.py
+
 clean:
-	rm -rf $(VENV) build demo runs site
+	rm -rf $(VENV) build demo dist runs site

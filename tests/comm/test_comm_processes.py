@@ -222,8 +222,9 @@ def test_the_loopback_interface_carries_what_the_ledgers_say():
     up = "ip link set lo up"
     if not shutil.which("unshare") or subprocess.run([*ISOLATED, up], capture_output=True).returncode:
         pytest.skip("cannot make a network namespace: needs Linux, `unshare`, `ip`, and root or user namespaces")
-    command = f"{up} && exec {sys.executable} {Path(traffic.__file__)}"
-    done = subprocess.run([*ISOLATED, command], timeout=120, capture_output=True, text=True)
+    command = f"{up} && exec {sys.executable} -m helpers.traffic"
+    tests = Path(traffic.__file__).parents[1]
+    done = subprocess.run([*ISOLATED, command], cwd=tests, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3 * len(traffic.OPERATIONS)

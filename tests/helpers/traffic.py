@@ -1,7 +1,9 @@
 """What the operating system says was sent: the counters of TCP connections, and of the loopback interface.
 
-python traffic.py     runs every collective and prints, as JSON, the ledgers beside the counters. Run it in a network
-                      namespace of its own, where the loopback interface carries nothing else.
+    cd tests; python -m helpers.traffic
+
+runs every collective and prints, as JSON, the ledgers beside the counters. Run it in a network namespace of its own,
+where the loopback interface carries nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import struct
 import time
 from pathlib import Path
@@ -45,10 +48,12 @@ def tcp_bytes() -> tuple[int, int]:
     sent = received = 0
     for entry in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
             with socket.socket(fileno=os.dup(int(entry))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
         except OSError:
-            continue  # closed by now, or no TCP socket
+            continue  # closed by now, or not TCP
         sent += struct.unpack_from("Q", info, BYTES_ACKED)[0]
         received += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
     return sent, received
