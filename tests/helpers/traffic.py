@@ -43,20 +43,26 @@ def run_operation(comm, name: str) -> None:
         comm.broadcast(x, root=1).wait()
 
 
-def tcp_bytes() -> tuple[int, int]:
-    """Bytes that this process has sent (and that were acknowledged) and received over TCP since it connected."""
-    sent = received = 0
+def tcp_bytes() -> dict[tuple, tuple[int, int]]:
+    """Bytes that this process has sent (and that were acknowledged) and received over each of its TCP connections."""
+    counted = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(entry))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                ends = connection.getsockname(), connection.getpeername()
         except OSError:
-            continue  # closed by now, or not TCP
-        sent += struct.unpack_from("Q", info, BYTES_ACKED)[0]
-        received += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
-    return sent, received
+            continue  # closed by now, or not a TCP connection
+        counted[ends] = tuple(struct.unpack_from("Q", info, place)[0] for place in (BYTES_ACKED, BYTES_RECEIVED))
+    return counted
+
+
+def difference(after: dict[tuple, tuple[int, int]], before: dict[tuple, tuple[int, int]]) -> tuple[int, int]:
+    """What was sent and received in between; connections of an earlier test may have been closed since."""
+    pairs = [(counts, before.get(ends, (0, 0))) for ends, counts in after.items()]
+    return sum(new[0] - old[0] for new, old in pairs), sum(new[1] - old[1] for new, old in pairs)
 
 
 def measure(comm, name: str) -> dict:
@@ -70,7 +76,7 @@ def measure(comm, name: str) -> dict:
     comm.barrier()
     return {
         "ledger": (counted.bytes_sent, counted.bytes_received),
-        "tcp": (after[0] - before[0], after[1] - before[1]),
+        "tcp": difference(after, before),
         "messages": counted.messages,
     }
 
