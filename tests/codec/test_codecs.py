@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -50,6 +51,32 @@ def test_decode_sum_is_the_sum_of_decodings_and_knows_whether_it_is_finite(codec
     assert finite == bool(out.isfinite().all())
     with pytest.raises(ValueError):
         codec.decode_sum(payloads, out.double(), 0.25, key)
+
+
+@every_codec
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_a_payload_may_start_at_any_address_and_a_short_one_is_refused(codec, offset):
+    """Decoders and `support` read an unaligned payload as an aligned one, and raise ValueError if it is cut short."""
+    x, key = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)), tw.Key(5)
+    payload = codec.encode(x, key)
+    unaligned = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
+
+    def decoded(payload: torch.Tensor) -> list[torch.Tensor]:
+        added, summed = torch.ones(30, 20), torch.empty(30, 20)
+        codec.decode_add(payload, added, 0.5, key)
+        codec.decode_sum([payload], summed, 0.5, key)
+        kept = codec.support(payload, x.shape, key)
+        return [codec.decode(payload, x.shape, key), added, summed] + ([] if kept is None else [kept.indices])
+
+    for ours, truth in zip(decoded(unaligned), decoded(payload), strict=True):
+        assert bits_equal(ours, truth)
+    reads = [lambda p: codec.decode(p, x.shape, key), lambda p: codec.decode_sum([p], torch.empty(30, 20), 1.0, key)]
+    for short in (unaligned[:offset], unaligned[:-offset], payload[: payload.numel() // 2]):
+        for read in reads:
+            with pytest.raises(ValueError):
+                read(short)
+        with contextlib.suppress(ValueError):  # the support may be whole, or none
+            codec.support(short, x.shape, key)
 
 
 @every_codec

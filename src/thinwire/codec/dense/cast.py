@@ -41,7 +41,7 @@ class Identity(Codec):
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        _add_parts(payload.view(torch.float32), outs, weight)
+        _add_parts(kernels.payload_as(payload, torch.float32), outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * sum(numels)

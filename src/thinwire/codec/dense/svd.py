@@ -66,7 +66,7 @@ class SVD(Codec):
         return values.view(torch.uint8)
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        parts = payload.view(torch.float32).split([self._count(o.shape) for o in outs])
+        parts = kernels.payload_as(payload, torch.float32).split([self._count(o.shape) for o in outs])
         for part, out in zip(parts, outs, strict=True):
             out.add_(self._decode_one(part, out.shape), alpha=weight)
 

@@ -107,7 +107,7 @@ class Sparsifier(Codec):
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         """Indices, and how many bytes at the end of the payload they took."""
         nbytes = self.indices_nbytes(counts, numels)
-        return kernels.indices.decode(_tail(payload, nbytes), counts, numels), nbytes
+        return kernels.indices.decode(tail(payload, nbytes), counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         """Bytes of the coded indices, or an upper bound."""
@@ -155,7 +155,7 @@ def with_length(codes: Tensor) -> Tensor:
 
 def without_length(codec: Codec, payload: Tensor) -> tuple[Tensor, int]:
     """Undo `with_length` at the end of a payload: the codes, and how many bytes they and their length take."""
-    nbytes = int(payload[-4:].clone().view(torch.int32)) if payload.numel() >= 4 else -1
+    nbytes = int(kernels.payload_as(payload[-4:], torch.int32)) if payload.numel() >= 4 else -1
     at = payload.numel() - 4 - nbytes
     require(nbytes >= 0 and at >= 0, f"{codec}: the payload is corrupt, its indices take {nbytes} bytes of it")
     return payload[at:-4], nbytes + 4
@@ -201,7 +201,7 @@ def decode_sparse(
         "is it corrupt, or were sender and receiver configured differently?",
     )
     if values_codec.sends_floats:
-        values = sent.view(torch.float32)
+        values = kernels.payload_as(sent, torch.float32)
     else:
         values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
         values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
@@ -284,7 +284,7 @@ def _count_bytes(counts: list[int], device: torch.device) -> Tensor:
 def _split_counts(payload: Tensor, numels: list[int]) -> tuple[Tensor, list[int]]:
     """What stands before the counts, and the counts."""
     nbytes = 4 * len(numels)
-    counts = _tail(payload, nbytes).clone().view(torch.int32).tolist()  # a copy, because it may start at any address
+    counts = kernels.payload_as(tail(payload, nbytes), torch.int32).tolist()
     require(
         all(0 <= k <= n for k, n in zip(counts, numels, strict=True)),
         f"the payload is corrupt: it says that {counts} of {numels} elements were kept",
@@ -292,7 +292,8 @@ def _split_counts(payload: Tensor, numels: list[int]) -> tuple[Tensor, list[int]
     return payload[: payload.numel() - nbytes], counts
 
 
-def _tail(payload: Tensor, nbytes: int) -> Tensor:
+def tail(payload: Tensor, nbytes: int) -> Tensor:
+    """The last `nbytes` bytes of a payload; ValueError if it is shorter."""
     have = payload.numel()
     require(have >= nbytes, f"the payload is cut short: its indices take {nbytes} bytes, and it has {have}")
     return payload[payload.numel() - nbytes :]

@@ -11,7 +11,7 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..types import Selection
-from .base import Sparsifier, _tail, check_ratio
+from .base import Sparsifier, check_ratio, tail
 from .top_k import num_kept
 
 _MAX_BLOCK = 4096  # so that a position in a block fits 12 bits
@@ -81,7 +81,7 @@ class BlockwiseTopK(Sparsifier):
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
         nbytes = self.indices_nbytes(counts, numels)
-        code_parts = _tail(payload, nbytes).split(
+        code_parts = tail(payload, nbytes).split(
             [self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)]
         )
         indices = [

@@ -168,7 +168,7 @@ def encode_chunks(
 
 def decode_chunks(chunk: int, chosen: tuple[Tensor, ...], payload: Tensor, outs: list[Tensor], weight: float) -> None:
     """Add the chosen chunks to `outs`."""
-    values = (payload.clone().view(torch.float32) * weight).split(
+    values = (kernels.payload_as(payload, torch.float32) * weight).split(
         [chunks.numel() * min(chunk, o.numel()) for chunks, o in zip(chosen, outs, strict=True)]
     )
     for out, chunks, value in zip(outs, chosen, values, strict=True):

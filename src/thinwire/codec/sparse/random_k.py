@@ -11,7 +11,7 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..types import Selection
-from .base import Sparsifier, check_ratio
+from .base import Sparsifier, check_ratio, tail
 from .top_k import num_kept
 
 
@@ -94,9 +94,8 @@ class RandomK(Sparsifier):
     def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
         counts, nbytes = [self.count(n) for n in numels], self.support_nbytes(numels, numels)
         if not self.shared:
-            # A copy, because it may start at any address.
-            keys = payload[payload.numel() - nbytes :].clone().view(torch.int64).tolist()
-            keys = [key % 2**64 for key in keys]
+            signed = kernels.payload_as(tail(payload, nbytes), torch.int64).tolist()
+            keys = [key % 2**64 for key in signed]
         return kernels.permutation.random_indices(keys, counts, numels, payload.device), counts, nbytes
 
     def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
