@@ -8,12 +8,16 @@ where the loopback interface carries nothing else.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import socket
 import stat
 import struct
+import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,20 +47,32 @@ def run_operation(comm, name: str) -> None:
         comm.broadcast(x, root=1).wait()
 
 
-def tcp_bytes() -> dict[tuple, tuple[int, int]]:
-    """Bytes that this process has sent (and that were acknowledged) and received over each of its TCP connections."""
-    counted = {}
+def connections() -> Iterator[socket.socket]:
+    """This process's TCP connections, each duplicated and closed again."""
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                ends = connection.getsockname(), connection.getpeername()
-        except OSError:
-            continue  # closed by now, or not a TCP connection
-        counted[ends] = tuple(struct.unpack_from("Q", info, place)[0] for place in (BYTES_ACKED, BYTES_RECEIVED))
+        with contextlib.suppress(OSError):  # closed by now, or not a connection
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                        yield connection
+
+
+def tcp_bytes() -> dict[tuple, tuple[int, int]]:
+    """Bytes that this process has sent and received over each of its TCP connections, once all are acknowledged."""
+    deadline = time.monotonic() + 20
+    while any(unacknowledged_bytes(connection) for connection in connections()) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    counted = {}
+    for connection in connections():
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        sent, received = (struct.unpack_from("Q", info, place)[0] for place in (BYTES_ACKED, BYTES_RECEIVED))
+        counted[connection.getsockname(), connection.getpeername()] = sent, received
     return counted
+
+
+def unacknowledged_bytes(connection: socket.socket) -> int:
+    """What waits in the connection's send buffer, or was sent and not acknowledged yet."""
+    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
 
 
 def difference(after: dict[tuple, tuple[int, int]], before: dict[tuple, tuple[int, int]]) -> tuple[int, int]:
@@ -68,10 +84,8 @@ def difference(after: dict[tuple, tuple[int, int]], before: dict[tuple, tuple[in
 def measure(comm, name: str) -> dict:
     """The ledger and the counters of this worker's connections, for one operation."""
     comm.barrier()
-    time.sleep(0.05)  # for the last acknowledgements
     before, ledger = tcp_bytes(), comm.ledger.snapshot()
     run_operation(comm, name)
-    time.sleep(0.05)
     counted, after = comm.ledger.since(ledger), tcp_bytes()
     comm.barrier()
     return {
