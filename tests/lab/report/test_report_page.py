@@ -19,10 +19,10 @@ from thinwire.lab.report.bar_figures import speeds, step_time
 from thinwire.lab.report.captioned_figures import captioned_figures
 from thinwire.lab.report.consensus import best_of_each
 from thinwire.lab.report.groups import grouped
-from thinwire.lab.report.labels import End, label_ends, spread
+from thinwire.lab.report.legend import add_legend
 from thinwire.lab.report.metrics import main_metric, metric
 from thinwire.lab.report.runs import find
-from thinwire.lab.report.style import logarithmic, new_figure, save, styled
+from thinwire.lab.report.style import new_figure, save, styled
 
 SPARSE = "Mean(chain(TopK(ratio=0.005), QSGD(bits=4)), ErrorFeedback())"
 RUN_FIGURES = {"metric-epochs", "metric-bytes", "metric-seconds", "loss", "step-time"}
@@ -211,48 +211,32 @@ def test_the_best_step_size_of_an_averager_stands_for_it(everything):
     assert chosen["Choco(), step size 1"][-1]["squared_error"] == pytest.approx(1e-7)
 
 
-def test_spread_moves_as_little_as_it_can():
-    assert spread([10, 20, 30], [5, 5, 5]) == [10, 20, 30]
-    assert spread([10, 10], [4, 4]) == [8, 12]
-    assert spread([1, 0, 50], [10, 10, 10]) == [5.5, -4.5, 50]
-    assert spread([], []) == []
+LABELS = ["Mean()", SPARSE, "Choco(Ring(), TopK(ratio=0.1))", SPARSE.replace("0.005", "0.0005") + ", 16 workers"]
 
 
-ENDS = {
-    "at one place": [(10.0, 99.0 + 0.01 * i) for i in range(9)],
-    "apart": [(1.0 + 0.9 * i, 99.0) for i in range(9)],
-    "in pairs": [(1.0 + 4.5 * (i // 3), 90.0 + i) for i in range(9)],
-    "on a logarithmic axis": [(10.0 ** (i / 4), 99.0) for i in range(9)],
-    "one": [(10.0, 50.0)],
-}
-
-
-@pytest.mark.parametrize("kind", ENDS)
-def test_names_of_lines_do_not_overlap_and_are_not_cut(kind):
-    labels = ["Mean()", SPARSE, "Choco(Ring(), TopK(ratio=0.1))"]
+@pytest.mark.parametrize("num_lines", [1, 3, 9])
+def test_the_legend_is_whole_and_outside_the_axes(num_lines):
     with styled():
-        figure = new_figure()
+        figure = new_figure(layout="constrained")
         axes = figure.add_subplot()
         axes.set_xlabel("x")
         axes.set_ylabel("y")
-        ends = [End(labels[i % 3] + f" {i}", x, y, "#000000") for i, (x, y) in enumerate(ENDS[kind])]
-        for end in ends:
-            axes.plot([0.5, end.x], [50, end.y])
-        if "log" in kind:
-            logarithmic(axes, "x")
-        label_ends(axes, ends, 2.5)
+        for i in range(num_lines):
+            axes.plot([0.5, i + 1], [50, 90 + i], label=f"{LABELS[i % 4]} {i}")
+        add_legend(axes, 3.0)
+        figure.canvas.draw()
         renderer = figure.canvas.get_renderer()
-        boxes = [text.get_window_extent(renderer) for text in figure.texts]
-        inner = axes.get_window_extent(renderer)
-    assert len(boxes) == len(ends)
+        boxes = [text.get_window_extent(renderer) for text in figure.legends[0].get_texts()]
+        inner = axes.get_tightbbox(renderer)
+    assert len(boxes) == num_lines
     page = figure.bbox
     for box in boxes:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
         assert not box.overlaps(inner)
     for a, b in combinations(boxes, 2):
         assert not a.overlaps(b)
-    tight = axes.get_tightbbox(renderer)
-    assert tight.x0 >= 0 and tight.y0 >= 0
+    assert inner.x0 >= 0 and inner.y0 >= 0
+    assert axes.get_window_extent(renderer).height > 1.8 * figure.dpi, "the axes keep their size"
 
 
 def test_a_figure_must_have_a_known_format(tmp_path):

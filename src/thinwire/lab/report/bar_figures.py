@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import mean, median, stdev
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from .groups import Group
-from .labels import End, label_ends, wrapped
+from .legend import add_legend
 from .runs import Run
 from .style import GREY, SMALL, WIDTH, line_style, new_figure, plain_axes
 
@@ -39,7 +40,7 @@ def _step_time(run: Run) -> dict[str, float]:
 
 def step_times(groups: Sequence[Group]) -> Figure | None:
     """A bar a method, its phases one after the other."""
-    known = [(wrapped(group.label, 56), step_time(group.runs)) for group in groups]
+    known = [(fill(group.label, 56, break_on_hyphens=False), step_time(group.runs)) for group in groups]
     known = [(label, times) for label, times in known if times]
     if not known:
         return None
@@ -107,17 +108,16 @@ def scaling(groups: Sequence[Group]) -> Figure | None:
     known = [(i, label, points) for i, (label, points) in enumerate(methods) if len(points) > 1]
     if not known:
         return None
-    figure = new_figure()
+    figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
-    for i, _, points in known:
+    for i, label, points in known:
         style, sizes, means = line_style(i), [p.workers for p in points], [p.mean for p in points]
-        axes.plot(sizes, means, marker="o", markersize=4.5, markeredgecolor="white", **style)
+        axes.plot(sizes, means, label=label, marker="o", markersize=4.5, markeredgecolor="white", **style)
         spreads = [min(p.std, 0.99 * p.mean) for p in points]  # zero is infinitely far below
         axes.errorbar(sizes, means, spreads, fmt="none", ecolor=style["color"], elinewidth=1)
-    ends = [End(label, points[-1].workers, points[-1].mean, line_style(i)["color"]) for i, label, points in known]
-    ends.append(_ideal(axes, [points for _, _, points in known]))
+    _draw_ideal(axes, [points for _, _, points in known])
     _logarithmic_in_twos(axes, sorted({p.workers for _, _, points in known for p in points}))
-    label_ends(axes, ends, height=2.7)
+    add_legend(axes, height=3.2)
     return figure
 
 
@@ -129,12 +129,12 @@ def _methods(groups: Sequence[Group]) -> list[tuple[str, list[Speed]]]:
     return [(label, speeds(members)) for label, members in runs.items()]
 
 
-def _ideal(axes: Axes, methods: Sequence[Sequence[Speed]]) -> End:
-    """In proportion to the workers, from the fastest at the smallest number of them."""
+def _draw_ideal(axes: Axes, methods: Sequence[Sequence[Speed]]) -> None:
+    """Draw speed in proportion to the workers, from the fastest method at the smallest number of workers."""
     fewest, most = min(m[0].workers for m in methods), max(m[-1].workers for m in methods)
     start = max(m[0].mean for m in methods if m[0].workers == fewest)
-    axes.plot([fewest, most], [start, start * most / fewest], color=GREY, linewidth=1, linestyle=(0, (2, 2)))
-    return End("ideal", most, start * most / fewest, GREY)
+    ideal = [start, start * most / fewest]
+    axes.plot([fewest, most], ideal, label="ideal", color=GREY, linewidth=1, linestyle=(0, (2, 2)))
 
 
 def _logarithmic_in_twos(axes: Axes, sizes: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .labels import End, label_ends
+from .legend import add_legend
 from .style import GREY, check_kind, line_style, logarithmic, new_figure, plain_axes, save, styled
 
 if TYPE_CHECKING:
@@ -78,20 +78,14 @@ def experiment(rows: Sequence[Row]) -> str:
 
 
 def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Figure:
-    """Squared error over that at the start, against "bits" or "rounds"; names stand where lines are apart."""
-    figure = new_figure()
+    """Squared error over that at the start, against "bits" or "rounds"."""
+    figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
-    ends = []
     for number, (label, rows) in enumerate(runs.items()):
-        xs, errors = _points(rows, x)
-        style = line_style(number)
-        axes.plot(xs, errors, **style)
-        if xs:  # against bits lines are apart at their first round, against rounds at their last
-            at = 0 if x == "bits" else -1
-            ends.append(End(label, xs[at], errors[at], style["color"]))
+        axes.plot(*_points(rows, x), label=label, **line_style(number))
     _finish(axes, x, target)
     axes.set_ylabel("squared error / that at the start")
-    label_ends(axes, ends, height=3.0)
+    add_legend(axes, height=3.5)
     return figure
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .groups import Group
-from .labels import End, label_ends
+from .legend import add_legend
 from .mean_curve import Curve, curve, reading
 from .metrics import Metric
 from .runs import Run
@@ -69,13 +69,12 @@ def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -
         drawn = {i: _positive(found) for i, found in drawn.items() if (found.y > 0).any()}
     if not drawn:
         return None
-    figure = new_figure()
+    figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
     for i, found in drawn.items():
-        _draw(axes, found, line_style(i), log_y)
+        _draw(axes, found, groups[i].label, line_style(i), log_y)
     _finish(axes, axis, y, list(drawn.values()), log_y)
-    ends = [End(groups[i].label, *_last(found), line_style(i)["color"]) for i, found in drawn.items()]
-    label_ends(axes, ends, height=2.5)
+    add_legend(axes, height=3.0)
     return figure
 
 
@@ -84,8 +83,8 @@ def _positive(found: Curve) -> Curve:
     return Curve(found.x[kept], found.y[kept], found.std[kept])
 
 
-def _draw(axes: Axes, found: Curve, style: dict[str, Any], log_y: bool) -> None:
-    axes.plot(found.x, found.y, **style)
+def _draw(axes: Axes, found: Curve, label: str, style: dict[str, Any], log_y: bool) -> None:
+    axes.plot(found.x, found.y, label=label, **style)
     axes.plot(*_last(found), "o", color=style["color"], markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
     if found.std.any():
         lower = found.y - found.std
