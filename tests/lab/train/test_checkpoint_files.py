@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_p
     if name == "shared.pt":
         state["model"] = DigitsNet(width=8).build().state_dict()
     else:
-        state["averager"]["memory"] = None
+        state["averager"]["rank0"]["memory"] = None
     torch.save(state, path)
     with pytest.raises(ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"):
         train(config)
