@@ -53,12 +53,14 @@ from .notation import parse, register
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .strategy import (
     DGCSGD,
+    AsynchronousGossip,
     ConsensusRecord,
     GradientCompression,
     LocalUpdates,
     ParameterGossip,
     compress_gradients,
     consensus,
+    gossip_asynchronously,
     gossip_parameters,
     gradient_hook,
     local_updates,
@@ -95,6 +97,8 @@ __all__ = [
     "DGCSGD",
     "gossip_parameters",
     "ParameterGossip",
+    "gossip_asynchronously",
+    "AsynchronousGossip",
     "local_updates",
     "LocalUpdates",
     "consensus",

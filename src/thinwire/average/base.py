@@ -51,6 +51,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether all workers average at the same time, in rounds; `Pairwise` alone has none."""
+        return True
+
+    @property
     def gives_one_mean(self) -> bool:
         """Whether a round leaves the same mean on all workers; gossip leaves each worker a value of its own."""
         return True
@@ -58,6 +63,11 @@ class Averager(Algorithm, ABC):
     @property
     def suits_parameters(self) -> bool:
         """Whether values themselves may be averaged, round after round; lossy codecs suit gradients and changes alone."""
+        return False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False
 
     def sends_at_once(self, state: Any) -> bool:

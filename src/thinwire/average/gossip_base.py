@@ -2,7 +2,7 @@
 
 A round moves every worker towards its neighbours in `topology`:
 
-    1. read        all tensors become one flat float32 vector x
+    1. read        all tensors become one flat vector x, float32 (see Precision)
     2. encode      the algorithm makes a message of it, one for each neighbour whatever the number of tensors
     3. exchange    with the neighbours of this step, `topology.neighbours(rank, step, size)`
     4. decode      what came, in the order of ranks, into the change of x
@@ -20,6 +20,10 @@ Memory. What neighbours have been sent cannot be taken back, so that a round com
 reports whether this worker's part of it was finite; `discard` has nothing to undo, and rounds that were begun must be
 waited for even then. A NaN or infinite parameter spreads to the neighbours, as in any gossip; what an algorithm
 remembers stays finite (its text says how), so that training may go on from restored parameters.
+
+Precision. x is float32. Where a tensor is float64, `Mix` and `PushSum` carry and add all of x in float64 (`is_exact`), at
+8 bytes an element, so that nothing is rounded. Averagers with a codec exchange float32 copies, and add the change that these
+give, in float32, to the float64 values: the values keep their own digits, and workers agree up to float32's.
 
 Hierarchy. Under `Hierarchical(inner, workers_per_node)` the members of a node send x to their leader, which takes the
 mean in rank order, gossips it with the other leaders along `inner`, and sends its members the result; all of this
@@ -150,7 +154,7 @@ class Gossip(Averager):
         check_agreement(self, tensors, comm, seed)
         self.topology.validate(comm.size)
         self.check_topology(comm.size)
-        state = GossipState(Layout.of(tensors), seed)
+        state = GossipState(Layout.of(tensors, self.is_exact), seed)
         state.memory = self.init_memory(state, tensors, comm)
         return state
 
@@ -222,11 +226,11 @@ def mix_nodes(
         comm.exchange(dict.fromkeys(others, pack_weighted(state.weight, mixed)), {}).wait()
     else:
         up = comm.exchange({leader: own}, {})
-        result = torch.empty(WEIGHT_NBYTES + 4 * own.numel(), dtype=torch.uint8, device=own.device)
+        result = torch.empty(WEIGHT_NBYTES + own.element_size() * own.numel(), dtype=torch.uint8, device=own.device)
         comm.exchange({}, {leader: result}).wait()
         up.wait()
         # All members of a node have the same push-sum weight; it is the leader's gossip that changes it.
-        state.weight, mixed = unpack_weighted(result)
+        state.weight, mixed = unpack_weighted(result, own.dtype)
     return mixed - own
 
 
@@ -241,15 +245,15 @@ WEIGHT_NBYTES = 8
 
 
 def pack_weighted(weight: float, x: Tensor) -> Tensor:
-    """The message [w float64][x float32 ...] as bytes."""
+    """The message [w float64][x ...] as bytes."""
     w = torch.tensor([weight], dtype=torch.float64, device=x.device)
     return torch.cat([w.view(torch.uint8), x.view(torch.uint8)])
 
 
-def unpack_weighted(message: Tensor) -> tuple[float, Tensor]:
-    """What `pack_weighted` was given."""
+def unpack_weighted(message: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:
+    """What `pack_weighted` was given, x having been of `dtype`."""
     w, x = message[:WEIGHT_NBYTES], message[WEIGHT_NBYTES:]
-    return w.view(torch.float64).item(), x.view(torch.float32)
+    return w.view(torch.float64).item(), x.view(dtype)
 
 
 def tensor_keys(state: GossipState, round: Round) -> list[Key]:

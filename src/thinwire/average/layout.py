@@ -1,4 +1,4 @@
-"""A list of named tensors as one flat float32 vector, and back."""
+"""A list of named tensors as one flat vector, and back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .base import NamedTensors
 class Layout:
     """Where each tensor lies in the flat vector: one after another, in the order of the list.
 
+    The vector is float32. With `exact` it is float64 if any of the tensors is.
+
     Example:
         >>> tensors = [("w", torch.ones(2, 2)), ("b", torch.zeros(1))]
         >>> layout = Layout.of(tensors)
@@ -28,10 +30,27 @@ class Layout:
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, tensors: NamedTensors) -> Layout:
-        return cls(tuple(name for name, _ in tensors), tuple(t.shape for _, t in tensors))
+    def of(cls, tensors: NamedTensors, exact: bool = False) -> Layout:
+        """The layout of these tensors.
+
+        Args:
+            tensors: real tensors of any float dtype; they need not be contiguous.
+            exact: whether float64 tensors keep all of their digits; if not, the vector rounds them to float32.
+
+        Raises:
+            ValueError: a tensor is complex.
+        """
+        for name, t in tensors:
+            require(
+                not t.is_complex(),
+                f"tensor {name!r} is complex ({t.dtype}), and averagers take real tensors; pass torch.view_as_real(tensor)",
+            )
+        is_double = exact and any(t.dtype == torch.float64 for _, t in tensors)
+        names, shapes = tuple(name for name, _ in tensors), tuple(t.shape for _, t in tensors)
+        return cls(names, shapes, torch.float64 if is_double else torch.float32)
 
     @property
     def numel(self) -> int:
@@ -41,14 +60,14 @@ class Layout:
         """Raise ValueError unless these are the tensors of `init`, in its order."""
         now = Layout.of(tensors)
         require(
-            now == self,
+            (now.names, now.shapes) == (self.names, self.shapes),
             f"a round takes the tensors of init in their order; expected {_summary(self)}, got {_summary(now)}",
         )
 
     def flatten(self, tensors: NamedTensors) -> Tensor:
-        """A new float32 vector of all elements."""
+        """A new vector of all elements, in `dtype`."""
         self.check(tensors)
-        return torch.cat([t.detach().reshape(-1).to(torch.float32) for _, t in tensors]) if tensors else torch.empty(0)
+        return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors]) if tensors else torch.empty(0)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into the flat vector, in the tensors' shapes."""
@@ -56,13 +75,13 @@ class Layout:
         return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
 
     def add(self, tensors: NamedTensors, change: Tensor) -> None:
-        """Add the flat vector to the tensors, in float32, in place."""
+        """Add the flat vector to the tensors in place: in float32, or in float64 where one of the two is float64."""
         for (_, t), part in zip(tensors, self.split(change), strict=True):
             t = t.detach()
-            if t.dtype == torch.float32:
+            if torch.promote_types(t.dtype, part.dtype) == t.dtype:
                 t.add_(part)
             else:
-                t.copy_(t.to(torch.float32).add_(part))
+                t.copy_(t + part)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """A copy of the flat vector, keyed by tensor name."""

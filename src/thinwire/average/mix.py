@@ -16,8 +16,9 @@ class Mix(Gossip):
     """Plain gossip, uncompressed: `x_i <- sum_j P_ij x_j`, computed as `x_i + sum_j P_ij (x_j - x_i)`.
 
     The mean over workers is kept, and disagreement shrinks by `1 - spectral_gap` a round in the long run. A worker
-    sends `4n` bytes to each neighbour, n the number of elements, in one step. Any doubly stochastic topology serves,
-    directed or time-varying ones too: `Mix(Exponential())` reaches the mean of `W = 2^k` workers in k rounds.
+    sends `4n` bytes to each neighbour, n the number of elements, in one step (`8n` where a tensor is float64). Any doubly
+    stochastic topology serves, directed or time-varying ones too: `Mix(Exponential())` reaches the mean of `W = 2^k`
+    workers in k rounds.
 
     Args:
         topology: who talks to whom, with which weights.
@@ -41,6 +42,10 @@ class Mix(Gossip):
     """
 
     topology: Topology = field(default_factory=Ring)
+
+    @property
+    def is_exact(self) -> bool:
+        return True
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)

@@ -1,26 +1,27 @@
 """AD-PSGD: pairs of workers average whenever they are ready; there are no rounds.
 
-Not an `Averager`, whose contract is one of rounds, but its counterpart without: `init` makes a state, and what two
-workers do to each other's states are the three operations below. Threads and messages are the strategy's
-(`parallel/asynchronous.py`).
+`Pairwise` is no `Averager`, because that contract is about rounds. `init` makes a state. The four operations below change it,
+and two workers average by calling them in turn. The strategy sends the messages and owns the thread
+(`strategy/asynchronous.py`).
 
-What a worker holds is `x = published + pending`: its parameters as its last optimizer step left them, and what averaging has
-changed since. The compute side works on parameters of its own, which nobody else touches.
+A worker holds `x = published + pending`: its parameters after its last optimizer step, and the changes that averaging has made
+since then. The training works on the model's own parameters, which averaging never touches.
 
     ask       active i      sends x_i
     answer    passive j     sends x_j back, and x_j <- x_j + (x_i - x_j)/2
     absorb    active i      x_i(now) <- x_i(now) + (x_j - x_i(sent))/2
     publish   both          after an optimizer step: parameters <- parameters + pending; published <- parameters; pending <- 0
 
-What holds. Each operation is atomic, under the worker's lock, which is never held while waiting for a message. The two changes
-are exactly opposite in floating point, so that the sum over workers moves by optimizer steps alone, but for the rounding of
-the additions. The state of all workers is at all times that of a serial execution in which every pair averages in one
-instant, that of the answer: what i has stepped between asking and absorbing comes out as a step that was taken after it, with
-a gradient from before it. Such stale gradients are the algorithm's own; a gradient is taken at parameters that miss what was
-averaged during its forward and backward pass.
+Guarantees. Each operation is atomic: it holds the worker's lock, and no worker waits for a message under it. The two changes
+of a pair are exactly opposite in floating point, so only optimizer steps move the sum over workers, up to the rounding of the
+additions. The states equal those of a serial run in which each pair averages at the moment of the answer. A step that worker i
+takes between asking and absorbing counts as taken after that moment, with an older gradient. Such stale gradients are part of
+AD-PSGD.
 
-What is not finite spreads to those who average with it, as in any gossip; the state does not remember it beyond the
-parameters, so that training may go on from restored ones.
+Infinite and NaN values spread to the workers that average with them, as in any gossip. `pending` never keeps them, so training
+can go on from restored parameters.
+
+Precision. Vectors are float32, or float64 where a parameter is float64, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from .layout import Layout
 
 @dataclass
 class PairwiseState:
-    """What a worker holds; see the module's text. Vectors are float32, of all elements, on the CPU.
+    """What a worker holds; see the module's text. Vectors have all elements and lie on the CPU.
 
     Attributes:
         published: parameters after the last optimizer step; None before the first.
-        asked: averagings that this worker has begun, which choose its next peer.
-        averaged: averagings that have changed what this worker holds.
+        asked: how many averagings this worker has begun; the number chooses its next peer.
+        averaged: how many averagings have changed x.
     """
 
     layout: Layout
@@ -66,25 +67,25 @@ class PairwiseState:
             return self.published + self.pending
 
     def answer(self, theirs: Tensor) -> Tensor:
-        """x as it is to be sent back; half the difference to `theirs` is added to what is held."""
+        """Return x, to be sent back, and then move x half way towards `theirs`."""
         with self.lock, self.clock("average"):
             own = self.published + self.pending
             self._move(theirs, own)
             return own
 
     def absorb(self, sent: Tensor, theirs: Tensor) -> None:
-        """Adds half the difference of what came back and what was sent."""
+        """Add half of the difference between the answer and the x that was sent."""
         with self.lock, self.clock("average"):
             self._move(theirs, sent)
 
     def publish(self, tensors: NamedTensors) -> None:
-        """Adds what is pending to the parameters, and holds these from now on."""
+        """Add the pending changes to the parameters, and remember the result."""
         with self.lock, self.clock("publish"):
             wanted = self.layout.flatten(tensors).cpu().add_(self.pending)
             for (_, t), part in zip(tensors, self.layout.split(wanted), strict=True):
                 t.detach().copy_(part)
             self.published = self.layout.flatten(tensors).cpu()
-            # What half precision could not hold stays pending; of infinities nothing does.
+            # What half precision could not hold stays pending. Infinite values do not.
             self.pending = wanted.sub_(self.published).nan_to_num_(0.0, 0.0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,10 +110,10 @@ class Pairwise(Algorithm):
 
     Odd ranks are active: after each optimizer step of its own (one in flight at a time) such a worker averages with one of
     the even ranks, which are passive and answer in the order of arrival. Active workers wait for passive ones only, so that
-    no circle of waiting exists; nobody's training waits for anybody. The mean over workers is kept.
+    no circle of waiting exists, and no training step waits for another worker. The mean over workers is kept.
 
-    Both send `4n + 9` bytes per averaging, n the number of elements: two steps, there and back. It has no rounds, so that it
-    goes with `gossip_parameters` alone.
+    Both send `4n + 9` bytes per averaging, n the number of elements: two steps, there and back (`8n + 9` where a parameter is
+    float64). It has no rounds, and works with `gossip_asynchronously` only.
 
     Args:
         topology: a bipartite one; an active worker's k-th averaging is with its neighbour of step k.
@@ -143,12 +144,22 @@ class Pairwise(Algorithm):
             f"Pairwise: a pair is two workers; use peers=1 and static=False, got {self.topology!r}",
         )
 
-    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> PairwiseState:
-        """Make the state for these tensors, after checking that all workers agree on what they are about to do."""
-        check_agreement(self, tensors, comm, seed)
+    @property
+    def has_rounds(self) -> bool:
+        """False: each pair averages when both are ready; see `Averager.has_rounds`."""
+        return False
+
+    @property
+    def gives_one_mean(self) -> bool:
+        """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
+        return False
+
+    def init(self, tensors: NamedTensors, comm: Communicator) -> PairwiseState:
+        """Make the state for these tensors, after checking that all workers have the same averager and tensors."""
+        check_agreement(self, tensors, comm, seed=0)
         self.topology.validate(comm.size)
-        layout = Layout.of(tensors)
-        return PairwiseState(layout, pending=torch.zeros(layout.numel))
+        layout = Layout.of(tensors, exact=True)
+        return PairwiseState(layout, pending=torch.zeros(layout.numel, dtype=layout.dtype))
 
     def is_active(self, rank: int) -> bool:
         """Whether a rank asks (odd), rather than answers (even)."""
@@ -159,5 +170,5 @@ class Pairwise(Algorithm):
         return [peer for peer in range(size) if self.is_active(peer) != self.is_active(rank)]
 
     def peer(self, rank: int, asked: int, size: int) -> int:
-        """With whom an active rank averages after `asked` averagings."""
+        """The rank with which an active rank averages next, after `asked` averagings."""
         return next(iter(self.topology.neighbours(rank, asked, size).sends))

@@ -19,7 +19,8 @@ class PushSum(Gossip):
     is w, from 1.0, and the sum of w is W. A model's forward pass reads `z = x * averager.debias_factor(state)`, and
     its gradient there updates x. Where P is doubly stochastic w stays 1 but for rounding.
 
-    A worker sends `4n + 8` bytes to each neighbour: x as float32 and w as float64, in one step.
+    A worker sends `4n + 8` bytes to each neighbour: x as float32 and w as float64, in one step; `8n + 8` where a tensor is
+    float64.
 
     Args:
         topology: who sends to whom.
@@ -44,6 +45,10 @@ class PushSum(Gossip):
 
     topology: Topology = field(default_factory=Exponential)
 
+    @property
+    def is_exact(self) -> bool:
+        return True
+
     def check_topology(self, size: int) -> None:
         """Every topology is column-stochastic."""
 
@@ -56,7 +61,7 @@ class PushSum(Gossip):
                 received = wait()
             change, weight_change = own * (round.self_weight - 1.0), weight * (round.self_weight - 1.0)
             for peer, message in received.items():
-                their_weight, theirs = unpack_weighted(message)
+                their_weight, theirs = unpack_weighted(message, own.dtype)
                 change.add_(theirs, alpha=round.receives[peer])
                 weight_change += round.receives[peer] * their_weight
             state.weight += weight_change

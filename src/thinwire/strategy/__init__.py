@@ -6,7 +6,8 @@ from .dgc_sgd import DGCSGD
 from .gossip import gossip_parameters
 from .gossip_steps import ParameterGossip
 from .gradients import GradientCompression, compress_gradients, gradient_hook
-from .local_updates import LocalUpdates, local_updates
+from .local_rounds import LocalUpdates
+from .local_updates import local_updates
 
 __all__ = [
     "DGCSGD",

@@ -1,55 +1,72 @@
 """The strategy for parameters that are averaged without rounds: AD-PSGD (arXiv 1710.06952).
 
-    compute side     forward, backward, optimizer.step() on the model's own parameters, which nobody else touches; then the
-                     step's hook adds what averaging has changed meanwhile, and publishes the result
-    averaging side   a thread that averages what was published with one other worker after another
-                     (`average/pairwise.py` what two workers do, `pairwise_exchange.py` when, and how it ends)
+    training      forward, backward, optimizer.step() on the model's own parameters, which averaging does not touch. Then the
+                  step's hook adds the changes that averaging has made meanwhile, and publishes the result.
+    averaging     a thread averages the published values with one other worker after another
+                  (`average/pairwise.py`: what two workers do; `pairwise_exchange.py`: when, and how it ends)
 
-Neither waits for the other but for the moment of a vector addition, so that a slow worker, or a slow line, slows nobody. What
-averaging changes does not reach the parameters in the middle of a forward or backward pass, nor is a half-made step averaged.
+Neither waits for the other, except for the moment of a vector addition. So a slow worker or a slow link delays nobody.
+Parameters do not change during a forward or backward pass, and averaging never sees a half-finished step.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
 
 from ..algorithm import require
 from ..average.pairwise import Pairwise
-from ..comm import Communicator, Ledger, ProcessGroupCommunicator
+from ..comm import Communicator
+from .base import Strategy
+from .live_parameters import LiveParameters
 from .mean_model import consensus_distance, holding_mean
-from .models import make_equal, updated_by
+from .models import make_equal, refuse_ddp, updated_by
+from .own_gradients import Arguments, OwnGradients
 from .pairwise_exchange import PairwiseExchange
 
 
-class AsynchronousGossip:
+class AsynchronousGossip(Strategy):
     """What `gossip_asynchronously` returns: asynchronous averaging at work on one model and its optimizer."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, averager: Pairwise, comm: Communicator, seed: int
-    ):
-        self._parameters = updated_by(optimizer, model)
-        self._model, self._comm = model, comm
-        self._state = averager.init(self._parameters, comm, seed)
-        make_equal(model, comm)
-        self._exchange = PairwiseExchange(averager, self._state, comm)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
-        self._owns_comm = self._holds_mean = self._is_detached = self._has_raised = False
+    call = "gossip_asynchronously"
 
-    @property
-    def ledger(self) -> Ledger:
-        """Every byte that this worker sent and received, with the dense sizes beside them."""
-        return self._comm.ledger
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        averager: Pairwise,
+        *,
+        comm: Communicator | None,
+        on_nonfinite: str,
+        max_nonfinite: int,
+    ):
+        refuse_ddp(self.call, model)
+        super().__init__(model, updated_by(optimizer, model), averager, comm, on_nonfinite, max_nonfinite)
+        self._optimizer = optimizer
+        self._holds_mean = self._has_raised = False
+        self._broken_off_by: str | None = None
+        with self._attaching() as comm:
+            make_equal(model, comm, averager=averager, parameters=[name for name, _ in self.parameters])
+            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
+            self._state = averager.init(self._live.tensors(), comm)
+            self._exchange = PairwiseExchange(averager, self._state, comm)
+            # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
+            dropped = finalize(self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached")
+            dropped.atexit = False
+            self._on_detach(dropped.detach)
+            self._on_detach(lambda: self._exchange.close(self._broken_off_by))
+            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds so far by phase: publish, in `optimizer.step()`; average, send and wait, in the thread."""
-        return dict(self._state.clock.seconds)
+        return super().seconds
 
     @property
     def num_averaged(self) -> int:
@@ -57,32 +74,35 @@ class AsynchronousGossip:
         return self._state.averaged
 
     def set_epoch(self, epoch: int) -> None:
-        """Averaging in pairs has no schedules; here so that a loop need not ask which strategy it has."""
+        """Check the epoch, and do nothing else: averaging in pairs has no schedules. Workers need not call it together."""
+        require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
 
     def consensus_distance(self, comm: Communicator | None = None) -> float:
         """How far workers' models are from their mean: `sqrt(1/W sum_i |x_i - mean|^2)`. All workers call it.
 
-        Each counts with what it holds at its call; what is in flight then is not in it.
+        Each worker counts with the values that it holds at its call. Messages in flight do not count.
 
         Args:
             comm: over which to measure; by default the strategy's own, whose ledger then counts it.
         """
+        self._live.check()
         self._publish("consensus_distance()")
-        return consensus_distance([p for _, p in self._parameters], 1.0, comm or self._comm)
+        return consensus_distance([p for _, p in self._live.tensors()], 1.0, comm or self.comm)
 
     @contextmanager
     def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
-        """Context in which the model holds the mean of all workers, and again its own bits after it, also on error.
+        """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
 
-        All workers enter it together, with what they hold then. Floating-point buffers hold their mean too, other buffers
-        rank 0's. Averaging goes on meanwhile, on what was published before.
+        All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's. Averaging goes on
+        meanwhile, with the values that were published before.
 
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
         """
+        self._live.check()
         self._publish("average_model()")
-        parameters, buffers = [p for _, p in self._parameters], list(self._model.buffers())
-        with holding_mean(parameters, 1.0, buffers, comm or self._comm):
+        parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
+        with holding_mean(parameters, 1.0, buffers, comm or self.comm):
             self._holds_mean = True
             try:
                 yield
@@ -90,67 +110,74 @@ class AsynchronousGossip:
                 self._holds_mean = False
 
     def synchronize(self) -> None:
-        """Wait until all workers have called it, and absorb what is in flight; averaging goes on while waiting.
+        """Wait until all workers have called it, and absorb the messages in flight. Averaging goes on during the wait.
 
-        Afterwards the mean over workers is exactly that of all steps so far, but for rounding.
+        Afterwards the mean over workers is the start plus the mean of all updates so far, up to rounding.
 
         Raises:
             CommunicationError: another worker has failed; the message names it.
         """
-        self._finish("synchronize()")
-        self._comm.barrier()  # nobody begins anew before all have ended
+        self._end_averaging("synchronize()")
+        self.comm.barrier()  # nobody begins again before all have ended
         self._exchange.start()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state, keyed by parameter name: what averaging has changed since the last step, and counts.
+    # ---- what the base asks for ----
 
-        Waits for the answer that is in flight. Each worker saves its own at a moment of its own, beside its model and optimizer
-        as they are between the same two steps.
-        """
+    def _own_state(self) -> dict[str, Any]:
+        """The changes since the last step, and counts. Waits for the answer in flight; workers may save at different times."""
         with self._exchange.settled():
             return self._state.state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the model and the optimizer load their own, before the next step."""
+    def _load_own(self, saved: dict[str, Any]) -> None:
         with self._exchange.settled():
             self._state.load_state_dict(saved)
 
-    def detach(self) -> None:
-        """Stop averaging. All workers call it, and go on averaging until the last one does; the model keeps its own values.
+    def _ready(self) -> None:
+        """Nothing to do: averaging uses a channel of its own."""
 
-        Where it is called while an exception is on its way, such as in a `finally`, nobody is waited for: the others stop with
-        an error that names this rank.
-        """
-        if self._is_detached:
-            return
-        self._is_detached = True
-        self._hook.remove()
-        error = sys.exc_info()[1]
+    def _finish(self) -> None:
+        """Go on averaging until the last worker detaches."""
         try:
-            if error is not None:
-                self._exchange.abort(f"rank {self._comm.rank} raised {error!r}")
-            elif not self._has_raised:
-                self._finish("detach()")
-        finally:
-            self._exchange.close()
-            if self._owns_comm:
-                self._comm.close()
+            if not self._has_raised:
+                self._end_averaging("detach()")
+        except BaseException as error:  # such as Ctrl-C while it waits
+            self._abandon(error)
+            raise
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def _abandon(self, error: BaseException) -> None:
+        """Stop at once; the other workers stop with an error that names this rank."""
+        self._broken_off_by = f"rank {self.comm.rank} raised {error!r}"
+
+    # ---- one step of the optimizer ----
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        require(
+            optimizer is self._optimizer,
+            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
+            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
+        )
+        self._live.check()
+        return self._own_gradients.guard(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check()
-        self._comm.ledger.add_dense(self._state.layout.numel)
+        self.comm.ledger.add_dense(self._state.layout.numel)
         self._publish("optimizer.step()")
         self._exchange.after_step()
 
-    def _finish(self, what: str) -> None:
-        self._publish(what)  # who has made no step must be able to answer
+    def _end_averaging(self, what: str) -> None:
+        self._publish(what)  # a worker that has made no step must be able to answer too
         self._exchange.finish()
         self._publish(what)
 
     @torch.no_grad()
     def _publish(self, what: str) -> None:
-        require(not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context")
-        self._state.publish(self._parameters)
+        require(
+            not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context"
+        )
+        self._state.publish(self._live.tensors())
 
     def _check(self) -> None:
         try:
@@ -159,49 +186,62 @@ class AsynchronousGossip:
             self._has_raised = True
             raise
 
+    def _trained(self) -> list[nn.Parameter]:
+        """The model's trainable parameters that the optimizer updates now."""
+        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        return [p for p in self._model.parameters() if p.requires_grad and id(p) in updated]
+
 
 def gossip_asynchronously(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    averager: Pairwise,
+    averager: Pairwise | None = None,
+    *,
     comm: Communicator | None = None,
-    seed: int = 0,
+    on_nonfinite: str = "skip",
+    max_nonfinite: int = 100,
 ) -> AsynchronousGossip:
-    """Average the parameters of `model` with those of other workers whenever these are ready: AD-PSGD.
+    """Average the parameters of `model` with those of one other worker whenever both are ready: AD-PSGD.
 
         x_i <- x_i + update_i,  whenever its gradient is ready;   x_i, x_j <- (x_i + x_j)/2,  whenever both are ready
 
-    Workers keep no common pace, and need not make equally many steps: none waits for another before the end. Parameters and
-    buffers are first made equal to rank 0's; buffers then stay each worker's own, and only `average_model()` averages them.
-    Averaging works on copies in main memory, two of all parameters, and two more while it is under way.
+    There are no rounds. Workers need not step equally often or at the same pace, and none waits for another before the end.
+    Parameters and buffers are first made equal to rank 0's. Buffers then stay local; only `average_model()` averages them.
+    Averaging works on copies in main memory: two of all parameters, and two more while a pair averages.
+
+    The parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or
+    unfreezing parameters later is an error that names the parameter. float64 parameters are averaged in float64, complex ones
+    as pairs of real numbers.
 
     Args:
-        model: any module.
-        optimizer: any `torch.optim` optimizer; its parameters that are the model's and trainable take part.
-        averager: `Pairwise()`.
-        comm: how to communicate; by default a process group of its own over all workers, an even number.
-        seed: the same on all workers; pairwise averaging draws no random numbers.
+        model: any module that is not wrapped in `DistributedDataParallel`.
+        optimizer: any `torch.optim` optimizer; the trainable parameters of the model that it updates take part.
+        averager: who averages with whom; None for `Pairwise()`.
+        comm: how to communicate; by default a process group of its own over all workers. Their number must be even.
+        on_nonfinite: what a worker does if its own gradient is infinite or NaN: "skip" its update and still average, "raise" an
+            error, or "apply" it, which spreads to all workers.
+        max_nonfinite: with "skip", how many such steps in a row are an error.
 
     Returns:
-        A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `set_epoch`,
-        `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: one that leaves without is an error
-        to the others.
+        A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`,
+        `set_epoch`, `state_dict`, `load_state_dict` and `detach`; also a context manager. End with `detach` on all workers: a
+        worker that leaves without it is an error on the others.
 
     Raises:
-        ValueError: nothing to average; on all workers together, where averagers or the models' shapes differ between them, or
-            their number is odd.
+        ValueError: nothing to average, a model in DDP or of DTensors, parameters that share memory or belong to another
+            strategy; on all workers together, where averagers or the models' tensors differ, or their number is odd.
         CommunicationError: in `optimizer.step()` and in the handle's methods, where another worker has failed; it names it.
+        FloatingPointError: in `optimizer.step()`, as `on_nonfinite` says.
 
     Source: Lian et al. 2018, AD-PSGD, arXiv 1710.06952.
 
     Example:
         >>> import torch, thinwire as tw
-        >>> from thinwire.strategy.asynchronous import gossip_asynchronously
         >>> def worker(comm):
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     torch.nn.init.zeros_(model.weight)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ...     gossip = gossip_asynchronously(model, optimizer, tw.Pairwise(), comm)
+        ...     gossip = tw.gossip_asynchronously(model, optimizer, comm=comm)
         ...     model.weight.grad = torch.full((1, 1), -float(comm.rank))
         ...     optimizer.step()
         ...     gossip.detach()  # by then the two have averaged
@@ -209,8 +249,12 @@ def gossip_asynchronously(
         >>> sum(tw.LocalWorld(2).run(worker))
         1.0
     """
-    require(isinstance(averager, Pairwise), f"gossip_asynchronously: averager must be Pairwise(...), got {averager!r}")
-    own_comm = ProcessGroupCommunicator() if comm is None else None
-    gossip = AsynchronousGossip(model, optimizer, averager, comm or own_comm, seed)
-    gossip._owns_comm = own_comm is not None
-    return gossip
+    averager = Pairwise() if averager is None else averager
+    require(
+        isinstance(averager, Pairwise),
+        f"gossip_asynchronously: averager must be Pairwise(...), got {averager!r}; averagers with rounds are for "
+        "gossip_parameters",
+    )
+    return AsynchronousGossip(
+        model, optimizer, averager, comm=comm, on_nonfinite=on_nonfinite, max_nonfinite=max_nonfinite
+    )

@@ -1,14 +1,15 @@
-"""Gossip about parameters, attached to an optimizer through the hooks of its `step`. One step of the training loop:
+"""Gossip about parameters, attached to the steps of an optimizer. One step of the training loop:
 
     forward, backward    at z, this worker's model; with `overlap` a round is in flight meanwhile
     optimizer.step()
-        1. pre-hook      push-sum: z -> x. With "combine_then_adapt" the round: x <- mixed
+        1. before        drop a gradient that is not finite; push-sum: z -> x;
+                         with "combine_then_adapt" the round: x <- mixed
         2. adapt         the optimizer's own update
-        3. post-hook     with "adapt_then_combine" the round: x <- mixed. With `overlap` the next round begins.
+        3. after         with "adapt_then_combine" the round: x <- mixed; with `overlap` the next round begins;
                          push-sum: x -> z
 
-Outside of `optimizer.step` the model always holds z, so that whoever reads it (an evaluation, `state_dict`) needs to know
-nothing of push-sum. Rounds and threads are those of `rounds.py`.
+Outside of `optimizer.step` the model always holds z, so that evaluation and `state_dict` need not know about push-sum.
+`rounds.py` has the rounds and their threads.
 """
 
 from __future__ import annotations
@@ -21,67 +22,84 @@ import torch
 from torch import nn
 
 from ..algorithm import require
-from ..comm import Communicator, Ledger
+from ..average.base import Averager
+from ..comm import Communicator
+from .base import Strategy
+from .live_parameters import LiveParameters
 from .mean_model import consensus_distance, holding_mean
+from .models import NamedParameters, make_equal, refuse_ddp, updated_by
+from .own_gradients import Arguments, OwnGradients, closure_of, with_closure
 from .rounds import ParameterRounds
 
 ORDERS = ("combine_then_adapt", "adapt_then_combine")
 
 
-class ParameterGossip:
-    """What `gossip_parameters` returns: the averager at work on one model and its optimizer."""
+class ParameterGossip(Strategy):
+    """What `gossip_parameters` returns, and what its arguments are explained at."""
+
+    call = "gossip_parameters"
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        rounds: ParameterRounds,
+        averager: Averager,
+        *,
+        comm: Communicator | None,
         overlap: bool,
         staleness: int,
         order: str,
+        scaler: Any,
+        on_nonfinite: str,
+        max_nonfinite: int,
+        seed: int,
     ):
-        self._model, self._optimizer, self._rounds = model, optimizer, rounds
+        refuse_ddp(self.call, model)
+        parameters = _taking_part(model, optimizer)
+        _require_exact(averager, parameters)
+        super().__init__(model, parameters, averager, comm, on_nonfinite, max_nonfinite)
+        self._optimizer = optimizer
         self._overlap, self._staleness, self._combines_first = overlap, staleness, order == ORDERS[0]
-        self._num_trainable = _count_trainable(optimizer)
         self._steps_since_begin = 0
         self._was_updated = False  # before the first update all workers agree: there is nothing to average
         self._holds_mean = self._took_part = False
-        self._detach: list[Callable[[], Any]] = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-        ]
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every byte that this worker sent and received, with the dense sizes beside them."""
-        return self._rounds.comm.ledger
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: encode, wait, decode; with `overlap` the last two in a thread of their own."""
-        return dict(self._rounds.state.clock.seconds)
+        with self._attaching() as comm:
+            names = [name for name, _ in parameters]
+            make_equal(
+                model, comm, averager=averager, overlap=overlap, staleness=staleness, order=order, parameters=names
+            )
+            self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: _trained(optimizer))
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
+            self._rounds = ParameterRounds(self._live, averager, comm, seed)
+            self._state = self._rounds.state
+            self._on_detach(self._rounds.to_debiased)
+            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
+            if scaler is not None:
+                self._watch(scaler)
 
     def consensus_distance(self, comm: Communicator | None = None) -> float:
-        """How far workers' models are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`. Training goes on as if not asked.
+        """How far workers' models are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`. Does not change the training.
 
-        All workers call it. A round in flight is not in it.
+        All workers call it. A round in flight does not count yet.
 
         Args:
             comm: over which to measure; by default the strategy's own, whose ledger then counts it.
         """
-        return consensus_distance([p for _, p in self._rounds.parameters], self._rounds.weight, self._comm(comm))
+        self._live.check()
+        return consensus_distance([p for _, p in self._live.tensors()], self._rounds.weight, self._free(comm))
 
     @contextmanager
     def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
-        """Context in which the model holds the mean of all workers, and again its own bits after it, also on error.
+        """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
 
         All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's.
 
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
         """
-        parameters, buffers = [p for _, p in self._rounds.parameters], list(self._model.buffers())
-        with holding_mean(parameters, self._rounds.weight, buffers, self._comm(comm)):
+        self._live.check()
+        parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
+        with holding_mean(parameters, self._rounds.weight, buffers, self._free(comm)):
             self._holds_mean = True
             try:
                 yield
@@ -94,64 +112,62 @@ class ParameterGossip:
         self._rounds.absorb()
         self._rounds.to_debiased()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell schedules that count epochs which epoch begins. All workers call it.
-
-        Raises:
-            ValueError: on all workers together, if they name different epochs.
-            CommunicationError: if one of them does not call it.
-        """
-        require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
-        self._rounds.settle()
-        self._rounds.comm.check_agreement({"epoch": epoch})
-        self._rounds.averager.set_epoch(self._rounds.state, epoch)
-
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state (memory, push-sum weight, rounds done); each saves its own, with its model and optimizer.
+        """This worker's state (memory, push-sum weight, rounds done), under a key that names its rank.
 
-        Absorbs the round in flight first, which changes the parameters: copy the model after this call, not before it.
+        It first absorbs the round in flight, which changes the parameters: copy the model after this call, not before it.
+
+        Returns:
+            `{"rank3": {"identity": ..., ...}}`: tensors by parameter name, and plain values.
         """
         self.synchronize()
+        return super().state_dict()
+
+    # ---- what the base asks for ----
+
+    def _own_state(self) -> dict[str, Any]:
         return {"averager": self._rounds.state.state_dict(), "was_updated": self._was_updated}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the same averager; the model and the optimizer load their own."""
+    def _load_own(self, saved: dict[str, Any]) -> None:
         self._rounds.load_state_dict(saved["averager"])
         self._was_updated = saved["was_updated"]
 
-    def detach(self) -> None:
-        """Absorb the round in flight and leave model and optimizer as they were; all workers call it."""
-        try:
-            self.synchronize()
-        finally:
-            for undo in self._detach:
-                undo()
-            self._detach = []
+    def _ready(self) -> None:
+        self._rounds.settle()
 
-    # ---- what the optimizer's hooks do ----
+    def _finish(self) -> None:
+        self.synchronize()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._require_own_model("optimizer.step()")
-        num_trainable = _count_trainable(optimizer)
+    def _abandon(self, error: BaseException) -> None:
+        """Nothing to do: the round in flight ends in its own thread, and what attaching did is undone anyway."""
+
+    # ---- one step of the optimizer ----
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
         require(
-            num_trainable <= self._num_trainable,
-            f"the optimizer has {num_trainable} trainable parameters, and had {self._num_trainable} when it was attached; "
-            "the new ones would drift apart: detach(), and call gossip_parameters again",
+            optimizer is self._optimizer,
+            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
+            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
         )
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._before_update()
-            return None
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], self._around(closure), *args[2:]), others
+        self._require_own_model("optimizer.step()")
+        self._live.check()
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(args, kwargs, self._around(closure))
+        self._own_gradients.check(optimizer)
+        self._before_update()
+        return args, kwargs
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, which computes gradients at z, and the first time what else comes between backward and update."""
+        """The closure, which computes gradients at z; its first call also does what comes before the update."""
         pending = [self._before_update]
 
         def evaluate() -> Any:
             self._rounds.to_debiased()
             loss = closure()
+            self._own_gradients.check(self._optimizer)
             self._rounds.to_biased()
             while pending:
                 pending.pop()()
@@ -164,7 +180,7 @@ class ParameterGossip:
         if self._combines_first:
             self._combine()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._was_updated = self._took_part = True
         self._steps_since_begin += 1
         if not self._combines_first:
@@ -181,8 +197,8 @@ class ParameterGossip:
         elif self._steps_since_begin >= self._staleness:
             self._rounds.absorb()
 
-    def watch(self, scaler: Any) -> None:
-        """Take part in rounds also where a `GradScaler` skips the optimizer's step, which `scaler.update` then tells."""
+    def _watch(self, scaler: Any) -> None:
+        """Take part in rounds also where a `GradScaler` skips the optimizer's step; its `update` comes after each step."""
         update = scaler.update
 
         def update_and_take_part(*args: Any, **kwargs: Any) -> None:
@@ -193,21 +209,43 @@ class ParameterGossip:
             update(*args, **kwargs)
 
         scaler.update = update_and_take_part
-        self._detach.append(lambda: vars(scaler).pop("update"))
+        self._on_detach(lambda: vars(scaler).pop("update"))
 
-    def closes(self, comm: Communicator) -> None:
-        """End `comm` together with the strategy."""
-        self._detach.append(comm.close)
-
-    def _comm(self, comm: Communicator | None) -> Communicator:
+    def _free(self, comm: Communicator | None) -> Communicator:
+        """The given communicator, or the strategy's own once no round uses it."""
         if comm is not None:
             return comm
         self._rounds.settle()
         return self._rounds.comm
 
     def _require_own_model(self, what: str) -> None:
-        require(not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context")
+        require(
+            not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context"
+        )
 
 
-def _count_trainable(optimizer: torch.optim.Optimizer) -> int:
-    return sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _taking_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedParameters:
+    """The trainable parameters of the model that the optimizer updates; it may update no others."""
+    named = updated_by(optimizer, model)
+    own = {id(p) for _, p in named}
+    others = [p for p in _trained(optimizer) if id(p) not in own]
+    require(
+        not others,
+        f"gossip_parameters: {len(others)} of the optimizer's parameters are not the model's and would drift apart; put "
+        "them into one module with it",
+    )
+    return named
+
+
+def _require_exact(averager: Averager, parameters: NamedParameters) -> None:
+    """`Mean` replaces parameters by what it sent, which is float32."""
+    double = [name for name, p in parameters if p.dtype in (torch.float64, torch.complex128)]
+    require(
+        not averager.gives_one_mean or not double,
+        f"gossip_parameters: {averager} sends float32, and would round {'parameter ' + repr(double[0]) if double else ''} of "
+        "float64; use Mix(Complete()), which carries float64 and has the same mean",
+    )

@@ -1,4 +1,4 @@
-"""Looking at models that differ between workers: how far apart they are, and the model that is their mean."""
+"""Models that differ between workers: how far apart they are, and the model that is their mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from .models import broadcast_from_zero, unexpanded
+from .models import as_real, broadcast_from_zero, unexpanded
 
 
 def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> float:
@@ -29,7 +29,7 @@ def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communica
         >>> tw.LocalWorld(2).run(lambda comm: consensus_distance([torch.tensor([2.0 * comm.rank])], 1.0, comm))
         [1.0, 1.0]
     """
-    z = torch.cat([t.detach().reshape(-1).to(torch.float64) for t in tensors])
+    z = torch.cat([as_real(t.detach()).reshape(-1).to(torch.float64) for t in tensors])
     mean = comm.all_reduce(z * weight).wait() / comm.size
     squared = comm.all_reduce((z - mean).square().sum().view(1)).wait().item()
     return (squared / comm.size) ** 0.5
@@ -39,25 +39,26 @@ def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communica
 def holding_mean(
     tensors: Sequence[Tensor], weight: float, buffers: Sequence[Tensor], comm: Communicator
 ) -> Iterator[None]:
-    """Context in which `tensors` hold the mean of all workers, as above, and `buffers` theirs; restored at its end.
+    """Context in which `tensors` hold the mean of all workers, as above, and `buffers` theirs; it restores both.
 
-    Buffers that are no floating-point numbers, such as counters, hold rank 0's.
+    Integer and boolean buffers, such as counters, hold rank 0's values.
     """
-    tensors, buffers = ([unexpanded(t.detach()) for t in side] for side in (tensors, buffers))
-    before = [t.clone() for t in [*tensors, *buffers]]
+    own = [unexpanded(as_real(t.detach())) for t in [*tensors, *buffers]]
+    before = [t.clone() for t in own]
+    statistics = own[len(tensors) :]
     try:
         with torch.no_grad():
-            _store_mean(tensors, weight, comm)
-            _store_mean([b for b in buffers if b.is_floating_point()], 1.0, comm)
-            broadcast_from_zero([b for b in buffers if not b.is_floating_point()], comm)
+            _store_mean(own[: len(tensors)], weight, comm)
+            _store_mean([b for b in statistics if b.is_floating_point()], 1.0, comm)
+            broadcast_from_zero([b for b in statistics if not b.is_floating_point()], comm)
         yield
     finally:
-        for t, old in zip([*tensors, *buffers], before, strict=True):
+        for t, old in zip(own, before, strict=True):
             t.copy_(old)
 
 
 def _store_mean(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> None:
     # float64, so that the mean of equal models is that model, bit for bit.
-    handles = [comm.all_reduce((t.detach().to(torch.float64) * weight).contiguous()) for t in tensors]
+    handles = [comm.all_reduce((t.to(torch.float64) * weight).contiguous()) for t in tensors]
     for t, handle in zip(tensors, handles, strict=True):
         t.copy_(handle.wait() / comm.size)

@@ -1,18 +1,19 @@
-"""The background thread of asynchronous averaging: one for each worker, the only one that uses the channel.
+"""The background thread of asynchronous averaging. Each worker has one, and only this thread uses the channel.
 
-While training goes on
-    active (odd)     after a step of its own: ASK a passive worker, with x; on ANSWER absorb it. One is in flight at a time.
-    passive (even)   on ASK: ANSWER with its own x. Asks from before its first step wait for that.
+During training
+    active (odd rank)     after each step of its own: send ASK with x to a passive worker; absorb the ANSWER. One ASK is in
+                          flight at a time.
+    passive (even rank)   on ASK: send ANSWER with its own x. An ASK that comes before its first step waits for that step.
 
-The end comes for all at once, so that a worker that is done early keeps on averaging with those that are not:
-    1. an active worker whose training is done says FINISHED to all passive ones, and goes on asking, at its pace so far;
-    2. a passive one whose training is done, and to whom all active ones have said so, says FINISHED to all of them;
-    3. an active one that has heard this from all, with nothing in flight, says GOODBYE and stops;
-    4. a passive one stops when all active ones have said GOODBYE.
+All workers end together, and a worker that is done early goes on averaging with the others:
+    1. an active worker that is done sends FINISHED to all passive ones, and goes on asking at its usual pace;
+    2. a passive worker that is done, and has FINISHED from all active ones, sends FINISHED to all of them;
+    3. an active worker that has FINISHED from all passive ones, and nothing in flight, sends GOODBYE and stops;
+    4. a passive worker stops when it has GOODBYE from all active ones.
 
-Errors. Every worker has a connection to all of the other side, so that these notice a death at once. Who notices one, or fails
-itself, tells its partners why (FAILURE) and stops; they tell theirs. The training's next step, or whoever waits for the
-thread, raises it. The thread is a daemon: it keeps no interpreter from leaving, and if that leaves, partners notice.
+Errors. Every worker is connected to all workers of the other side, so these notice at once when it dies. A worker that notices
+a death, or fails itself, sends the reason to its partners (FAILURE) and stops; they pass it on. The next optimizer step raises
+the error, and so does any call that waits for the thread. The thread is a daemon: the process can exit, and partners notice.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from torch import Tensor
 from ..average.pairwise import Pairwise, PairwiseState
 from ..comm import CommunicationError, Communicator, Message
 
-LINGER_SECONDS = 2.0  # for partners to read why we stop
+LINGER_SECONDS = 5.0  # at most, for partners to read why this worker stops; they hang up as soon as they have read it
 DEFAULT_PACE_SECONDS = 0.1  # of a worker that has not made two steps
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """The kinds of messages."""
 
     ASK = 1
     ANSWER = 2
@@ -44,11 +45,11 @@ class Kind(IntEnum):
 
 
 class PairwiseExchange:
-    """Averages what `state` holds with the partners of the other side; see the module's text. All workers make it.
+    """Averages `state` with partners of the other side; see the module's text. All workers construct it together.
 
     Args:
-        averager: whom to ask.
-        state: what this worker holds.
+        averager: chooses the next partner.
+        state: the values of this worker.
         comm: connects the workers.
     """
 
@@ -59,6 +60,7 @@ class PairwiseExchange:
         self._serve = self._serve_active if averager.is_active(comm.rank) else self._serve_passive
         self._error: CommunicationError | None = None
         self._abort_reason: str | None = None
+        self._is_dropped = False
         self._pace_seconds, self._last_step = DEFAULT_PACE_SECONDS, None
         self._flight = threading.Condition()  # guards the two below
         self._may_ask, self._is_in_flight = True, False
@@ -67,13 +69,14 @@ class PairwiseExchange:
     # ---- called by the training ----
 
     def start(self) -> None:
-        """Begin to average; all workers have ended the last time, or this is the first."""
+        """Begin to average: for the first time, or after all workers have ended."""
         self._has_stepped = self._is_finished = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-pairwise", daemon=True)
         self._thread.start()
 
     def after_step(self) -> None:
-        """There is something new to average."""
+        """Tell the thread that new values were published."""
         now = time.monotonic()
         if self._last_step is not None:
             self._pace_seconds += 0.1 * (now - self._last_step - self._pace_seconds)
@@ -81,21 +84,33 @@ class PairwiseExchange:
         self._channel.wake()
 
     def finish(self) -> None:
-        """Wait until the training of all workers is done, while averaging goes on, and end the thread."""
+        """Go on averaging until all workers are done, and end the thread."""
         self._is_finished = True
         self._channel.wake()
-        self._thread.join()
+        self._ended.wait()
         self.check()
+        self._thread.join()
 
-    def abort(self, reason: str) -> None:
-        """End the thread, and with it those of all other workers, who raise an error with this reason."""
-        self._abort_reason = reason
+    def close(self, reason: str | None = None) -> None:
+        """Hang up.
+
+        Args:
+            reason: why this worker stops early; all others raise an error with it. None if the thread has ended.
+        """
+        if reason is not None:
+            self._abort_reason = reason
+            self._channel.wake()
+        self._thread.join(2 * LINGER_SECONDS)  # it may be sending to a partner that does not read
+        self._channel.close()
+
+    def drop(self, reason: str) -> None:
+        """Stop early as in `close`, but wait for nothing; the thread hangs up. For the garbage collector."""
+        self._abort_reason, self._is_dropped = reason, True
         self._channel.wake()
-        self._thread.join(2 * LINGER_SECONDS)  # it may be in a message that its partner does not take
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Context in which nothing is in flight from this worker."""
+        """Context in which this worker has no ASK in flight."""
         with self._flight:
             self._may_ask = False
             self._flight.wait_for(lambda: not self._is_in_flight)
@@ -107,13 +122,9 @@ class PairwiseExchange:
             self._channel.wake()
 
     def check(self) -> None:
-        """Raise what went wrong in the thread."""
+        """Raise the thread's error, if it had one."""
         if self._error is not None:
             raise self._error
-
-    def close(self) -> None:
-        """Hang up; the thread has ended."""
-        self._channel.close()
 
     # ---- the thread ----
 
@@ -122,14 +133,18 @@ class PairwiseExchange:
             self._serve()
         except BaseException as error:  # the training raises it
             reason = error.reason if isinstance(error, Told) else f"rank {self._rank}: {error}"
+            self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
+            self._error.__cause__ = error
+            self._land()
+            self._ended.set()  # the training raises the error now, while partners read why
             for peer in self._partners:
                 with contextlib.suppress(CommunicationError):
                     self._channel.send(peer, Kind.FAILURE, torch.tensor(list(reason.encode()), dtype=torch.uint8))
             self._channel.linger(LINGER_SECONDS)
-            self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
-            self._error.__cause__ = error
+            if self._is_dropped:
+                self._channel.close()
         finally:
-            self._land()
+            self._ended.set()
 
     def _serve_active(self) -> None:
         done, sent, was_told = set(), None, False
@@ -140,18 +155,18 @@ class PairwiseExchange:
                 sent = self._ask()
             message = self._receive(self._partners, self._pace_seconds if self._is_finished and sent is None else None)
             if message is None:
-                # Who is done has no more steps, and asks at the pace of those it made.
+                # A worker that is done makes no more steps, and asks at the pace of its past ones.
                 self._has_stepped = self._has_stepped or (self._is_finished and self._state.published is not None)
             elif message.kind == Kind.FINISHED:
                 done.add(message.source)
             else:
-                self._state.absorb(sent, _as_floats(message))
+                self._state.absorb(sent, message.payload.view(sent.dtype))
                 sent = None
                 self._land()
         self._tell_all(Kind.GOODBYE)
 
     def _take_off(self) -> bool:
-        """Whether a message may fly; if so, it counts as flying from now on."""
+        """Whether this worker may ask now; if so, the message counts as in flight."""
         with self._flight:
             self._is_in_flight = self._may_ask
             return self._may_ask
@@ -182,7 +197,7 @@ class PairwiseExchange:
                 left.remove(message.source)
             while asks and self._state.published is not None:
                 ask = asks.pop(0)
-                self._send(ask.source, Kind.ANSWER, self._state.answer(_as_floats(ask)))
+                self._send(ask.source, Kind.ANSWER, self._state.answer(ask.payload.view(self._state.layout.dtype)))
             if self._is_finished and len(finished) == len(self._partners) and not was_told:
                 was_told = self._tell_all(Kind.FINISHED)
 
@@ -206,12 +221,9 @@ class PairwiseExchange:
 
 
 class Told(Exception):
-    """A reason to stop that was found elsewhere."""
+    """A reason to stop that came from another worker or from the training."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
 
-
-def _as_floats(message: Message) -> Tensor:
-    return message.payload.view(torch.float32)

@@ -2,40 +2,41 @@
 
     in place     `run`       encode, exchange, decode into the parameters; returns when the round is done
     in flight    `begin`     encode a copy of the parameters and send it
-                 (a thread)  sleeps until messages come, decodes them, and leaves the change of the parameters
-                 `absorb`    waits for the thread and adds the change to what the parameters hold by now
+                 (a thread)  waits for the messages, decodes them, and stores the change of the parameters
+                 `absorb`    waits for the thread and adds the change to the parameters as they are then
 
-Both add the same bits. The thread lives for one round; half steps after the first (`PowerGossip`) and what happens inside a
-node (`Hierarchical`) are done in it. It is a daemon, so that a worker may leave while its neighbours are silent.
+Both add the same bits. The thread lives for one round. Half steps after the first (`PowerGossip`) and the exchange inside a
+node (`Hierarchical`) also run in it. It is a daemon, so that a process can exit while its neighbours are silent.
 
-Push-sum. Parameters are the biased x while a round or the optimizer works on them, and `z = x / w` at all other times:
-`to_biased` and `to_debiased` turn one into the other in place. w is that of the rounds absorbed so far.
+Push-sum. While a round or the optimizer works on them, the parameters are the biased x. At all other times they are
+`z = x / w`. `to_biased` and `to_debiased` convert between the two in place. w is that of the rounds absorbed so far.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Handle
+from .live_parameters import LiveParameters
 
 
 class ParameterRounds:
     """The rounds of one worker; see the module's text.
 
     Args:
-        parameters: named parameters, changed in place; the same names and shapes on all workers.
+        live: the parameters, changed in place; the same names and shapes on all workers.
         averager: how to agree.
-        comm: connects the workers; no other thread may use it while a round is in flight, see `settle`.
+        comm: connects the workers. While a round is in flight, call `settle` before any other use of it.
         seed: of the averager's random numbers.
     """
 
-    def __init__(self, parameters: NamedTensors, averager: Averager, comm: Communicator, seed: int):
-        self.parameters = [(name, p.detach()) for name, p in parameters]
-        self.averager, self.comm = averager, comm
-        self.state = averager.init(self.parameters, comm, seed)
+    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int):
+        self.live, self.averager, self.comm = live, averager, comm
+        self.state = averager.init(live.tensors(), comm, seed)
         self._changes: NamedTensors = []
         self._flight: Flight | None = None
         self._debias_factor, self._is_biased = 1.0, False
@@ -51,25 +52,26 @@ class ParameterRounds:
         return 1.0 / self._debias_factor
 
     def run(self) -> None:
-        """A whole round, in place."""
+        """Do a whole round, in place."""
         self.to_biased()
-        self.averager.step(self.state, self.parameters, self.comm).wait()
+        self.averager.step(self.state, self.live.tensors(), self.comm).wait()
         self._commit()
 
     def begin(self) -> None:
         """Send the parameters as they are now."""
         self.to_biased()
+        parameters = self.live.tensors()
         if not self._changes:
-            self._changes = [(name, torch.empty_like(p, dtype=torch.float32)) for name, p in self.parameters]
-        for (_, change), (_, p) in zip(self._changes, self.parameters, strict=True):
+            self._changes = [(name, torch.empty(p.shape, dtype=_wide(p.dtype), device=p.device)) for name, p in parameters]
+        for (_, change), (_, p) in zip(self._changes, parameters, strict=True):
             change.copy_(p)
         handle = self.averager.step(self.state, self._changes, self.comm)
         for _, change in self._changes:
-            change.zero_()  # so that it is the change alone that the round leaves here
+            change.zero_()  # the round adds its change to this zero
         self._flight = Flight(handle, self._changes[0][1].device)
 
     def settle(self) -> None:
-        """Wait until the round in flight has ended, so that the communicator is free; nothing is absorbed yet."""
+        """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
         if self._flight is not None:
             self._flight.wait()
 
@@ -79,8 +81,8 @@ class ParameterRounds:
             return
         self.settle()
         self.to_biased()
-        for (_, p), (_, change) in zip(self.parameters, self._changes, strict=True):
-            p.copy_(p + change)  # parameters of half precision are added to in float32
+        for (_, p), (_, change) in zip(self.live.tensors(), self._changes, strict=True):
+            p.copy_(p + change)  # half precision is added to in float32
         self._flight = None
         self._commit()
 
@@ -91,13 +93,13 @@ class ParameterRounds:
         self._is_biased = True
 
     def to_debiased(self) -> None:
-        """x -> z = x / w, for the forward pass and for whoever reads the model."""
+        """x -> z = x / w, for the forward pass and for callers that read the model."""
         if self._is_biased:
             self._multiply(self._debias_factor)
         self._is_biased = False
 
-    def load_state_dict(self, saved: dict) -> None:
-        """Restore the averager's state; what is in flight is dropped, since parameters are replaced too."""
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the averager's state. Drops the round in flight, because the parameters are replaced too."""
         self.settle()
         self._flight = None
         self.state.load_state_dict(saved)
@@ -109,12 +111,12 @@ class ParameterRounds:
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:
-            for _, p in self.parameters:
+            for _, p in self.live.tensors():
                 p.mul_(factor)
 
 
 class Flight:
-    """A round that has been begun, waited for in a thread of its own."""
+    """A round that was begun. A thread of its own waits for it."""
 
     def __init__(self, handle: Handle, device: torch.device):
         self._handle, self._device = handle, device
@@ -124,7 +126,7 @@ class Flight:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until the round has ended; raises what went wrong in it."""
+        """Block until the round has ended. Raises the round's error, if it had one."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -145,3 +147,7 @@ class Flight:
             stream.wait_event(self._ready)
             self._handle.wait()
             stream.synchronize()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -11,7 +11,6 @@ import tyro
 
 from ...algorithm import require
 from ...average import Averager, Pairwise
-from ...average.gossip_base import Gossip
 from ...notation import parse
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
 from .loss import CrossEntropy
@@ -164,9 +163,9 @@ class RunConfig:
         )
         late = self.overlap or self.staleness or self.order != "combine_then_adapt"
         require(
-            isinstance(averager, Gossip) or not late,
+            (averager.has_rounds and not averager.gives_one_mean) or not late,
             f"overlap, staleness and order are for averagers of parameters such as Mix(Ring()); {averager!r} "
-            + ("has no rounds" if isinstance(averager, Pairwise) else "averages gradients, always during the backward pass"),
+            + ("averages gradients, always during the backward pass" if averager.has_rounds else "has no rounds"),
         )
         return averager
 

@@ -1,29 +1,42 @@
-"""Which strategy an averager calls for: the one place where its kind decides."""
+"""Choose the strategy of a run by the properties of its averager. No other part of the lab does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...average import Pairwise
-from ...average.gossip_base import Gossip
 from ...comm import Communicator, ProcessGroupCommunicator
-from ...strategy import AsynchronousGossip, GradientCompression, ParameterGossip, compress_gradients, gossip_parameters
+from ...strategy import (
+    AsynchronousGossip,
+    GradientCompression,
+    ParameterGossip,
+    compress_gradients,
+    gossip_asynchronously,
+    gossip_parameters,
+)
 from .config import RunConfig
+
+
+def _nothing() -> None:
+    """Absorb nothing."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """An averager at work, and what follows from it for the rest of the run.
+    """An averager at work, and the facts about it that the rest of the run needs.
 
     Args:
-        handle: what `compress_gradients` or `gossip_parameters` returned.
+        handle: what `compress_gradients`, `gossip_parameters` or `gossip_asynchronously` returned.
         models_differ: whether every worker has a model of its own.
         phases_in_step: which phases of `handle.seconds` lie within the time of a training step, not beside it.
         in_rounds: whether workers keep step with each other.
+        accumulating: makes the context of a backward pass after which another one of the same step follows.
+        absorb: adds messages in flight to the model. All workers call it together.
         own_comm: the averager's communicator, where `attach` has opened it.
     """
 
@@ -31,6 +44,8 @@ class Strategy:
     models_differ: bool
     phases_in_step: tuple[str, ...]
     in_rounds: bool = True
+    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    absorb: Callable[[], None] = _nothing
     own_comm: Communicator | None = None
 
     def detach(self) -> None:
@@ -38,15 +53,6 @@ class Strategy:
         self.handle.detach()
         if self.own_comm is not None:
             self.own_comm.close()
-
-    def accumulating(self) -> AbstractContextManager:
-        """Context of a backward pass after which another of the same step follows."""
-        return self.handle.no_sync() if isinstance(self.handle, GradientCompression) else nullcontext()
-
-    def absorb(self) -> None:
-        """Let messages in flight come into the model; workers without rounds have always some. All call this together."""
-        if isinstance(self.handle, ParameterGossip):
-            self.handle.synchronize()
 
 
 def attach(
@@ -77,6 +83,7 @@ def attach(
         raise
 
 
+
 def _attached(
     config: RunConfig,
     model: nn.Module,
@@ -85,12 +92,15 @@ def _attached(
     comm: Communicator,
 ) -> Strategy:
     averager, shared = config.parsed_averager(), {"seed": config.seed, "scaler": scaler, "comm": comm}
-    if isinstance(averager, Pairwise):
-        return Strategy(gossip_parameters(model, optimizer, averager, **shared), True, ("publish",), False)
-    if not isinstance(averager, Gossip):
-        handle = compress_gradients(model, averager, **shared)
-        handle.check_optimizer(optimizer)
-        return Strategy(handle, False, ("compensate", "encode", "exchange", "blocked"))
+    if not averager.has_rounds:
+        asynchronous = gossip_asynchronously(model, optimizer, averager, comm=comm)
+        return Strategy(asynchronous, True, ("publish",), in_rounds=False)
+    if averager.gives_one_mean:
+        gradients = compress_gradients(model, averager, **shared)
+        gradients.check_optimizer(optimizer)
+        phases = ("compensate", "encode", "exchange", "blocked")
+        return Strategy(gradients, False, phases, accumulating=gradients.no_sync)
     options = {"overlap": config.overlap, "staleness": config.staleness, "order": config.order}
-    handle = gossip_parameters(model, optimizer, averager, **options, **shared)
-    return Strategy(handle, True, ("encode",) if config.overlap else ("encode", "wait", "decode"))
+    gossip = gossip_parameters(model, optimizer, averager, **options, **shared)
+    phases = ("encode",) if config.overlap else ("encode", "wait", "decode")
+    return Strategy(gossip, True, phases, absorb=gossip.synchronize)

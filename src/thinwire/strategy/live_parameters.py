@@ -1,0 +1,89 @@
+"""The parameters that take part in a strategy, looked up in the model at each use.
+
+A model may replace a parameter's storage at any time: `model.bfloat16()`, `p.data = ...`, `vector_to_parameters`,
+`swap_tensors`. So a strategy keeps the parameters themselves, never views of their storage. Changes that averaging cannot
+follow are errors:
+
+    another dtype, shape or device      the averager's state does not fit any more
+    a parameter replaced or removed     the optimizer would update the old one
+    a parameter added or unfrozen       it would drift apart between workers
+
+A parameter that is frozen later stays in the rounds, because rounds are the same on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from ..algorithm import require
+from ..average.base import NamedTensors
+from .models import NamedParameters, as_real
+
+
+class LiveParameters:
+    """Named parameters of one model; see the module's text.
+
+    Args:
+        call: the strategy's public function, for messages.
+        rank: of this worker, for messages.
+        model: the module that holds the parameters.
+        parameters: those that take part, by name.
+        trained: gives the parameters that are trained now; they must all take part.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> live = LiveParameters("local_updates", 0, model, [("weight", model.weight)], model.parameters)
+        >>> model.weight.data = torch.zeros(1, 2)
+        >>> live.tensors()
+        [('weight', tensor([[0., 0.]]))]
+        >>> _ = model.double()
+        >>> live.check()
+        Traceback (most recent call last):
+        ValueError: local_updates: rank 0: parameter 'weight' was (1, 2) torch.float32 on cpu and is now ...
+    """
+
+    def __init__(
+        self,
+        call: str,
+        rank: int,
+        model: nn.Module,
+        parameters: NamedParameters,
+        trained: Callable[[], Iterable[nn.Parameter]],
+    ):
+        self._where, self._remedy = f"{call}: rank {rank}", f"detach(), and call {call} again"
+        self._model, self._parameters, self._trained = model, parameters, trained
+        self._described = [_describe(p) for _, p in parameters]
+        self._ids = {id(p) for _, p in parameters}
+
+    def tensors(self) -> NamedTensors:
+        """The values as they are now, in place: real tensors, complex ones as pairs of real numbers."""
+        return [(name, as_real(p.detach())) for name, p in self._parameters]
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first parameter that averaging cannot follow any more."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        for (name, p), before in zip(self._parameters, self._described, strict=True):
+            require(
+                id(p) in names,
+                f"{self._where}: parameter {name!r} was replaced or removed, and the new one takes no part; {self._remedy}, "
+                "with an optimizer of the new parameters",
+            )
+            now = _describe(p)
+            require(
+                now == before,
+                f"{self._where}: parameter {name!r} was {before} and is now {now}; convert the model before it is attached: "
+                f"{self._remedy}",
+            )
+        for p in self._trained():
+            require(
+                id(p) in self._ids,
+                f"{self._where}: parameter {names.get(id(p), '(not of this model)')!r} is trained since later, takes no part, "
+                f"and would drift apart between workers; {self._remedy}",
+            )
+
+
+def _describe(p: nn.Parameter) -> str:
+    return f"{tuple(p.shape)} {p.dtype} on {p.device}"

@@ -1,0 +1,89 @@
+"""What a worker does about its own gradient where that is infinite or NaN, and each worker has a model of its own.
+
+The worker skips its own update: it sets the gradients to None, which every optimizer of PyTorch takes as "no update", so that
+momentum stays as it was too. It still takes part in averaging. The other workers go on as if this one had made a zero update.
+`nonfinite.py` counts such steps and ends the run after many in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .models import as_real
+from .nonfinite import NonfiniteSteps, first_nonfinite
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class OwnGradients:
+    """Checks the gradients of one worker before its optimizers apply them; see the module's text.
+
+    Args:
+        steps: counts the steps and says what follows.
+        rank: of this worker, for messages.
+        names: the model's parameters by name, for messages.
+
+    Example:
+        >>> import torch
+        >>> p = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([p], lr=1.0)
+        >>> own = OwnGradients(NonfiniteSteps("local_updates", "raise", 1), 0, [("p", p)])
+        >>> p.grad = torch.tensor([float("nan"), 0.0])
+        >>> own.check(optimizer)
+        Traceback (most recent call last):
+        FloatingPointError: local_updates: a step was not finite; first on rank 0, parameter 'p'. Lower ...
+    """
+
+    def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]]):
+        self._steps, self._rank = steps, rank
+        self._names = {id(p): name for name, p in names}
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the optimizer's gradients if any of them is not finite, as the policy says.
+
+        Raises:
+            FloatingPointError: the policy is "raise", or too many steps in a row were not finite.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        values = [(self._names.get(id(p), "(not of this model)"), _values(p.grad)) for p in held]
+        action = self._steps.record(kernels.all_finite([v for _, v in values]))
+        if action == "raise":
+            raise self._steps.error(f"first on rank {self._rank}, parameter {first_nonfinite(values)!r}")
+        if action == "skip":
+            for p in held:
+                p.grad = None
+
+    def guard(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Check a step whose arguments these are: now, or where a closure computes the gradients, after it."""
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self.check(optimizer)
+            return args, kwargs
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.check(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, evaluate)
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of `Optimizer.step`, of which the first is the optimizer; None if there is none."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
+    """The same arguments with another closure."""
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], closure, *args[2:]), others
+
+
+def _values(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    return as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
