@@ -7,14 +7,13 @@ READY := $(VENV)/.ready
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test docs lint types wheel clean
+.PHONY: help setup demo test docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run all tests"
 	@echo "make docs    build the docs site into site/, and fail on any warning"
-	@echo "make lint    check style"
-	@echo "make types   check types"
+	@echo "make lint    check style and types"
 	@echo "make wheel   build a wheel into dist/, and test it in an environment of its own"
 	@echo "make clean   remove everything that was built or written"
 
@@ -37,8 +36,7 @@ docs: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-
-types: $(READY)
+	$(BIN)/python -m nanobind.stubgen -q -m thinwire.kernels._native -o src/thinwire/kernels/_native.pyi
 	$(BIN)/mypy
 
 wheel: $(READY)

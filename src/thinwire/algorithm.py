@@ -8,6 +8,7 @@ and unnamed, everything else is named.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 
 class Algorithm:
@@ -18,6 +19,8 @@ class Algorithm:
         >>> tw.Mean(tw.TopK(0.01), tw.ErrorFeedback())
         Mean(TopK(ratio=0.01), ErrorFeedback())
     """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __repr__(self) -> str:
         arguments, positional = [], True
@@ -33,10 +36,10 @@ class Algorithm:
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-def _is_default(field: dataclasses.Field, value: object) -> bool:
+def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
     if field.default is not dataclasses.MISSING:
-        return field.default == value
-    return field.default_factory is not dataclasses.MISSING and field.default_factory() == value
+        return bool(field.default == value)
+    return field.default_factory is not dataclasses.MISSING and bool(field.default_factory() == value)
 
 
 def require(condition: bool, message: str) -> None:

@@ -22,7 +22,7 @@ class Clock:
         ['encode']
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 

@@ -96,7 +96,8 @@ def _builder(name: str) -> Callable[..., Any]:
 def _built_in() -> dict[str, Callable[..., Any]]:
     packages = (average, codec, memory, schedule, topology)
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
-    return {"chain": codec.chain, "dgc": average.dgc} | {
+    functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc}
+    return functions | {
         name: value for name, value in found.items() if _is_algorithm(value)
     }
 

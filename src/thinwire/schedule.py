@@ -59,7 +59,7 @@ class GeometricWarmup(Schedule):
     start: float = 1.0
     unit: str = "epoch"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(self.final > 0 and self.start > 0, f"{self}: start and final must be positive")
         require(isinstance(self.num, int) and self.num >= 0, f"{self}: num must be an integer, 0 or more")
         _check_unit(self)
@@ -88,18 +88,19 @@ class Values(Schedule):
         (8, 4)
     """
 
-    values: tuple
+    values: tuple[float | int, ...]
     every: int = 1
     unit: str = "epoch"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
         require(len(self.values) > 0, "Values: give at least one value")
         require(isinstance(self.every, int) and self.every >= 1, f"{self}: every must be a positive integer")
         _check_unit(self)
 
     def at(self, progress: Progress) -> float | int:
-        return self.values[min(getattr(progress, self.unit) // self.every, len(self.values) - 1)]
+        now: int = getattr(progress, self.unit)
+        return self.values[min(now // self.every, len(self.values) - 1)]
 
 
 def resolve(value: Any, progress: Progress) -> Any:

@@ -42,6 +42,8 @@ from .agreement import fingerprint, raise_disagreement
 from .channel import Channel
 from .ledger import Ledger, broadcast_children, ring_all_reduce_bytes
 
+Start = Callable[[], Callable[[], Any]]  # starts an operation; returns what waits for it
+
 
 class CommunicationError(RuntimeError):
     """A message could not be sent or received."""
@@ -171,7 +173,7 @@ class Communicator(ABC):
         if token.is_cuda:
             torch.cuda.current_stream(token.device).synchronize()
 
-    def gather_objects(self, obj: Any) -> list:
+    def gather_objects(self, obj: Any) -> list[Any]:
         """Returns what every worker passed in, in rank order, as JSON gives it back (tuples become lists). Blocks.
 
         For small objects: sizes travel first, then the text, both counted in the ledger.
@@ -222,7 +224,7 @@ class Communicator(ABC):
     _object_device = torch.device("cpu")
 
     @abstractmethod
-    def _issue(self, tensors: list[Tensor], start: Callable[[], Callable]) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         """Has `start` run in call order, and returns a callable that waits until the operation is done."""
 
     @abstractmethod
@@ -285,7 +287,7 @@ class Communicator(ABC):
         return self._start_all_gather([as_bytes(part) for part in result])
 
     def _count_received(self, handle: Handle) -> list[Tensor]:
-        result = handle.wait()
+        result: list[Tensor] = handle.wait()
         others = self._others(result).values()
         with self._lock:
             self.ledger.add_received("all_gather", sum(map(check.num_bytes, others)))
@@ -294,7 +296,9 @@ class Communicator(ABC):
                 part.record_stream(torch.cuda.current_stream(part.device))  # it was allocated on the issuing stream
         return result
 
-    def _submit_exchange(self, operation: str, sends: dict, receives: dict, result: Any) -> Handle:
+    def _submit_exchange(
+        self, operation: str, sends: dict[int, Tensor], receives: dict[int, Tensor], result: Any
+    ) -> Handle:
         wire_sends = {peer: as_bytes(tensor) for peer, tensor in sends.items() if tensor.numel()}
         wire_receives = {peer: as_bytes(tensor) for peer, tensor in receives.items() if tensor.numel()}
         sent, received = (sum(t.numel() for t in side.values()) for side in (wire_sends, wire_receives))
@@ -302,7 +306,9 @@ class Communicator(ABC):
         tensors = [*sends.values(), *receives.values()]
         return self._submit(operation, tensors, start, result, (len(wire_sends), sent, received))
 
-    def _submit(self, operation: str, tensors: list[Tensor], start: Callable, result: Any, traffic: tuple) -> Handle:
+    def _submit(
+        self, operation: str, tensors: list[Tensor], start: Start, result: Any, traffic: tuple[int, int, int]
+    ) -> Handle:
         with self._lock:
             if self._closed:
                 raise ValueError(f"rank {self.rank}: {operation} on a communicator that was closed. Close it last.")

@@ -24,6 +24,7 @@ least that any algorithm without reduction in the network sends, while exchange 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 
 @dataclass
@@ -112,16 +113,16 @@ class Ledger:
         added = {name: traffic for name, traffic in added.items() if traffic.calls}
         return Ledger(self.size, self.dense_numel - snapshot.dense_numel, added)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """All counts as plain values, to be restored."""
         return asdict(self.snapshot())
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned: counts go on from there."""
         self.dense_numel = saved["dense_numel"]
         self.collectives = {name: Traffic(**traffic) for name, traffic in saved["collectives"].items()}
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {
             "bytes_sent": self.bytes_sent,

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import CommunicationError, Communicator, as_bytes
+from .base import CommunicationError, Communicator, Start, as_bytes
 from .channel import HEADER_BYTES, Channel, Message
+
+Box = tuple[Any, ...]  # the name of a channel's mailbox
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class LocalWorld:
     size: int
     timeout_seconds: float = 60.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"LocalWorld needs at least one worker, got size={self.size}.")
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list:
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
 
         Raises:
@@ -60,12 +62,12 @@ class LocalWorld:
                 thread.join()
         finally:
             mail.fail(None, CommunicationError("the world has ended"))  # releases workers when we are interrupted
-        if mail.failed_rank is not None:
+        if mail.failed_rank is not None and mail.error is not None:
             raise name_rank(mail.error, mail.failed_rank)
         return results
 
 
-def _work(mail: Mail, size: int, results: list, fn: Callable, args: tuple, rank: int) -> None:
+def _work(mail: Mail, size: int, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
     try:
         with LocalCommunicator(rank, size, mail) as comm:
             results[rank] = fn(comm, *args)
@@ -91,7 +93,7 @@ class Mail:
         self.error: BaseException | None = None
         self.failed_rank: int | None = None
         self._messages: dict[tuple[int, int, int], Tensor] = {}
-        self._boxes: defaultdict[tuple, list[Message | None]] = defaultdict(list)
+        self._boxes: defaultdict[Box, list[Message | None]] = defaultdict(list)
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
@@ -114,14 +116,14 @@ class Mail:
             raise CommunicationError(f"rank {source} has finished and sends no more")
         raise CommunicationError(f"nothing came from rank {source} in {self.timeout_seconds} seconds")
 
-    def post(self, box: tuple, letter: Message | None) -> None:
+    def post(self, box: Box, letter: Message | None) -> None:
         """Puts a message for a channel into its box; None wakes whoever waits there."""
         with self._changed:
             if letter is not None or None not in self._boxes[box]:
                 self._boxes[box].append(letter)
             self._changed.notify_all()
 
-    def pick(self, box: tuple, rank: int, sources: set[int], timeout_seconds: float | None) -> Message | None:
+    def pick(self, box: Box, rank: int, sources: set[int], timeout_seconds: float | None) -> Message | None:
         """The oldest message of one of `sources`; None if woken, or after so many seconds."""
         with self._changed:
             letters = self._boxes[box]
@@ -166,7 +168,7 @@ class LocalCommunicator(Communicator):
     def close(self) -> None:
         self._closed = True
 
-    def _issue(self, tensors: list[Tensor], start: Callable[[], Callable]) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:

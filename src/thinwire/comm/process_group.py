@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import CommunicationError, Communicator
+from .base import CommunicationError, Communicator, Start
 from .channel import Channel
 from .sockets import open_sockets
 
@@ -88,29 +88,28 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- issuing ----
 
-    def _issue(self, tensors: list[Tensor], start: Callable[[], Callable]) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         device = self._device_of(tensors)
         if device.type == "cpu":
-            issued = self._issuer.submit(start)
-            return partial(self._complete, issued)
+            return partial(self._complete, self._issuer.submit(start))
         ready = torch.cuda.current_stream(device).record_event()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         side = self._streams[device]
         if self._backends["cuda"] == "gloo":
-            issued = self._issuer.submit(partial(_start_after, side, ready, start))
+            issued = self._issuer.submit(_start_after, side, ready, start)
             return partial(self._complete_after, device, ready, issued)
-        issued = self._issuer.submit(partial(_start_on_stream, side, ready, tensors, start))
-        return lambda: torch.cuda.current_stream(device).wait_event(issued.result())
+        ended = self._issuer.submit(_start_on_stream, side, ready, tensors, start)
+        return lambda: torch.cuda.current_stream(device).wait_event(ended.result())
 
-    def _complete(self, issued: Future) -> None:
+    def _complete(self, issued: Future[Callable[[], Any]]) -> None:
         try:
             issued.result()()
         except RuntimeError:
             self._hang_up()
             raise
 
-    def _complete_after(self, device: torch.device, ready: torch.cuda.Event, issued: Future) -> None:
+    def _complete_after(self, device: torch.device, ready: torch.cuda.Event, issued: Future[Callable[[], Any]]) -> None:
         """What landed in main memory is copied by the stream of the caller, after what the tensors were in use for before."""
         torch.cuda.current_stream(device).wait_event(ready)
         self._complete(issued)
@@ -125,6 +124,7 @@ class ProcessGroupCommunicator(Communicator):
             if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
                 with contextlib.suppress(RuntimeError, ValueError):
                     receive = dist.irecv(torch.empty(1), peer, group=self._group, tag=HANG_UP_TAG)
+                    assert receive is not None, "this process is in the group"
                     receive.wait(timedelta(milliseconds=1))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
@@ -184,11 +184,13 @@ class ProcessGroupCommunicator(Communicator):
     def _open_channel(self, peers: list[int]) -> Channel:
         return open_sockets(self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel)
 
-    def _begin(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
+    def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:
-            return operation(tensor, self._global_ranks[peer], group=self._group)
+            work = operation(tensor, self._global_ranks[peer], group=self._group)
         except RuntimeError as error:
             raise CommunicationError(f"{operation.__name__} with rank {peer}: {error}") from error
+        assert work is not None, "this process is in the group"
+        return work
 
     def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], self._group) for p, t in receives.items()]
@@ -199,9 +201,11 @@ class ProcessGroupCommunicator(Communicator):
 def _new_group(ranks: list[int], config: str, timeout_seconds: float) -> dist.ProcessGroup:
     """Only the ranks of the group take part, so that subgroups may be connected independently of each other."""
     timeout = timedelta(seconds=timeout_seconds)
-    if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=timeout, backend=config)
-    return dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+    everyone = len(ranks) == dist.get_world_size()
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, backend=config, use_local_synchronization=not everyone
+    )
+    return group
 
 
 def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -216,7 +220,7 @@ def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Ten
             tensor.copy_(staged)
 
 
-def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Callable[[], Callable]) -> Callable[[], Any]:
+def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Start) -> Callable[[], Any]:
     """Starts an operation that copies into main memory, which it does on `side`, once `ready` has happened."""
     torch.cuda.set_device(side.device)  # this thread's own, which a stream's context falls back to
     with torch.cuda.stream(side):
@@ -225,7 +229,7 @@ def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Callab
 
 
 def _start_on_stream(
-    side: torch.cuda.Stream, ready: torch.cuda.Event, tensors: list[Tensor], start: Callable[[], Callable]
+    side: torch.cuda.Stream, ready: torch.cuda.Event, tensors: list[Tensor], start: Start
 ) -> torch.cuda.Event:
     """Starts an operation on `side` once `ready` has happened; the event returned follows its end."""
     for tensor in tensors:
@@ -234,4 +238,5 @@ def _start_on_stream(
     with torch.cuda.stream(side):
         side.wait_event(ready)
         start()()  # waiting orders the stream, not the host
-        return side.record_event()
+        ended: torch.cuda.Event = side.record_event()
+        return ended

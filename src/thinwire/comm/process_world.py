@@ -14,14 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .local_world import name_rank
 from .process_group import ProcessGroupCommunicator
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext  # Windows has no fork server
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class ProcessWorld:
     size: int
     timeout_seconds: float = 60.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"ProcessWorld needs at least one worker, got size={self.size}.")
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list:
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
 
         `fn`, `args` and the results must be picklable: a function at the top level of a module.
@@ -64,7 +66,7 @@ class ProcessWorld:
             return _collect([_started(context, stack, arguments) for arguments in start])
 
 
-def worker_context(preloaded: list[str]) -> BaseContext:
+def worker_context(preloaded: list[str]) -> ForkServerContext | SpawnContext:
     """How to start processes: a fork server imports modules once and not once a worker; without one, they are spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -73,7 +75,9 @@ def worker_context(preloaded: list[str]) -> BaseContext:
     return context
 
 
-def _started(context: BaseContext, stack: contextlib.ExitStack, arguments: tuple) -> Connection:
+def _started(
+    context: ForkServerContext | SpawnContext, stack: contextlib.ExitStack, arguments: tuple[Any, ...]
+) -> Connection:
     """The parent's end of a new worker's pipe; leaving the stack ends the worker."""
     parent, child = context.Pipe()
     process = context.Process(target=_work, args=(child, *arguments), daemon=True)
@@ -84,13 +88,13 @@ def _started(context: BaseContext, stack: contextlib.ExitStack, arguments: tuple
     return parent
 
 
-def _collect(connections: list[Connection]) -> list:
+def _collect(connections: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(connections):
-        for connection in wait([c for rank, c in enumerate(connections) if rank not in results]):
-            rank = connections.index(connection)
+        ready = wait([c for rank, c in enumerate(connections) if rank not in results])
+        for rank in [rank for rank, connection in enumerate(connections) if connection in ready]:
             try:
-                succeeded, results[rank] = pickle.loads(connection.recv_bytes())
+                succeeded, results[rank] = pickle.loads(connections[rank].recv_bytes())
             except EOFError:
                 raise RuntimeError(f"rank {rank}: the process died without a word") from None
             if not succeeded:

@@ -20,6 +20,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ class SocketChannel(Channel):
 def open_sockets(
     rank: int,
     peers: Iterable[int],
-    gather: Callable[[list], list],
+    gather: Callable[[list[Any]], list[Any]],
     timeout_seconds: float,
     record: Callable[[int, int, int], None],
 ) -> SocketChannel:
@@ -193,7 +194,7 @@ def open_sockets(
     try:
         with _listen() as listener:
             host, port = listener.getsockname()[:2]
-            addresses = gather([host, port, secret.hex()])
+            addresses: list[tuple[str, int, str]] = gather([host, port, secret.hex()])
             deadline = time.monotonic() + timeout_seconds
             for peer in sorted(set(peers) - higher):
                 sockets[peer] = _connect(rank, peer, *addresses[peer], max(0.01, deadline - time.monotonic()))
@@ -337,4 +338,4 @@ def _discard(connection: socket.socket) -> bool:
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # NumPy's type says so from Python 3.12 on

@@ -55,12 +55,13 @@ class ClipByNorm(Clip):
 
     max_norm: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_positive(self, "max_norm")
 
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
         own = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        return gradient.float() * (self.max_norm / math.sqrt(num_workers) / own).clamp(max=1.0).float()
+        factor: Tensor = self.max_norm / math.sqrt(num_workers) / own
+        return gradient.float() * factor.clamp(max=1.0).float()
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +82,7 @@ class ClipByValue(Clip):
 
     max_value: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_positive(self, "max_value")
 
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
@@ -114,10 +115,11 @@ class ClipValueByGlobalNorm(Clip):
 
     factor: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_positive(self, "factor")
 
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
+        assert norm is not None, "the caller gathers norms, which needs_norms asks for"
         return _clamp_finite(gradient, self.factor * norm)
 
 

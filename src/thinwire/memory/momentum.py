@@ -113,7 +113,7 @@ class MomentumCorrection(Memory):
     masking: bool = True
     clip: Clip | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
             f"MomentumCorrection: momentum must be at least 0 and below 1, got {self.momentum!r}",

@@ -28,7 +28,7 @@ only called with a valid rank and size >= 2. Override ``_validate`` and ``_perio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import fsum
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ class Topology(Algorithm, ABC):
             for own in self._everyone(size)
         )
 
-    def _everyone(self, size: int):
+    def _everyone(self, size: int) -> Iterator[Neighbours]:
         return (self.neighbours(rank, step, size) for step in self.steps(size) for rank in range(size))
 
 

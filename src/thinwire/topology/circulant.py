@@ -6,6 +6,7 @@ All are regular, so uniform weights are doubly stochastic, directed or not.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -42,7 +43,7 @@ def _distinct_groups(topology: Circulant, size: int) -> Groups:
     return groups[:1] if same else groups
 
 
-def distinct(distances, size: int) -> tuple[int, ...]:
+def distinct(distances: Iterable[int], size: int) -> tuple[int, ...]:
     """Distances modulo ``size`` in their order, each once, without 0 (no double edges, no message to oneself)."""
     return tuple(dict.fromkeys(d % size for d in distances if d % size))
 
@@ -54,7 +55,7 @@ def windows(distances: tuple[int, ...], peers: int) -> Groups:
     return tuple(tuple(distances[(step * peers + k) % num_distances] for k in range(peers)) for step in range(period))
 
 
-def both_signs(distances) -> list[int]:
+def both_signs(distances: Iterable[int]) -> list[int]:
     return [signed for d in distances for signed in (d, -d)]
 
 
@@ -171,12 +172,13 @@ class Exponential(Circulant):
         check_peers(self, self.peers)
 
     def _groups(self, size: int) -> Groups:
-        groups, power = [], 1
+        groups: list[tuple[int, ...]] = []
+        power = 1
         while power < size:
             group = [j * power for j in range(1, self.peers + 1)]
-            groups.append(both_signs(group) if self.bidirectional else group)
+            groups.append(tuple(both_signs(group) if self.bidirectional else group))
             power *= self.peers + 1
-        return ([d for group in groups for d in group],) if self.static else groups
+        return (tuple(d for group in groups for d in group),) if self.static else tuple(groups)
 
     def _validate(self, size: int) -> None:
         check_peers_exist(self, self.peers, size - 1, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def draw(topology: Topology, size: int, path: str | Path) -> Path:
     return path
 
 
-def _panels(num_panels: int):
+def _panels(num_panels: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # pyplot would choose a window system
 
     columns = min(num_panels, MAX_COLUMNS)
@@ -70,7 +71,7 @@ def _title(topology: Topology, size: int, num_shown: int, num_steps: int) -> str
     return f"{name}, {size} worker{'s' * (size > 1)}{part}"
 
 
-def _draw_step(axes, topology: Topology, step: int, size: int) -> None:
+def _draw_step(axes: Any, topology: Topology, step: int, size: int) -> None:
     places = _places(topology, size)
     radius = min(0.13, 2.2 / size)
     between, within = links_of(topology, step, size)
@@ -105,7 +106,7 @@ def _curves(places: np.ndarray, links: Links) -> list[np.ndarray]:
     return curves
 
 
-def _draw_links(axes, curves: list[np.ndarray], color: str, arrows_at: float | None = None) -> None:
+def _draw_links(axes: Any, curves: list[np.ndarray], color: str, arrows_at: float | None = None) -> None:
     from matplotlib.collections import LineCollection, PolyCollection
 
     points = max(0.3, 1.3 - len(curves) / 300)
@@ -126,7 +127,7 @@ def _arrow_head(curve: np.ndarray, radius: float) -> np.ndarray:
     return np.stack([tip, tip - way * length + side, tip - way * length - side])
 
 
-def _draw_workers(axes, places: np.ndarray, radius: float) -> None:
+def _draw_workers(axes: Any, places: np.ndarray, radius: float) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from typing import Any
 
 from .base import Neighbours, Topology
 from .undirected import Adjacency, Undirected, adjacency_of, check_weights, unreachable
@@ -92,7 +93,7 @@ class DirectedGraph(Topology):
         _check_edges_fit(self, len(self._receivers), size, self._cut_off)
 
 
-def from_networkx(graph, weights: str = "metropolis") -> Graph | DirectedGraph:
+def from_networkx(graph: Any, weights: str = "metropolis") -> Graph | DirectedGraph:
     """The topology of a networkx graph; its nodes become ranks in the order of ``graph.nodes``.
 
     Directed graphs become a `DirectedGraph`, whose weights are uniform. Loops are left out, since every worker mixes
@@ -115,22 +116,22 @@ def from_networkx(graph, weights: str = "metropolis") -> Graph | DirectedGraph:
     return DirectedGraph(tuple(edges)) if graph.is_directed() else Graph(tuple(edges), weights)
 
 
-def _num_ranks(edges) -> int:
+def _num_ranks(edges: Iterable[tuple[int, int]]) -> int:
     return 1 + max((max(edge) for edge in edges), default=0)
 
 
-def _checked_edges(topology: Topology, edges) -> list[tuple[int, int]]:
+def _checked_edges(topology: Topology, edges: Iterable[Sequence[Any]]) -> list[tuple[int, int]]:
     name = type(topology).__name__
     checked = [tuple(edge) for edge in edges]
     for edge in checked:
-        if len(edge) != 2 or not all(isinstance(rank, Integral) and rank >= 0 for rank in edge):
+        if len(edge) != 2 or not all(isinstance(rank, Integral) and int(rank) >= 0 for rank in edge):
             raise ValueError(f"{name}: an edge is a pair of ranks such as (0, 1), got {edge!r}")
         if edge[0] == edge[1]:
             raise ValueError(f"{name}: leave out the edge {edge!r}; every worker mixes with itself anyhow")
     return [(int(i), int(j)) for i, j in checked]
 
 
-def _check_edges_fit(topology: Topology, num_ranks: int, size: int, cut_off: list[int]) -> None:
+def _check_edges_fit(topology: Graph | DirectedGraph, num_ranks: int, size: int, cut_off: list[int]) -> None:
     name = f"{type(topology).__name__} with {len(topology.edges)} edges"
     if num_ranks != size:
         raise ValueError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf, log
+from typing import Any
 
 from .base import Topology
 from .compose import links_of
 
 
-def facts(topology: Topology, size: int) -> dict[str, object]:
+def facts(topology: Topology, size: int) -> dict[str, Any]:
     """The facts of a topology on ``size`` workers, as plain values.
 
     ``steps_per_tenfold`` is the number of steps that make the disagreement ten times smaller in the long run,
@@ -87,7 +88,7 @@ def _time(period: int) -> str:
     return "static" if period == 1 else f"repeats every {period} steps"
 
 
-def _sums(known: dict[str, object]) -> str:
+def _sums(known: dict[str, Any]) -> str:
     return "doubly stochastic" if known["doubly_stochastic"] else "column-stochastic (use push-sum)"
 
 

@@ -130,7 +130,7 @@ class WattsStrogatz(RandomGraph):
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
-        peers = [set() for _ in range(size)]
+        peers: list[set[int]] = [set() for _ in range(size)]
         for i, j in lattice:
             _connect(peers, i, j)
         for (i, j), moves in zip(lattice, uniform(len(lattice)) < self.rewire, strict=True):

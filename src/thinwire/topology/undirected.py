@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import fsum
-from typing import ClassVar
 
 from .base import Neighbours, Topology
 
@@ -16,7 +15,7 @@ WEIGHTS = ("metropolis", "uniform")
 class Undirected(Topology):
     """A static undirected graph given by the peers of each rank, ``_adjacent(rank, size)``."""
 
-    weights: ClassVar[str] = "uniform"
+    weights: str = "uniform"  # subclasses where degrees differ make it a field
 
     @abstractmethod
     def _adjacent(self, rank: int, size: int) -> Sequence[int]: ...
@@ -40,11 +39,12 @@ def unreachable(adjacency: Sequence[Sequence[int]]) -> list[int]:
     """The ranks that no path from rank 0 reaches."""
     seen, frontier = {0}, [0]
     while frontier:
-        frontier = [peer for rank in frontier for peer in adjacency[rank] if peer not in seen and not seen.add(peer)]
+        frontier = sorted({peer for rank in frontier for peer in adjacency[rank]} - seen)
+        seen.update(frontier)
     return [rank for rank in range(len(adjacency)) if rank not in seen]
 
 
-def adjacency_of(arcs, size: int) -> Adjacency:
+def adjacency_of(arcs: Iterable[tuple[int, int]], size: int) -> Adjacency:
     """The sorted peers that each rank sends to, from pairs (sender, receiver)."""
     peers: list[set[int]] = [set() for _ in range(size)]
     for sender, receiver in arcs:
