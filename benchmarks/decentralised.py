@@ -20,11 +20,11 @@ from thinwire.lab.report import Run
 # What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
 DEFAULTS = ("Mix(Ring())", "PushSum(Ring())", "Choco(Ring())", "DeepSqueeze(Ring())", "PowerGossip(Ring())", "Moniqua(Ring())")
 TUNED = (
-    "Choco(Ring(), gamma=0.5)",
+    "Choco(Ring(), step_size=0.5)",
     "Choco(Ring(), TopK(0.01))",
-    "DeepSqueeze(Ring(), eta=0.05)",
+    "DeepSqueeze(Ring(), step_size=0.05)",
     "PowerGossip(Ring(), iterations=4)",
-    "Moniqua(Ring(), theta=0.25, bits=4, gamma=0.5)",
+    "Moniqua(Ring(), theta=0.25, bits=4, step_size=0.5)",
 )
 REFERENCE = ("Mean()",)
 

@@ -23,6 +23,7 @@ FLOORS = {
     "comm": 2,
     "average": 3,
     "notation": 4,
+    "testing": 5,
     "strategy": 4,
     "integrations": 5,
     "lab.fields": 10,

@@ -8,6 +8,10 @@ from .average import (
     Averager,
     ByName,
     Choco,
+    Clip,
+    ClipByNorm,
+    ClipByValue,
+    ClipValueByGlobalNorm,
     DeepSqueeze,
     Mean,
     Mix,
@@ -48,7 +52,7 @@ from .codec import (
     chain,
 )
 from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
-from .memory import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, ErrorFeedback, Memory, MomentumCorrection
+from .memory import EF21, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse, register
 from .schedule import GeometricWarmup, Progress, Schedule, Values
 from .strategy import (
@@ -119,6 +123,7 @@ __all__ = [
     # memory
     "Memory",
     "ErrorFeedback",
+    "EF21",
     "MomentumCorrection",
     "Clip",
     "ClipByNorm",

@@ -238,8 +238,8 @@ def test_the_recipe_is_its_parts():
     assert tw.dgc(0.01, warmup_epochs=0) == tw.Mean(tw.TopK(0.01), tw.MomentumCorrection())
     full = tw.dgc(tw.Values((0.25, 0.01)), 0.8, True, False, clip=tw.ClipByValue(1.0), bits=4, sample=0.01, min_ndim=0)
     codec = tw.chain(tw.TopK(tw.Values((0.25, 0.01)), sample=0.01), tw.QSGD(bits=4))
-    memory = tw.MomentumCorrection(0.8, nesterov=True, masking=False, clip=tw.ClipByValue(1.0))
-    assert full == tw.Mean(codec, memory, min_ndim=0)
+    memory = tw.MomentumCorrection(0.8, nesterov=True, masking=False)
+    assert full == tw.Mean(codec, memory, min_ndim=0, clip=tw.ClipByValue(1.0))
     for averager in (tw.dgc(), full):
         assert tw.parse(repr(averager)) == averager
     assert tw.parse("dgc(ratio=0.01, bits=4)") == tw.dgc(ratio=0.01, bits=4)

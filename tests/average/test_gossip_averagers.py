@@ -20,10 +20,10 @@ AVERAGERS = [
     tw.PushSum(),
     tw.PushSum(tw.Linear()),
     tw.Choco(),
-    tw.Choco(tw.Torus(), tw.TopK(0.1), gamma=0.2),
-    tw.Choco(tw.Star(), tw.SignNorm(), gamma=0.1),
-    tw.DeepSqueeze(eta=0.05),
-    tw.DeepSqueeze(RING, tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), eta=0.05),
+    tw.Choco(tw.Torus(), tw.TopK(0.1), step_size=0.2),
+    tw.Choco(tw.Star(), tw.SignNorm(), step_size=0.1),
+    tw.DeepSqueeze(step_size=0.05),
+    tw.DeepSqueeze(RING, tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), step_size=0.05),
     tw.PowerGossip(),
     tw.PowerGossip(RING, rank=2, iterations=3),
     tw.PowerGossip(RING, warm_start=False, shared_p=True),
@@ -321,7 +321,7 @@ def test_choco_and_deepsqueeze_follow_their_definitions(codec):
 
 def test_choco_and_deepsqueeze_with_identity_are_mix():
     mixed = estimates(tw.Mix(), 6, 10)
-    for averager in (tw.Choco(RING, tw.Identity(), gamma=1.0), tw.DeepSqueeze(RING, tw.Identity(), eta=1.0)):
+    for averager in (tw.Choco(RING, tw.Identity(), step_size=1.0), tw.DeepSqueeze(RING, tw.Identity(), step_size=1.0)):
         torch.testing.assert_close(estimates(averager, 6, 10), mixed, rtol=0, atol=1e-5)
 
 
@@ -348,7 +348,7 @@ def test_the_default_step_size_is_stable_on_a_ring_of_eight(kind, bound, codec):
         payloads = [codec.encode(y[rank], tw.Key(0, rank, step)) for rank in range(8)]
         c = torch.stack([codec.decode(payload, 200) for payload in payloads])
         memory = memory + c if kind is tw.Choco else y - c
-        x = x + (p @ memory - memory) * averager.gamma if kind is tw.Choco else x + (p @ c - c) * averager.eta
+        x = x + (p @ memory - memory) * averager.step_size if kind is tw.Choco else x + (p @ c - c) * averager.step_size
     assert (x - x.mean(0)).square().sum() < bound * before
 
 
@@ -471,7 +471,7 @@ def test_moniqua_follows_its_definition():
                 theirs = x[i] + (sent[j] - x[i] + modulus / 2) % modulus - modulus / 2
                 change[i] += gamma * p[i, j] * (theirs - own[i]) if i != j else 0.0
         x = x + change
-    error = np.abs(estimates(tw.Moniqua(theta=theta, gamma=gamma), size, 3).numpy() - x)
+    error = np.abs(estimates(tw.Moniqua(theta=theta, step_size=gamma), size, 3).numpy() - x)
     assert (error > 1e-4).mean() < 0.01
 
 
@@ -566,8 +566,8 @@ def test_topologies_that_do_not_suit(averager, message):
         (lambda: tw.Choco(RING, tw.Threshold(0.1)), "vary in size"),
         (lambda: tw.Choco(RING, tw.chain(tw.TopK(0.1), tw.ALQ(bits=2))), "gossip asks neighbours only; use Mean"),
         (lambda: tw.DeepSqueeze(RING, tw.TernGrad(shared=True)), "gossip asks neighbours only; use Mean"),
-        (lambda: tw.Choco(gamma=0.0), "gamma must be above 0 and at most 1, got 0.0"),
-        (lambda: tw.DeepSqueeze(eta=1.5), "eta must be above 0"),
+        (lambda: tw.Choco(step_size=0.0), "step_size must be above 0 and at most 1, got 0.0"),
+        (lambda: tw.DeepSqueeze(step_size=1.5), "step_size must be above 0"),
         (lambda: tw.PowerGossip(rank=0), "rank must be 1 or more"),
         (lambda: tw.PowerGossip(iterations=0), "iterations must be 1 or more"),
         (lambda: tw.PowerGossip(shared_p=True), "add warm_start=False"),

@@ -41,7 +41,7 @@ OTHERS = [
     tw.Mean(tw.QSGD(bits=4), tw.MomentumCorrection(masking=False), exchange="scatter_reduce"),
     tw.PowerSGD(rank=1),
     tw.PowerSGD(rank=4),
-    tw.PowerSGD(rank=2, error_feedback=False),
+    tw.PowerSGD(rank=2, memory=None),
     tw.ByName({"fc*": tw.Mean(tw.TopK(0.1), tw.ErrorFeedback()), "*": tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback())}),
     tw.ByName({"*.weight": tw.PowerSGD(rank=1), "*": tw.Mean()}),
 ]

@@ -95,7 +95,7 @@ def test_memories_of_unlike_workers_do_not_grow():
 
 
 @pytest.mark.parametrize(
-    "averager", [tw.PowerSGD(rank=3), tw.PowerSGD(rank=10**6), tw.PowerSGD(3, error_feedback=False)]
+    "averager", [tw.PowerSGD(rank=3), tw.PowerSGD(rank=10**6), tw.PowerSGD(3, memory=None)]
 )
 def test_matrices_within_the_rank_give_the_exact_mean(averager):
     """Whether P spans their mean (rank 3), or they travel dense because the rank leaves nothing to gain.
@@ -119,7 +119,7 @@ def test_warm_start_converges_to_the_best_approximation():
     u, s, v = torch.linalg.svd(randn(60, 80), full_matrices=False)
     s = torch.cat([torch.tensor([10.0, 8.0, 6.0, 5.0]), torch.linspace(2, 0.1, 56)])
     x = u @ torch.diag(s) @ v
-    averager = tw.PowerSGD(rank=4, error_feedback=False)
+    averager = tw.PowerSGD(rank=4, memory=None)
     results, _ = tw.LocalWorld(2).run(lambda comm: run_steps(comm, averager, lambda *_: [("w", x)], 25))[0]
     errors = [((x - result["w"]).norm() / s[4:].norm()).item() for result in results]
     assert errors[0] > 1.1
@@ -127,7 +127,7 @@ def test_warm_start_converges_to_the_best_approximation():
     torch.testing.assert_close(results[-1]["w"], u[:, :4] @ torch.diag(s[:4]) @ v[:4], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("averager", [tw.PowerSGD(rank=1), tw.PowerSGD(rank=2), tw.PowerSGD(2, error_feedback=False)])
+@pytest.mark.parametrize("averager", [tw.PowerSGD(rank=1), tw.PowerSGD(rank=2), tw.PowerSGD(2, memory=None)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_ledger_holds_the_formula(averager, size):
     """2(W-1)/W * 4 (sum of r(n + m) + dense), in two all-reduces a call."""
@@ -168,7 +168,7 @@ def test_zero_gradients(seen_before):
     def without(rank, step):
         return with_zeros(rank, step if seen_before and step < 2 else step + 2)
 
-    averager = tw.PowerSGD(rank=2, error_feedback=False)
+    averager = tw.PowerSGD(rank=2, memory=None)
     results, state = tw.LocalWorld(2).run(lambda comm: run_steps(comm, averager, with_zeros, 6))[0]
     expected, _ = tw.LocalWorld(2).run(lambda comm: run_steps(comm, averager, without, 4))[0]
     at = 2 if seen_before else 0
@@ -299,7 +299,7 @@ def test_a_state_that_does_not_fit_is_refused():
             return tw.PowerSGD(**options).init([(name, torch.zeros(shape))], comm)
 
         with pytest.raises(ValueError, match="has a memory and this averager has none"):
-            state(error_feedback=False).load_state_dict(state().state_dict())
+            state(memory=None).load_state_dict(state().state_dict())
         with pytest.raises(ValueError, match=r"does not fit this model: \['v', 'w'\]"):
             state("v").load_state_dict(state().state_dict())
         with pytest.raises(ValueError, match="Q of 'w' has 9 rows, expected 8"):

@@ -9,7 +9,7 @@ import thinwire as tw
 
 CODECS = [tw.TopK(0.1), tw.QSGD(bits=2), tw.SignNorm(), tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))]
 
-MEMORIES = [tw.ErrorFeedback(), tw.MomentumCorrection(), tw.MomentumCorrection(0.5, nesterov=True, masking=False)]
+MEMORIES = [tw.ErrorFeedback(), tw.MomentumCorrection(), tw.MomentumCorrection(0.5, nesterov=True, masking=False), tw.EF21()]
 every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 
 
@@ -56,14 +56,14 @@ def test_discard_leaves_memory_as_it_was(memory):
     codec, averaged = tw.TopK(0.1), torch.ones(3)
     state = memory.init([("w", torch.zeros(100))], dense=[("b", torch.zeros(3))])
     send(memory, state, codec, torch.randn(100, generator=torch.Generator().manual_seed(2)))
-    memory.finish_dense(state, "b", averaged)
+    memory.decoded(state, "b", averaged, encoded=False)
     memory.commit(state)
     before = state.state_dict()
     send(memory, state, codec, torch.full((100,), float("inf")))
     assert_same(state.state_dict(), before)
     if memory.needs_support:
         memory.masked(state, "w").zero_()
-    memory.finish_dense(state, "b", torch.full((3,), float("inf")))
+    memory.decoded(state, "b", torch.full((3,), float("inf")), encoded=False)
     memory.discard(state)
     assert_same(state.state_dict(), before)
     memory.commit(state)

@@ -309,7 +309,7 @@ def test_codecs_that_send_everything_mask_everything(codec, exchange):
     "clip", [None, tw.ClipByNorm(1.0), tw.ClipByValue(0.3), tw.ClipValueByGlobalNorm(0.2)], ids=repr
 )
 def test_a_loss_scale_changes_nothing(codec, clip):
-    averager = tw.Mean(codec, MomentumCorrection(clip=clip))
+    averager = tw.Mean(codec, MomentumCorrection(), clip=clip)
     plain = tw.LocalWorld(2).run(lambda comm: train(comm, averager, 8, 0.05))
     scaled = tw.LocalWorld(2).run(lambda comm: train(comm, averager, 8, 0.05, (1024.0, 2.0, 65536.0)))
     for (a, memory_a), (b, memory_b) in zip(plain, scaled, strict=True):
@@ -331,7 +331,7 @@ def test_clips_by_their_definition():
 
 def test_the_global_norm_is_that_of_all_workers():
     """Clipped at factor * sqrt(1/W sum |g_i|^2) of each tensor, seen in what goes into memory."""
-    averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(masking=False, clip=tw.ClipValueByGlobalNorm(0.1)))
+    averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(masking=False), clip=tw.ClipValueByGlobalNorm(0.1))
     assert averager.whole_model
     memories = tw.LocalWorld(3).run(lambda comm: train(comm, averager, 1, 0.05)[1])
     for name in ("w", "v"):
@@ -345,7 +345,7 @@ def test_the_global_norm_is_that_of_all_workers():
     ("build", "message"),
     [
         (lambda: MomentumCorrection(momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
-        (lambda: MomentumCorrection(clip=1.0), "clip must be a clip such as ClipByNorm"),
+        (lambda: tw.Mean(clip=1.0), "clip must be a clip such as ClipByNorm"),
         (lambda: tw.ClipByNorm(0), "ClipByNorm: max_norm must be a positive number, got 0"),
         (lambda: tw.ClipByValue(-1.0), "ClipByValue: max_value must be a positive number"),
         (lambda: tw.ClipValueByGlobalNorm("x"), "factor must be a positive number, got 'x'"),
@@ -361,5 +361,5 @@ def test_mistakes(build, message):
 
 
 def test_it_is_data():
-    memory = MomentumCorrection(0.8, nesterov=True, clip=tw.ClipByNorm(2.0))
+    memory = MomentumCorrection(0.8, nesterov=True)
     assert tw.parse(repr(memory)) == memory == replace(memory)

@@ -3,6 +3,7 @@
 from .base import Averager
 from .by_name import ByName, ByNameState
 from .choco import Choco
+from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .deepsqueeze import DeepSqueeze
 from .dgc import dgc
 from .gossip_base import Gossip, GossipState
@@ -19,6 +20,10 @@ __all__ = [
     "ByName",
     "ByNameState",
     "Choco",
+    "Clip",
+    "ClipByNorm",
+    "ClipByValue",
+    "ClipValueByGlobalNorm",
     "DeepSqueeze",
     "Gossip",
     "GossipState",

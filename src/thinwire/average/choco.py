@@ -50,10 +50,10 @@ class ChocoMemory:
 class Choco(Gossip):
     """CHOCO-Gossip: with the public copies `h_i`, known to i's neighbours, and `s_i = sum_j P_ij h_j`,
 
-        q_i = C(x_i - h_i)   is sent;   h_i += q_i;   s_i += sum_j P_ij q_j;   x_i += gamma (s_i - h_i)
+        q_i = C(x_i - h_i)   is sent;   h_i += q_i;   s_i += sum_j P_ij q_j;   x_i += step_size (s_i - h_i)
 
     Differences shrink as copies catch up, so that even coarse codecs reach the exact mean. The mean over workers is
-    kept. With `Identity()` and gamma 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in
+    kept. With `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in
     one step; memory is two float32 copies of the tensors, whatever the number of neighbours. The topology must be
     static and undirected.
 
@@ -69,30 +69,30 @@ class Choco(Gossip):
     Args:
         topology: who talks to whom.
         codec: what crosses the wire; tensors are its segments.
-        gamma: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
+        step_size: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
             the default is stable on a ring of 8 down to `TopK(0.01)`, where 0.05 diverges slowly; `QSGD(bits=4)`
             takes 0.5 and more, `TopK(0.1)` 0.2.
 
     Raises:
-        ValueError: gamma out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
+        ValueError: step_size out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
             topology.
 
     Source: Koloskova et al. 2019, arXiv 1902.00340; for deep learning arXiv 1907.09356.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.Choco(tw.Ring(), tw.TopK(0.01), gamma=0.02)
+        >>> tw.Choco(tw.Ring(), tw.TopK(0.01), step_size=0.02)
         Choco(codec=TopK(ratio=0.01))
     """
 
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    gamma: float = 0.02
+    step_size: float = 0.02
 
     def __post_init__(self):
         super().__post_init__()
         check_codec(self, self.codec)
-        check_number(self, "gamma", self.gamma)
+        check_number(self, "step_size", self.step_size)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
@@ -117,7 +117,7 @@ class Choco(Gossip):
                 _absorb(state, codec, payload, [(memory.public, 1.0), (memory.weighted_sum, round.self_weight)], change)
                 for peer, theirs in received.items():
                     _absorb(state, codec, theirs, [(memory.weighted_sum, round.receives[peer])], change)
-                return change.add_(memory.weighted_sum - memory.public, alpha=self.gamma)
+                return change.add_(memory.weighted_sum - memory.public, alpha=self.step_size)
 
         return finish
 

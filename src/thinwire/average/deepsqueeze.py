@@ -46,11 +46,11 @@ class DeepSqueezeMemory:
 class DeepSqueeze(Gossip):
     """Error-compensated gossip, with memory `d_i` from zero:
 
-        v_i = x_i + d_i;   C(v_i) is sent;   d_i = v_i - C(v_i);   x_i += eta sum_j P_ij (C(v_j) - C(v_i))
+        v_i = x_i + d_i;   C(v_i) is sent;   d_i = v_i - C(v_i);   x_i += step_size sum_j P_ij (C(v_j) - C(v_i))
 
     The mean over workers is kept. It is the values themselves that are compressed, not their differences, so that the
-    codec's error does not vanish as workers agree: disagreement settles at a level that falls with eta. With
-    `Identity()` and eta 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in one step;
+    codec's error does not vanish as workers agree: disagreement settles at a level that falls with step_size. With
+    `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in one step;
     memory is one float32 copy of the tensors. The topology must be static and undirected.
 
     The codec must lose less than it carries, `E|C(x) - x|^2 < |x|^2`, as sparsifiers, `SignNorm` and fine quantizers
@@ -61,29 +61,29 @@ class DeepSqueeze(Gossip):
     Args:
         topology: who talks to whom.
         codec: what crosses the wire; tensors are its segments.
-        eta: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
+        step_size: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
             the default is stable on a ring of 8 down to `TopK(0.01)`, and `QSGD(bits=4)` takes 0.05 and more.
 
     Raises:
-        ValueError: eta out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
+        ValueError: step_size out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
             topology.
 
     Source: Tang et al. 2019, arXiv 1907.07346.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.DeepSqueeze(tw.Ring(), tw.QSGD(bits=4), eta=0.1)
-        DeepSqueeze(eta=0.1)
+        >>> tw.DeepSqueeze(tw.Ring(), tw.QSGD(bits=4), step_size=0.1)
+        DeepSqueeze(step_size=0.1)
     """
 
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    eta: float = 0.005
+    step_size: float = 0.005
 
     def __post_init__(self):
         super().__post_init__()
         check_codec(self, self.codec)
-        check_number(self, "eta", self.eta)
+        check_number(self, "step_size", self.step_size)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
@@ -108,8 +108,8 @@ class DeepSqueeze(Gossip):
                 change = torch.zeros_like(own)
                 parts = state.layout.split(change)
                 for peer, theirs in received.items():
-                    codec.decode_add(theirs, parts, self.eta * round.receives[peer])
-                codec.decode_add(payload, parts, -self.eta * sum(round.receives.values()))
+                    codec.decode_add(theirs, parts, self.step_size * round.receives[peer])
+                codec.decode_add(payload, parts, -self.step_size * sum(round.receives.values()))
                 return change
 
         return finish

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..algorithm import require
 from ..codec import QSGD, TopK, chain
-from ..memory import Clip, MomentumCorrection
+from ..memory import MomentumCorrection
 from ..schedule import GeometricWarmup, Schedule
+from .clip import Clip
 from .mean import Mean
 
 
@@ -78,7 +79,8 @@ def dgc(
     sparsifier = TopK(ratio, sample=sample)
     return Mean(
         sparsifier if bits is None else chain(sparsifier, QSGD(bits=bits)),
-        MomentumCorrection(momentum, nesterov, masking, clip),
+        MomentumCorrection(momentum, nesterov, masking),
         exchange=exchange,
         min_ndim=min_ndim,
+        clip=clip,
     )

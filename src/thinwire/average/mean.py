@@ -3,7 +3,7 @@
 The path of a gradient through `step` and `wait`:
 
     0. adapt        at some rounds: fit levels to the gradients     codec, workers together
-    1. compensate   add what earlier steps lost                     memory
+    1. compensate   clip; add what earlier steps lost               clip, memory
     2. encode       floats -> bytes                                 codec
     3. exchange     the bytes meet                                  exchange/, communicator
     4. decode       bytes -> floats, added in rank order            codec
@@ -27,6 +27,7 @@ from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve
 from .base import Averager, NamedTensors, check_agreement
+from .clip import Clip, clip_gradients
 from .exchange import (
     EXCHANGES,
     ONE_STEP,
@@ -99,6 +100,8 @@ class Mean(Averager):
         workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" and "auto". None takes what
             the launcher says in LOCAL_WORLD_SIZE; "auto" uses it where all nodes have equally many workers.
 
+        clip: how each worker clips its own gradients first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
+
     Raises:
         ValueError: an unknown word, an all-reduce of payloads that cannot be added, or workers that cannot be split
             into such nodes.
@@ -122,12 +125,17 @@ class Mean(Averager):
     exchange: str = "auto"
     min_ndim: int = 2
     workers_per_node: int | None = None
+    clip: Clip | None = None
 
     def __post_init__(self):
         require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
         require(
             self.memory is None or isinstance(self.memory, Memory),
             f"Mean: memory must be a memory such as ErrorFeedback() or None, got {self.memory!r}",
+        )
+        require(
+            self.clip is None or isinstance(self.clip, Clip),
+            f"Mean: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
         )
         for name, allowed in (("granularity", _GRANULARITIES), ("exchange", ("auto", *EXCHANGES))):
             value = getattr(self, name)
@@ -158,7 +166,7 @@ class Mean(Averager):
 
     @property
     def whole_model(self) -> bool:
-        return self.granularity == "model" or (self.memory is not None and self.memory.whole_model)
+        return self.granularity == "model" or (self.clip is not None and self.clip.needs_norms)
 
     @property
     def has_momentum(self) -> bool:
@@ -210,7 +218,8 @@ class Mean(Averager):
         comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
 
         with state.clock("compensate"):
-            encoded, dense = self._split(self._clipped(state, targets, comm, scale), codec)
+            clipped = targets if self.clip is None else clip_gradients(self.clip, targets, comm, scale)
+            encoded, dense = self._split(clipped, codec)
             x, selection = self._compensate(state, codec, encoded, scale)
         job = Job(
             comm=comm,
@@ -283,16 +292,6 @@ class Mean(Averager):
         parts = list(zip(tensors, is_encoded, strict=True))
         return [pair for pair, yes in parts if yes], [pair for pair, yes in parts if not yes]
 
-    def _clipped(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float) -> NamedTensors:
-        if self.memory is None:
-            return tensors
-
-        def total(x: Tensor) -> Tensor:
-            return comm.all_reduce(x).wait()
-
-        gradients = self.memory.clipped(state.memory, [t for _, t in tensors], scale, total)
-        return [(name, g) for (name, _), g in zip(tensors, gradients, strict=True)]
-
     def _compensate(
         self, state: MeanState, codec: Codec, encoded: NamedTensors, scale: float
     ) -> tuple[list[Tensor], Selection | None]:
@@ -324,8 +323,10 @@ class Mean(Averager):
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
             if self.memory is not None:
+                for (name, _), total in zip(encoded, totals, strict=True):
+                    self.memory.decoded(state.memory, name, total, scale)
                 for (name, _), mean in zip(dense, means, strict=True):
-                    self.memory.finish_dense(state.memory, name, mean, scale)
+                    self.memory.decoded(state.memory, name, mean, scale, encoded=False)
             _store(totals, outs)
             _store(means, dense_outs)
             state.finite = state.finite and finite and kernels.all_finite([dense_total])

@@ -20,7 +20,7 @@ class Moniqua(Gossip):
         c_i = Q(x_i mod B)                           is sent: `bits` bits an element
         x^_j - x_i = (c_j - x_i) mod B               what i recovers of its neighbour j
         x^_i - x_i = c_i - (x_i mod B)               what i's neighbours recover of i
-        x_i += gamma sum_j P_ij (x^_j - x^_i)
+        x_i += step_size sum_j P_ij (x^_j - x^_i)
 
     where `mod B` takes values in [-B/2, B/2). Q rounds to the `2^bits` levels evenly spaced from -B/2 to B/2, at
     random and unbiased, so `|Q(y) - y| <= delta B` with `delta = 1 / (2^bits - 1)`: 1/3 for 2 bits, where B is 6 theta.
@@ -28,8 +28,8 @@ class Moniqua(Gossip):
 
     Check: where theta holds, `|x^_j - x_j| <= delta B`, all recover the same, and the mean over workers is kept. Where
     it does not hold, differences are off by multiples of B, and nothing tells: give theta some room. Errors do not
-    vanish as workers agree: disagreement settles at a level that grows with gamma and theta, which is why gamma (the
-    slack matrix `gamma P + (1 - gamma) I` of the paper) is below 1 by default. At 2 bits gamma 1 outgrows any theta.
+    vanish as workers agree: disagreement settles at a level that grows with step_size and theta. So step_size (the slack
+    matrix `step_size P + (1 - step_size) I` of the paper) is below 1 by default. At 2 bits, 1 outgrows any theta.
 
     A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour, in one step: B/2 as a float32, then the codes
     of all tensors and of B/2 itself. There is no memory. Any doubly stochastic topology serves. A vector with a NaN or
@@ -39,7 +39,7 @@ class Moniqua(Gossip):
         topology: who talks to whom.
         theta: bound on the difference between neighbours in any element; lower => more precise, until it is wrong.
         bits: bits an element, 2 to 8; lower => smaller messages, coarser.
-        gamma: step size in (0, 1]; higher => faster, and noisier.
+        step_size: step size in (0, 1]; higher => faster, and noisier.
 
     Raises:
         ValueError: a field out of range; in `init`, a topology that does not keep the mean.
@@ -56,7 +56,7 @@ class Moniqua(Gossip):
     topology: Topology = field(default_factory=Ring)
     theta: float = 1.0
     bits: int = 2
-    gamma: float = 0.1
+    step_size: float = 0.1
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,7 +68,7 @@ class Moniqua(Gossip):
             isinstance(self.bits, int) and 2 <= self.bits <= 8,
             f"Moniqua: bits must be an integer from 2 to 8, got {self.bits!r}; at 1 bit rounding exceeds the modulus",
         )
-        check_number(self, "gamma", self.gamma)
+        check_number(self, "step_size", self.step_size)
 
     @property
     def num_steps(self) -> int:
@@ -103,7 +103,7 @@ class Moniqua(Gossip):
                 own_error = self._decode(payload, own.numel()) - wrapped
                 for peer, theirs in received.items():
                     difference = self._wrap(self._decode(theirs, own.numel()) - own) - own_error
-                    change.add_(difference, alpha=self.gamma * round.receives[peer])
+                    change.add_(difference, alpha=self.step_size * round.receives[peer])
                 return change
 
         return finish

@@ -31,11 +31,9 @@ from ..algorithm import require
 from ..clock import Clock
 from ..codec import Key
 from ..comm import Communicator, Handle
-from ..memory import ErrorFeedback, ErrorFeedbackState
+from ..memory import ErrorFeedback, Memory
 from ..schedule import Progress, Schedule, resolve
 from .base import Averager, NamedTensors, check_agreement
-
-_MEMORY = ErrorFeedback()
 
 
 @dataclass
@@ -43,7 +41,7 @@ class PowerSGDState:
     """What changes while `PowerSGD` runs. `q` holds Q' (r, m) of each matrix, its rows scaled to a peak of 1."""
 
     seed: int
-    memory: ErrorFeedbackState | None
+    memory: Any
     q: dict[str, Tensor]
     pending_q: dict[str, Tensor] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
@@ -109,10 +107,11 @@ class PowerSGD(Averager):
     Args:
         rank: r, columns of P and Q; higher => more bytes, better approximation. May be a schedule of integers: where it
             falls, Q loses its last columns; where it rises, new ones are drawn. A huge rank sends everything dense.
-        error_feedback: whether what was lost is added to the next gradient. Costs two float32 copies of the matrices.
+        memory: what happens to what a worker did not send, such as `ErrorFeedback()`; None forgets it. It sees the
+            matrices only. A memory with momentum is refused.
 
     Raises:
-        ValueError: rank is no positive integer.
+        ValueError: rank is no positive integer, or memory is no memory without momentum.
 
     Source: Vogels et al. 2019, PowerSGD, arXiv 1905.13727.
 
@@ -130,12 +129,16 @@ class PowerSGD(Averager):
     """
 
     rank: int | Schedule = 4
-    error_feedback: bool = True
+    memory: Memory | None = field(default_factory=ErrorFeedback)
 
     def __post_init__(self):
         require(
             isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
             f"PowerSGD: rank must be a positive integer, got {self.rank!r}",
+        )
+        require(
+            self.memory is None or (isinstance(self.memory, Memory) and not self.memory.has_momentum),
+            f"PowerSGD: memory must be a memory without momentum, such as ErrorFeedback(), or None, got {self.memory!r}",
         )
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> PowerSGDState:
@@ -143,7 +146,7 @@ class PowerSGD(Averager):
         matrices = [(name, t) for name, t in tensors if _gains(t, rank=1)]
         return PowerSGDState(
             seed=seed,
-            memory=_MEMORY.init(matrices) if self.error_feedback else None,
+            memory=None if self.memory is None else self.memory.init(matrices, num_workers=comm.size),
             q={name: torch.empty(0, _columns(t), device=t.device) for name, t in matrices},
         )
 
@@ -161,22 +164,25 @@ class PowerSGD(Averager):
         finite = state.finite
         if finite:
             state.q.update(state.pending_q)
-        if finite and state.memory is not None:
-            _MEMORY.commit(state.memory)
+        if finite and self.memory is not None:
+            self.memory.commit(state.memory)
         self.discard(state)
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return finite
 
     def discard(self, state: PowerSGDState) -> None:
-        if state.memory is not None:
-            _MEMORY.discard(state.memory)
+        if self.memory is not None:
+            self.memory.discard(state.memory)
         state.pending_q.clear()
         state.finite = True
 
     def _compensate(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Item:
         """Float32 and contiguous: memory's buffer where there is one, the tensor itself where possible."""
-        remembers = state.memory is not None and name in state.q
-        x = _MEMORY.compensate(state.memory, name, t, scale) if remembers else t.to(torch.float32).contiguous()
+        remembers = self.memory is not None and name in state.q
+        if self.memory is not None and remembers:
+            x = self.memory.compensate(state.memory, name, t, scale)
+        else:
+            x = t.to(torch.float32).contiguous()
         return _Item(name, x.view(-1, _columns(t)), t, scale if remembers else 1.0, remembers)
 
     def _finish(self, state: PowerSGDState, items: list[_Item], comm: Communicator) -> None:
@@ -201,6 +207,9 @@ class PowerSGD(Averager):
                 _store_product(i.target, i.p, q * (i.scale / comm.size))
             for i, total in zip(dense, sums[len(matrices) :], strict=True):
                 i.target.copy_((total * (i.scale / comm.size)).view(i.target.shape))
+            if self.memory is not None:
+                for i in (i for i in items if i.remembers):
+                    self.memory.decoded(state.memory, i.name, i.target, scale=i.scale)
             state.finite = state.finite and kernels.all_finite([i.target for i in items])
 
 

@@ -1,15 +1,13 @@
 """Memory: what happens to what was lost. `base` has the contract; one algorithm, one file."""
 
 from .base import Memory
-from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
+from .ef21 import EF21, EF21State
 from .error_feedback import ErrorFeedback, ErrorFeedbackState
 from .momentum import MomentumCorrection, MomentumState
 
 __all__ = [
-    "Clip",
-    "ClipByNorm",
-    "ClipByValue",
-    "ClipValueByGlobalNorm",
+    "EF21",
+    "EF21State",
     "ErrorFeedback",
     "ErrorFeedbackState",
     "Memory",

@@ -1,29 +1,30 @@
-"""Memory: what happens to what was lost, and what is remembered between steps.
+"""Memory: what a worker keeps of the values that its payloads did not carry.
 
-The contract. `compensate(state, name, gradient, scale)` returns what should be sent: a flat float32 buffer that the
-state owns. The averager encodes it with itself as the residual, so that afterwards it holds what the payload failed to
-carry. Nothing has changed yet: memory is transactional. `commit(state)` makes what was lost the new memory of every
-tensor compensated since the last commit; `discard(state)` forgets it and leaves memory as it was. So a step in which
-any worker met an infinite gradient leaves no trace.
+The contract of a round:
 
-Momentum. A memory with `has_momentum` applies the optimizer's momentum itself, before gradients are encoded, and the
-averager does four things more for it:
+    compensate    the values to send, made of the gradient and of memory      before encode
+    decoded       may turn the decoded mean into the result                   after decode, optional
+    commit        keep what this round changed                                at the end, if all results are finite
+    discard       forget what this round changed                              at the end otherwise
 
-    clipped       what gradients become before they are used                          before compensate
-    masked        a buffer of memory is zeroed wherever something of a tensor is sent  after encode
-    finish_dense  tensors that travelled dense get ordinary momentum                  after decode
-    dense rounds  a lossless codec sends nothing encoded: all tensors travel dense
+`compensate(state, name, gradient, scale)` returns a flat float32 buffer that the state owns. The averager encodes this
+buffer with itself as the residual: afterwards it holds what the payload did not carry. Memory changes in `commit` only,
+so a round in which any worker meets an infinite gradient leaves no trace.
 
-Units. Under a loss scaler the gradient arrives multiplied by `scale`; memory is kept unscaled, and so is what
-`compensate` returns, so that a change of the loss scale in between does no harm.
+Momentum. A memory with `has_momentum` applies the optimizer's momentum before gradients are encoded. Where it
+`needs_support`, the averager zeroes the buffer `masked` at every position that was sent. A lossless codec encodes
+nothing for such a memory: all tensors travel dense, and `decoded` applies momentum to their mean.
 
-Memory is keyed by parameter name.
+Units. Under a loss scaler gradients arrive multiplied by `scale`. Memory and what `compensate` returns are unscaled, so
+the loss scale may change between rounds.
+
+Memory is keyed by parameter name. The guide's page "Add a memory" writes one in four steps.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,14 +36,9 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 class Memory(Algorithm, ABC):
-    """See the module's text for the contract."""
+    """What a worker remembers between rounds; the text of this module is the contract."""
 
     has_momentum: ClassVar[bool] = False
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether it needs the gradients of the whole model at once."""
-        return False
 
     @property
     def needs_support(self) -> bool:
@@ -65,12 +61,6 @@ class Memory(Algorithm, ABC):
     def discard(self, state: Any) -> None:
         """Forget what was lost since the last commit."""
 
-    def clipped(
-        self, state: Any, gradients: list[Tensor], scale: float, all_reduce: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """The gradients to use instead of these; `all_reduce` sums a float32 vector over all workers, and blocks."""
-        return gradients
-
     def compensate_topk(
         self, state: Any, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor]] | None:
@@ -86,8 +76,18 @@ class Memory(Algorithm, ABC):
         returned for `name`."""
         return None
 
-    def finish_dense(self, state: Any, name: str, averaged: Tensor, scale: float = 1.0) -> None:
-        """Turn the dense mean of a tensor's gradients, multiplied by the loss scale, into its update, in place."""
+    def decoded(self, state: Any, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
+        """Turn the decoded mean over all workers into the result, in place; by default the mean is the result.
+
+        Called once per tensor and round, after decoding and before `commit`. Keep what changes pending until `commit`.
+
+        Args:
+            state: this worker's memory.
+            name: of the tensor.
+            mean: float32 in the tensor's shape, the same bits on all workers.
+            scale: the loss scale that `mean` is multiplied by.
+            encoded: whether the tensor came through `compensate` and the codec; False if it travelled dense.
+        """
 
 
 def load_buffers(buffers: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:

@@ -12,7 +12,6 @@ gets the averaged result applies no momentum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
-from .clip import Clip
 
 
 @dataclass
@@ -44,12 +42,10 @@ class MomentumState:
     """What momentum correction keeps, by parameter name, in unscaled units.
 
     Args:
-        num_workers: W.
         momentum: u of every tensor.
         velocity: v of those that are encoded.
     """
 
-    num_workers: int
     momentum: dict[str, Pair]
     velocity: dict[str, Pair] = field(default_factory=dict)
 
@@ -86,8 +82,6 @@ class MomentumCorrection(Memory):
         nesterov: which of the two forms.
         masking: whether u becomes 0 at every coordinate that was sent, which stops stale momentum. With a codec that
             sends every coordinate, such as `QSGD`, that is all of u: use `masking=False` there.
-        clip: how this worker's gradients are clipped first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or
-            None.
 
     Raises:
         ValueError: a value out of range.
@@ -111,42 +105,19 @@ class MomentumCorrection(Memory):
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
-    clip: Clip | None = None
 
     def __post_init__(self) -> None:
         require(
             isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
             f"MomentumCorrection: momentum must be at least 0 and below 1, got {self.momentum!r}",
         )
-        require(
-            self.clip is None or isinstance(self.clip, Clip),
-            f"MomentumCorrection: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
-        )
-
-    @property
-    def whole_model(self) -> bool:
-        return self.clip is not None and self.clip.needs_norms
 
     @property
     def needs_support(self) -> bool:
         return self.masking
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> MomentumState:
-        return MomentumState(num_workers, momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
-
-    def clipped(
-        self, state: MomentumState, gradients: list[Tensor], scale: float, all_reduce: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        if self.clip is None or not gradients:
-            return gradients
-        norms: list[float | None] = [None] * len(gradients)
-        unscaled = [g.float() / scale for g in gradients]
-        if self.clip.needs_norms:
-            # Squares in units of 1/W, so that the sum over workers overflows no sooner than one of them.
-            squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / state.num_workers for g in unscaled]
-            norms = all_reduce(torch.stack(squares).float()).double().sqrt().tolist()
-        clipped = [self.clip.apply(g, state.num_workers, n) for g, n in zip(unscaled, norms, strict=True)]
-        return [g * scale for g in clipped]
+        return MomentumState(momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
 
     def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         kernels.momentum.correct(self._buffers(state, [name], [gradient]), self._rule(scale))
@@ -162,9 +133,12 @@ class MomentumCorrection(Memory):
     def masked(self, state: MomentumState, name: str) -> Tensor | None:
         return state.momentum[name].spare if self.masking else None
 
-    def finish_dense(self, state: MomentumState, name: str, averaged: Tensor, scale: float = 1.0) -> None:
+    def decoded(self, state: MomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
+        """Apply ordinary momentum to the mean of a tensor that travelled dense."""
+        if encoded:
+            return
         u = state.momentum[name]
-        g = averaged.reshape(-1).float() / scale
+        g = mean.reshape(-1).float() / scale
         if self.nesterov:
             torch.mul(u.kept + g, self.momentum, out=u.spare)
             update = u.spare + g
@@ -172,7 +146,7 @@ class MomentumCorrection(Memory):
             torch.add(u.kept * self.momentum, g, out=u.spare)
             update = u.spare
         u.is_pending = True
-        averaged.copy_((update * scale).view(averaged.shape))
+        mean.copy_((update * scale).view(mean.shape))
 
     def commit(self, state: MomentumState) -> None:
         for pair in state.pairs().values():

@@ -22,7 +22,7 @@ def test_rows_of_a_known_graph(tmp_path, capsys):
     """One peer a round on the exponential graph of 8: the mean after three rounds, n m floats a message."""
     file, figure = tmp_path / "rows.json", tmp_path / "error.svg"
     returned = ConsensusBench(
-        averager=("Mix(Exponential())", "Choco(gamma=0.5)"), rounds=4, shape=(6, 5), json=file, figure=figure
+        averager=("Mix(Exponential())", "Choco(step_size=0.5)"), rounds=4, shape=(6, 5), json=file, figure=figure
     ).run()
     rows = json.loads(file.read_text())
     assert rows == returned and all(list(row) == COLUMNS for row in rows)
@@ -32,11 +32,11 @@ def test_rows_of_a_known_graph(tmp_path, capsys):
     x = torch.stack([start_values("normal", (6, 5), rank, 8) for rank in range(8)]).double()
     assert mix[0]["squared_error"] == pytest.approx((x - x.mean(0)).square().sum().item() / 8, rel=1e-6)
     assert mix[2]["squared_error"] > 0.01 and mix[3]["squared_error"] < 1e-11
-    assert {row["averager"] for row in choco} == {"Choco(gamma=0.5)"} and choco[0]["step_size"] == 0.5
+    assert {row["averager"] for row in choco} == {"Choco(step_size=0.5)"} and choco[0]["step_size"] == 0.5
     assert mix[0]["step_size"] is None and choco[0]["squared_error"] == mix[0]["squared_error"]
     assert "<svg" in figure.read_text()
     printed = capsys.readouterr().out
-    assert "consensus: step 8/8" in printed and "Choco(gamma=0.5), step size 0.5" in printed
+    assert "consensus: step 8/8" in printed and "Choco(step_size=0.5), step size 0.5" in printed
 
 
 def test_processes_do_what_threads_do(capsys):
@@ -69,8 +69,8 @@ def test_a_process_that_dies_ends_the_world():
 
 def test_every_step_size_is_tried_where_there_is_one():
     sizes = (0.1, 0.5)
-    assert candidates(tw.DeepSqueeze(eta=0.2), sizes) == [tw.DeepSqueeze(eta=0.1), tw.DeepSqueeze(eta=0.5)]
-    assert candidates(tw.Moniqua(), sizes) == [tw.Moniqua(gamma=0.1), tw.Moniqua(gamma=0.5)]
+    assert candidates(tw.DeepSqueeze(step_size=0.2), sizes) == [tw.DeepSqueeze(step_size=0.1), tw.DeepSqueeze(step_size=0.5)]
+    assert candidates(tw.Moniqua(), sizes) == [tw.Moniqua(step_size=0.1), tw.Moniqua(step_size=0.5)]
     assert candidates(tw.PowerGossip(), sizes) == [tw.PowerGossip(step_size=0.1), tw.PowerGossip(step_size=0.5)]
     assert candidates(tw.PushSum(), sizes) == [tw.PushSum()]
     assert candidates(tw.Choco(), ()) == [tw.Choco()]
@@ -113,8 +113,8 @@ def test_start_values(data):
     [
         (["--averager", "Mx()"], "did you mean 'Mix'"),
         (["--averager", "Ring()"], "'Ring()' is no averager"),
-        (["--averager", "Choco(gamma=2.0)"], "gamma must be above 0 and at most 1, got 2.0"),
-        (["--step-sizes", "2.0"], "gamma must be above 0"),
+        (["--averager", "Choco(step_size=2.0)"], "step_size must be above 0 and at most 1, got 2.0"),
+        (["--step-sizes", "2.0"], "step_size must be above 0"),
         (["--averager", "Mix(DirectedRing())", "PowerGossip(Exponential())"], "must not change with time"),
         (["--averager", "Mix(Torus())", "--workers", "7"], "7 is prime"),
         (["--workers", "1"], "workers must be 2 or more, got 1"),

@@ -48,7 +48,7 @@ def everything(tmp_path_factory) -> Path:
     write_run(folder / "runs" / "broken <b>", averager=SPARSE, seed=7)
     (folder / "runs" / "broken <b>" / "summary.json").unlink()
     rows = [
-        {"averager": f"Choco(gamma={g})", "step_size": g, "round": k, "bits_sent": 1e6 * k, "squared_error": rate**k}
+        {"averager": f"Choco(step_size={g})", "step_size": g, "round": k, "bits_sent": 1e6 * k, "squared_error": rate**k}
         for g, rate in ((0.5, 0.5), (1.0, 0.1))
         for k in range(8)
     ]

@@ -43,7 +43,7 @@ SPARSE = "Mean(chain(TopK(0.05), QSGD(bits=4)), ErrorFeedback())"
 STRATEGIES: dict[str, dict[str, object]] = {
     "gradients": {"averager": SPARSE},
     "gradients-adaptive": {"averager": "Mean(ALQ(bits=3, update_steps=(1, 2)))"},
-    "gossip": {"averager": "Choco(Ring(), TopK(0.1), gamma=0.5)"},
+    "gossip": {"averager": "Choco(Ring(), TopK(0.1), step_size=0.5)"},
     "gossip-overlap": {"averager": "PushSum(Exponential())", "overlap": True, "staleness": 1},
     "local-updates": {"averager": SPARSE},
 }

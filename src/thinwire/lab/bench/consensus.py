@@ -27,7 +27,7 @@ from ..report.consensus import best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
-STEP_SIZES = ("gamma", "eta", "step_size")  # what the methods call it
+STEP_SIZE = "step_size"  # the field of the averagers that have one
 DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
 
 Row = dict[str, Any]
@@ -49,7 +49,7 @@ class ConsensusBench:
     shape: tuple[int, int] = (64, 64)
     """Rows and columns of each worker's matrix; digits have 64 columns."""
     step_sizes: tuple[float, ...] = ()
-    """Step sizes to try with every averager that has one (gamma, eta or step_size), instead of its own."""
+    """Step sizes to try with every averager that has one (`step_size`), instead of its own."""
     target: float = 1e-4
     """Which part of the squared error at the start is to remain; bits until then are compared."""
     every: int = 1
@@ -108,7 +108,7 @@ def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager
     Example:
         >>> import thinwire as tw
         >>> candidates(tw.Choco(), [0.1, 0.5]), candidates(tw.Mix(), [0.1, 0.5])
-        ([Choco(gamma=0.1), Choco(gamma=0.5)], [Mix()])
+        ([Choco(step_size=0.1), Choco(step_size=0.5)], [Mix()])
     """
     name = _step_size_field(averager)
     if name is None or not step_sizes:
@@ -117,7 +117,7 @@ def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager
 
 
 def _step_size_field(averager: Averager) -> str | None:
-    return next((field.name for field in dataclasses.fields(averager) if field.name in STEP_SIZES), None)
+    return STEP_SIZE if STEP_SIZE in {field.name for field in dataclasses.fields(averager)} else None
 
 
 def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) -> list[list[Row]]:

@@ -14,10 +14,10 @@ _METHODS = {
     "dpsgd": ("D-PSGD: models, averaged with those of both neighbours", "Mix(Ring())", None),
     "powergossip": ("differences along edges, rank 1", "PowerGossip(Ring())", None),
     "powergossip-2it": ("likewise, two iterations a step", "PowerGossip(Ring(), iterations=2)", None),
-    "choco": ("CHOCO, signs of differences, tuned", "Choco(Ring(), SignNorm(), gamma=0.45)", 1.6),
-    "choco-topk": ("CHOCO, top 1 % of differences, tuned", "Choco(Ring(), TopK(0.01), gamma=0.0375)", None),
-    "deepsqueeze": ("DeepSqueeze, signs of models, tuned", "DeepSqueeze(Ring(), SignNorm(), eta=0.01)", 0.48),
-    "moniqua": ("Moniqua, 2 bits modulo a bound, tuned", "Moniqua(Ring(), theta=0.25, bits=2, gamma=0.005)", 0.4),
+    "choco": ("CHOCO, signs of differences, tuned", "Choco(Ring(), SignNorm(), step_size=0.45)", 1.6),
+    "choco-topk": ("CHOCO, top 1 % of differences, tuned", "Choco(Ring(), TopK(0.01), step_size=0.0375)", None),
+    "deepsqueeze": ("DeepSqueeze, signs of models, tuned", "DeepSqueeze(Ring(), SignNorm(), step_size=0.01)", 0.48),
+    "moniqua": ("Moniqua, 2 bits modulo a bound, tuned", "Moniqua(Ring(), theta=0.25, bits=2, step_size=0.005)", 0.4),
 }
 """End of the name -> what is sent, averager, and the learning rate of all workers together, if not the task's own."""
 

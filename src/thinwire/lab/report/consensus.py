@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FLOOR = 1e-13  # of the relative error: below it float32 has nothing to say
-STEP_SIZE = r"(?:gamma|eta|step_size)=[^,()]+"  # as an averager's repr has it
+STEP_SIZE = r"step_size=[^,()]+"  # as an averager's repr has it
 
 Row = Mapping[str, Any]
 

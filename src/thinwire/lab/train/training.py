@@ -155,5 +155,5 @@ def check_clipping(config: RunConfig) -> None:
     require(
         config.clip_norm is None or not adds_up,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has added up already; "
-        "leave it out and clip there: MomentumCorrection(clip=ClipByNorm(...))",
+        "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
     )

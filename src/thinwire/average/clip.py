@@ -1,4 +1,4 @@
-"""Local gradient clipping: what one worker does to its gradients before they enter memory.
+"""Local gradient clipping: the first stage of `Mean`, before gradients enter memory.
 
 A sum of many accumulated gradients may explode where a single one does not, so Deep Gradient Compression clips before
 it accumulates. Clips see unscaled gradients, one tensor at a time. An element that is not finite never becomes finite.
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..algorithm import Algorithm, require
+from ..comm import Communicator
+from .base import NamedTensors
 
 
 class Clip(Algorithm, ABC):
@@ -121,6 +123,27 @@ class ClipValueByGlobalNorm(Clip):
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
         assert norm is not None, "the caller gathers norms, which needs_norms asks for"
         return _clamp_finite(gradient, self.factor * norm)
+
+
+def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale: float) -> NamedTensors:
+    """The clipped gradients, new tensors; with `needs_norms` one all-reduce of a float32 for each tensor.
+
+    Args:
+        clip: the rule.
+        tensors: this worker's gradients, multiplied by the loss scale.
+        comm: all workers.
+        scale: the loss scale; the rule sees unscaled gradients.
+    """
+    if not tensors:
+        return tensors
+    norms: list[float | None] = [None] * len(tensors)
+    unscaled = [t.float() / scale for _, t in tensors]
+    if clip.needs_norms:
+        # Squares in units of 1/W, so that the sum over workers overflows no sooner than one of them.
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / comm.size for g in unscaled]
+        norms = comm.all_reduce(torch.stack(squares).float()).wait().double().sqrt().tolist()
+    clipped = [clip.apply(g, comm.size, norm) * scale for g, norm in zip(unscaled, norms, strict=True)]
+    return [(name, g) for (name, _), g in zip(tensors, clipped, strict=True)]
 
 
 def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:

@@ -1,0 +1,108 @@
+"""The conformance suite of averagers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..average import Averager
+from ..comm import Communicator, LocalWorld
+from ..notation import parse
+
+SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
+
+
+def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named: bool = True) -> None:
+    """Hold an averager to the contract of `thinwire.average.base`.
+
+    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and brings workers closer. Rounds
+    repeat with the same bits; a saved state goes on with the same bits; a round with an infinity is reported by
+    `commit` on the workers that it reached.
+
+    Args:
+        averager: to be checked.
+        sizes: numbers of workers; those that its topology suits.
+        named: whether `parse(repr(averager))` must give it back.
+
+    Raises:
+        AssertionError: a promise is broken.
+
+    Example:
+        >>> import thinwire as tw
+        >>> from thinwire.testing import check_averager
+        >>> check_averager(tw.Mean(tw.TopK(0.1), tw.ErrorFeedback()), sizes=(2,))
+    """
+    if named:
+        assert parse(repr(averager)) == averager, f"parse({averager!r}) gives another averager"
+    for size in sizes:
+        world = LocalWorld(size)
+        plain = world.run(_rounds, averager, None)
+        again = world.run(_rounds, averager, None)
+        resumed = world.run(_rounds, averager, 3)
+        for rank in range(size):
+            assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
+            assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
+        if averager.gives_one_mean:
+            for rank in range(size):
+                assert _same(plain[rank], plain[0]), f"{averager}: rank {rank} of {size} has other bits than rank 0"
+            assert not any(world.run(_infinite, averager)), f"{averager}, {size} workers: an infinity was committed"
+        else:
+            _check_gossip(averager, world.run(_gossip, averager))
+
+
+def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> None:
+    before, after = (torch.stack(list(side)) for side in zip(*results, strict=True))
+    drift = (after.mean(0) - before.mean(0)).abs().max().item()
+    assert drift <= 1e-3, f"{averager}: the mean over {len(results)} workers moved by {drift}"
+    spread = [(x - x.mean(0)).norm().item() for x in (before, after)]
+    assert spread[1] <= spread[0], f"{averager}: workers moved apart, from {spread[0]} to {spread[1]}"
+
+
+def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> list[Tensor]:
+    tensors = _tensors(comm.rank, 0)
+    state = averager.init(tensors, comm, seed=5)
+    for step in range(6):
+        if step == resume_at:
+            saved = state.state_dict()
+            state = averager.init(tensors, comm, seed=5)
+            state.load_state_dict(saved)
+        for (_, t), (_, value) in zip(tensors, _tensors(comm.rank, step), strict=True):
+            if averager.gives_one_mean or step == 0:
+                t.copy_(value)
+        averager.step(state, tensors, comm).wait()
+        assert averager.commit(state), f"{averager}: a finite round is called not finite"
+    return [t for _, t in tensors]
+
+
+def _infinite(comm: Communicator, averager: Averager) -> bool:
+    tensors = _tensors(comm.rank, 0)
+    state = averager.init(tensors, comm)
+    if comm.rank == comm.size - 1:
+        tensors[0][1][3, 3] = float("inf")
+    averager.step(state, tensors, comm).wait()
+    return averager.commit(state)
+
+
+def _gossip(comm: Communicator, averager: Averager) -> tuple[Tensor, Tensor]:
+    tensors = _tensors(comm.rank, 0)
+    state: Any = averager.init(tensors, comm)
+    before = _flat(tensors)
+    for _ in range(40):
+        averager.step(state, tensors, comm).wait()
+        averager.commit(state)
+    return before, _flat(tensors) * averager.debias_factor(state)
+
+
+def _flat(tensors: list[tuple[str, Tensor]]) -> Tensor:
+    return torch.cat([t.reshape(-1) for _, t in tensors])
+
+
+def _tensors(rank: int, step: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))

@@ -1,0 +1,88 @@
+"""The conformance suite of memories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Codec, Key, TopK
+from ..memory import Memory
+from ..notation import parse
+
+NUMEL = 100
+
+
+def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -> None:
+    """Hold a memory to the contract of `thinwire.memory.base`.
+
+    `compensate` leaves the gradient as it is; a discarded round, with infinities in it, leaves no trace; a saved state
+    goes on with the same bits; a loss scale that is a power of two changes nothing.
+
+    Args:
+        memory: to be checked.
+        codec: what the values are sent with; lossy.
+        named: whether `parse(repr(memory))` must give it back.
+
+    Raises:
+        AssertionError: a promise is broken.
+
+    Example:
+        >>> import thinwire as tw
+        >>> from thinwire.testing import check_memory
+        >>> check_memory(tw.ErrorFeedback())
+    """
+    if named:
+        assert parse(repr(memory)) == memory, f"parse({memory!r}) gives another memory"
+    plain, state = _rounds(memory, codec, _init(memory), range(6))
+
+    before = state.state_dict()
+    _round(memory, codec, state, torch.full((NUMEL,), float("inf")), step=6)
+    assert _equal(state.state_dict(), before), f"{memory}: memory changed before commit"
+    memory.discard(state)
+    assert _equal(state.state_dict(), before), f"{memory}: a discarded round left a trace"
+    memory.commit(state)
+    assert _equal(state.state_dict(), before), f"{memory}: commit after discard changed memory"
+
+    first, saved = _rounds(memory, codec, _init(memory), range(3))
+    resumed = _init(memory)
+    resumed.load_state_dict(saved.state_dict())
+    rest, _ = _rounds(memory, codec, resumed, range(3, 6))
+    assert all(map(torch.equal, first + rest, plain)), f"{memory}: a restored state goes on differently"
+
+    scaled, _ = _rounds(memory, codec, _init(memory), range(6), scale=1024.0)
+    assert all(map(torch.equal, scaled, plain)), f"{memory}: the loss scale changes results"
+
+
+def _init(memory: Memory) -> Any:
+    return memory.init([("w", torch.zeros(NUMEL))])
+
+
+def _rounds(
+    memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0
+) -> tuple[list[Tensor], Any]:
+    results = []
+    for step in steps:
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step)) * scale
+        results.append(_round(memory, codec, state, gradient, step, scale))
+        memory.commit(state)
+    return results, state
+
+
+def _round(memory: Memory, codec: Codec, state: Any, gradient: Tensor, step: int, scale: float = 1.0) -> Tensor:
+    """The unscaled result of a round of one worker."""
+    before = gradient.clone()
+    x = memory.compensate(state, "w", gradient, scale)
+    assert torch.equal(gradient, before), f"{memory}: compensate changed the gradient"
+    assert x.dtype == torch.float32 and x.shape == (NUMEL,), f"{memory}: compensate returns a flat float32 buffer"
+    payload = codec.encode(x, Key(step=step), x)
+    mean = codec.decode(payload, NUMEL)
+    assert isinstance(mean, Tensor)
+    mean *= scale
+    memory.decoded(state, "w", mean, scale)
+    return mean / scale
+
+
+def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,107 @@
+"""The library's own algorithms pass the suites that authors of other packages run; broken ones do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from helpers.codecs import CODECS
+
+import thinwire as tw
+from thinwire.testing import check_averager, check_codec, check_communicator, check_memory
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_codecs_keep_the_contract(codec):
+    check_codec(codec)
+
+
+@pytest.mark.parametrize("memory", [tw.ErrorFeedback(), tw.EF21(), tw.MomentumCorrection(masking=False)], ids=repr)
+def test_memories_keep_the_contract(memory):
+    check_memory(memory)
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [
+        tw.Mean(),
+        tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
+        tw.Mean(tw.TopK(0.1), tw.EF21()),
+        tw.dgc(0.1),
+        tw.PowerSGD(rank=2),
+        tw.Mix(),
+        tw.PushSum(),
+        tw.Choco(step_size=0.2),
+        tw.DeepSqueeze(),
+        tw.PowerGossip(),
+    ],
+    ids=repr,
+)
+def test_averagers_keep_the_contract(averager):
+    check_averager(averager)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads_keep_the_contract(size):
+    check_communicator(tw.LocalWorld(size).run)
+
+
+@dataclass(frozen=True, repr=False)
+class Forgetful(tw.Cast):
+    """Loses infinities."""
+
+    def encode_segments(self, segments, keys, residuals):
+        return super().encode_segments([x.nan_to_num(0, 0, 0) for x in segments], keys, residuals)
+
+
+@dataclass(frozen=True, repr=False)
+class Oversized(tw.Cast):
+    """Claims fewer bytes than it sends."""
+
+    def nbytes(self, size):
+        return super().nbytes(size) - 1
+
+
+@dataclass(frozen=True, repr=False)
+class Hasty(tw.ErrorFeedback):
+    """Changes memory before commit."""
+
+    def compensate(self, state, name, gradient, scale=1.0):
+        state.residual[name] += 1
+        return super().compensate(state, name, gradient, scale)
+
+
+@dataclass(frozen=True, repr=False)
+class Own(tw.Mix):
+    """Leaves every worker a value of its own, and claims one mean."""
+
+    @property
+    def gives_one_mean(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    "check, message",
+    [
+        (lambda: check_codec(Forgetful(), named=False), "was lost"),
+        (lambda: check_codec(Oversized(), named=False), "nbytes says"),
+        (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
+        (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
+    ],
+)
+def test_broken_algorithms_are_found(check, message):
+    with pytest.raises(AssertionError, match=message):
+        check()
+
+
+def test_a_communicator_that_adds_wrongly_is_found():
+    def run(operation):
+        def worker(comm):
+            plain = comm.all_reduce
+            comm.all_reduce = lambda x: plain(x + 1)
+            return operation(comm)
+
+        return tw.LocalWorld(2).run(worker)
+
+    with pytest.raises((AssertionError, tw.CommunicationError), match="all_reduce gave"):
+        check_communicator(run)
