@@ -406,7 +406,7 @@ def scaler_worker(comm, poison_step):
         scaler.step(optimizer)
         scaler.update()
         assert (fingerprint(ddp.module) == before) == (step == poison_step)
-        states.append(handle.state_dict())
+        states.append(handle.state_dict()[f"rank{comm.rank}"])
         scales.append(scaler.get_scale())
     handle.detach()
     for part in ("memory", "q"):

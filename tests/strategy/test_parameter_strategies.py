@@ -244,7 +244,7 @@ def test_float64_parameters_are_averaged_in_float64(attach):
         assert torch.allclose(difference, torch.full((3, 4), 0.5e-12, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("averager", [tw.Choco(gamma=0.5), tw.PowerGossip(), tw.Moniqua()], ids=repr)
+@pytest.mark.parametrize("averager", [tw.Choco(step_size=0.5), tw.PowerGossip(), tw.Moniqua()], ids=repr)
 def test_codecs_leave_float64_parameters_their_digits(averager):
     def worker(comm):
         model = Small(dtype=torch.float64)
