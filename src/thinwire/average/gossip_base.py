@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import Codec, Key
@@ -123,7 +123,7 @@ class Round:
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
         like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0))
-        receives = {peer: torch.empty_like(like) for peer in sorted(self.receives)}
+        receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
         return self.comm.exchange(messages, receives).wait
 
 
@@ -220,13 +220,13 @@ def mix_nodes(
     leader, *others = topology.members(comm.rank)
     step = state.completed  # the round that is being waited for
     if comm.rank == leader:
-        received = comm.exchange({}, {peer: torch.empty_like(own) for peer in others}).wait()
+        received = comm.exchange({}, {peer: debug.empty_like(own) for peer in others}).wait()
         mean = sum((received[peer] for peer in others), start=own) / (1 + len(others))
         mixed = mean + begin(_leaders(topology, comm, step), mean)()
         comm.exchange(dict.fromkeys(others, pack_weighted(state.weight, mixed)), {}).wait()
     else:
         up = comm.exchange({leader: own}, {})
-        result = torch.empty(WEIGHT_NBYTES + own.element_size() * own.numel(), dtype=torch.uint8, device=own.device)
+        result = debug.empty(WEIGHT_NBYTES + own.element_size() * own.numel(), dtype=torch.uint8, device=own.device)
         comm.exchange({}, {leader: result}).wait()
         up.wait()
         # All members of a node have the same push-sum weight; it is the leader's gossip that changes it.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import Codec, Identity, Key, Selection
@@ -343,7 +343,7 @@ def _key(state: MeanState, name: str, rank: int) -> Key:
 def _accumulators(tensors: list[Tensor]) -> list[Tensor]:
     """Where to add up: the tensors themselves where that is possible, else new memory."""
     in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [t if here else torch.empty(t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
+    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

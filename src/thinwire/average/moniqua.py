@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import require
 from ..topology import Ring, Topology
 from .gossip_base import Change, Gossip, GossipState, Round, check_doubly_stochastic, check_number
@@ -117,7 +117,7 @@ class Moniqua(Gossip):
         # The kernel's scale is the largest magnitude; an element of B/2 at the end fixes it.
         x = torch.cat([wrapped, wrapped.new_tensor([self.modulus / 2])])
         quantizer = kernels.quantize.Quantizer(self.bits, self.num_steps, x.numel())
-        payload = torch.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)
+        payload = debug.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)
         kernels.quantize.encode([x], payload, [key], quantizer)
         return payload
 

@@ -12,7 +12,8 @@ Tensors    Contiguous, of any shape where nothing else is said. `all_reduce` tak
 Ownership  From the call until `wait()` returns, tensors belong to the operation: do not write to any of them, nor read
            those that it writes. Results are new tensors, or the caller's own where the operation is in place; the own
            entry in the result of `all_gather` and `all_to_all` *is* the tensor that was passed in. Tensors that are
-           sent may alias each other; tensors that are received into may alias nothing.
+           sent may alias each other; tensors that are received into may alias nothing. In debug mode (`debug.py`)
+           `wait()` raises a ValueError if somebody wrote into a sent tensor.
 Equality   `all_reduce` leaves the same bits on every worker, whatever the backend; the order of addition is the
            backend's own, so that backends may differ from each other in the last bits.
 Devices    CUDA tensors are read after the work that the caller's current stream holds at the call, and `wait()` makes
@@ -30,13 +31,14 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import debug
 from . import check
 from .agreement import fingerprint, raise_disagreement
 from .channel import Channel
@@ -133,7 +135,7 @@ class Communicator(ABC):
             sizes: number of elements that comes from each worker; None if from each as many as go to it.
         """
         sizes = check.all_to_all_sizes(self, tensors, sizes)
-        received = [tensor.new_empty(n) for tensor, n in zip(tensors, sizes, strict=True)]
+        received = [_flat_like(tensor, n) for tensor, n in zip(tensors, sizes, strict=True)]
         received[self.rank] = tensors[self.rank]
         sends, receives = self._others(tensors), self._others(received)
         return self._submit_exchange("all_to_all", sends, receives, received)
@@ -164,7 +166,8 @@ class Communicator(ABC):
         children = broadcast_children(self.size, self.rank, root) if num_bytes else 0
         traffic = (children, children * num_bytes, num_bytes * (self.rank != root))
         start = partial(self._start_broadcast, as_bytes(tensor), root)
-        return self._submit("broadcast", [tensor], start, tensor, traffic)
+        sent = [tensor] if self.rank == root else []
+        return self._submit("broadcast", [tensor], start, tensor, traffic, sent)
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -257,13 +260,13 @@ class Communicator(ABC):
 
     def _gather(self, operation: str, tensor: Tensor, sizes: list[int]) -> Handle:
         # One allocation each, so that every message is aligned and may be viewed as floats.
-        gathered = [tensor if rank == self.rank else tensor.new_empty(n) for rank, n in enumerate(sizes)]
+        gathered = [tensor if rank == self.rank else _flat_like(tensor, n) for rank, n in enumerate(sizes)]
         others = self._others(gathered).values()
         num_bytes, received = check.num_bytes(tensor), sum(map(check.num_bytes, others))
         messages = self.size - 1 if num_bytes else 0
         start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
         traffic = (messages, messages * num_bytes, received)
-        return self._submit(operation, gathered, start, gathered, traffic)
+        return self._submit(operation, gathered, start, gathered, traffic, [tensor])
 
     def _gather_variable(self, tensor: Tensor, sizes: list[int] | None) -> Handle:
         """Sizes, then tensors: two messages to each worker, started as one operation, so that the order holds."""
@@ -274,16 +277,17 @@ class Communicator(ABC):
         start = partial(self._start_gather_variable, tensor.detach(), result)
         others, num_bytes = self.size - 1, check.num_bytes(tensor)
         messages = others * (2 if num_bytes else 1)
-        handle = self._submit("all_gather", [tensor], start, result, (messages, others * (8 + num_bytes), 8 * others))
+        traffic = (messages, others * (8 + num_bytes), 8 * others)
+        handle = self._submit("all_gather", [tensor], start, result, traffic, [tensor])
         return Handle(partial(self._count_received, handle))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
         """`result` is empty, and receives a tensor for each worker, of a size that comes with it."""
         length = torch.tensor([tensor.numel()], device=tensor.device)
-        lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
+        lengths = [length if rank == self.rank else debug.empty_like(length) for rank in range(self.size)]
         self._start_all_gather([as_bytes(part) for part in lengths])()
         sizes = torch.cat(lengths).tolist()
-        result += [tensor if rank == self.rank else tensor.new_empty(n) for rank, n in enumerate(sizes)]
+        result += [tensor if rank == self.rank else _flat_like(tensor, n) for rank, n in enumerate(sizes)]
         return self._start_all_gather([as_bytes(part) for part in result])
 
     def _count_received(self, handle: Handle) -> list[Tensor]:
@@ -304,24 +308,49 @@ class Communicator(ABC):
         sent, received = (sum(t.numel() for t in side.values()) for side in (wire_sends, wire_receives))
         start = partial(self._start_exchange, wire_sends, wire_receives)
         tensors = [*sends.values(), *receives.values()]
-        return self._submit(operation, tensors, start, result, (len(wire_sends), sent, received))
+        return self._submit(operation, tensors, start, result, (len(wire_sends), sent, received), list(sends.values()))
 
     def _submit(
-        self, operation: str, tensors: list[Tensor], start: Start, result: Any, traffic: tuple[int, int, int]
+        self,
+        operation: str,
+        tensors: list[Tensor],
+        start: Start,
+        result: Any,
+        traffic: tuple[int, int, int],
+        sent: Sequence[Tensor] = (),
     ) -> Handle:
+        """`sent`: the tensors that nobody may write before the end; debug mode compares their checksums."""
+        messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
+        before = debug.checksums(messages)
         with self._lock:
             if self._closed:
                 raise ValueError(f"rank {self.rank}: {operation} on a communicator that was closed. Close it last.")
             wait = self._issue(tensors, start)
             self.ledger.record(operation, *traffic)
-        return Handle(partial(self._finish, operation, wait, result))
+        unchanged = partial(self._check_unchanged, operation, messages, before)
+        return Handle(partial(self._finish, operation, wait, result, unchanged))
 
-    def _finish(self, operation: str, wait: Callable[[], Any], result: Any) -> Any:
+    def _finish(self, operation: str, wait: Callable[[], Any], result: Any, check_unchanged: Callable[[], None]) -> Any:
         try:
             wait()
         except Exception as error:
             raise CommunicationError(f"rank {self.rank}: {operation} failed: {error}") from error
+        check_unchanged()
         return result
+
+    def _check_unchanged(self, operation: str, messages: list[Tensor], before: list[int]) -> None:
+        for i, (expected, got) in enumerate(zip(before, debug.checksums(messages), strict=True)):
+            if got != expected:
+                raise ValueError(
+                    f"rank {self.rank}: somebody wrote into a tensor while {operation} owned it: sent tensor {i} of "
+                    f"{messages[i].numel()} bytes, checksum {expected:08x} at the call and {got:08x} at the end. Call "
+                    f"wait() before writing to it, or send a copy."
+                )
+
+
+def _flat_like(tensor: Tensor, numel: int) -> Tensor:
+    """A new flat tensor of the same dtype and device, to receive into."""
+    return debug.empty(numel, dtype=tensor.dtype, device=tensor.device)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import debug
 from .base import CommunicationError, Communicator, Start
 from .channel import Channel
 from .sockets import open_sockets
@@ -178,7 +179,7 @@ class ProcessGroupCommunicator(Communicator):
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
         if self._backends[tensor.device.type] != "gloo" or tensor.device.type in self._direct:
             return tensor
-        staged = torch.empty_like(tensor, device="cpu")
+        staged = debug.empty_like(tensor, device="cpu")
         return staged.copy_(tensor) if copied else staged
 
     def _open_channel(self, peers: list[int]) -> Channel:

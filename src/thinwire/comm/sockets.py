@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import debug
 from .base import CommunicationError
 from .channel import HEADER_BYTES, Channel, Message
 
@@ -159,7 +160,7 @@ class SocketChannel(Channel):
     def _read(self, peer: int) -> Message:
         try:
             num_bytes, kind = HEADER.unpack(_read_exactly(self._sockets[peer], bytearray(HEADER_BYTES)))
-            payload = torch.empty(num_bytes, dtype=torch.uint8)
+            payload = debug.empty(num_bytes, dtype=torch.uint8)
             _read_exactly(self._sockets[peer], _memory(payload))
         except OSError as error:
             raise self._failed("receive from", peer, error) from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import debug
 from ..strategy.base import Strategy
 
 
@@ -47,7 +48,7 @@ class AllWorkersState:
         if comm.rank:
             comm.exchange({0: payload}, {}).wait()
             return own
-        buffers = {rank: torch.empty(int(sizes[rank]), dtype=torch.uint8) for rank in range(1, comm.size)}
+        buffers = {rank: debug.empty(int(sizes[rank]), dtype=torch.uint8) for rank in range(1, comm.size)}
         received = comm.exchange({}, buffers).wait()
         return own | {key: state for rank in received for key, state in _unpack(received[rank]).items()}
 

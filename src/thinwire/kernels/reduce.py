@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import debug
 from .backend import kernel
 from .checks import device_of, numels_of, segments
 from .scales import tree_sum
@@ -47,7 +48,7 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
     device = device_of(xs)
     checked = segments("xs", xs, device)
-    norms = torch.empty(sum(-(-n // chunk) for n in numels_of(xs)), device=device)
+    norms = debug.empty(sum(-(-n // chunk) for n in numels_of(xs)), device=device)
     _chunk_norms.on(device)(checked, chunk, norms)
     return norms
 

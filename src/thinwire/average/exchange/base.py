@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...clock import Clock
 from ...codec import Codec, Key, Selection
 from ...comm import Communicator
@@ -107,7 +107,7 @@ class Job:
             if not parts:
                 return True
             numel = sum(part.numel() for part in parts)
-            segments = [torch.empty(numel, device=self.dense.device)] if self.merged else list(parts)
+            segments = [debug.empty(numel, device=self.dense.device)] if self.merged else list(parts)
             votes = self.codec.votes
             finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys[: len(segments)])
             if votes:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
 from .base import Finish, Job, flatten, pack, split_like, unpack
@@ -50,7 +50,7 @@ def hierarchical(job: Job) -> Finish:
             with job.clock("wait"):
                 messages = node.meet(message, num_bytes if job.codec.fixed_size else None)
         else:
-            messages = [own.new_empty(num_bytes, dtype=torch.uint8) for _ in node.leaders if forward]
+            messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
         if forward:
             with job.clock("wait"):
                 node.pass_on(messages)
@@ -117,7 +117,7 @@ class Node:
             self.comm.exchange({self.leader: own}, {}).wait()
             return own
         total = own.clone()
-        for part in self.comm.exchange({}, {member: torch.empty_like(own) for member in self.members}).wait().values():
+        for part in self.comm.exchange({}, {member: debug.empty_like(own) for member in self.members}).wait().values():
             total += part
         return total
 
@@ -129,7 +129,7 @@ class Node:
         if num_bytes is None:
             length = torch.tensor([message.numel()], device=message.device)
             self.comm.exchange(dict.fromkeys(others, length), lengths).wait()
-        received = {leader: message.new_empty(int(lengths[leader])) for leader in others}
+        received = {leader: debug.empty(int(lengths[leader]), dtype=message.dtype, device=message.device) for leader in others}
         self.comm.exchange(dict.fromkeys(others, message), received).wait()
         return [received.get(leader, message) for leader in self.leaders]
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import debug
 from ...codec import Codec, Key
 from ...comm import Communicator
 from ...memory import ErrorFeedback, ErrorFeedbackState
@@ -79,7 +80,7 @@ def scatter_reduce(job: Job) -> Finish:
 def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:
     """The mean of the dense pieces and of the decoded pieces that came, added in rank order."""
     weight = 1.0 / job.comm.size
-    mean = [torch.empty(piece.shape, device=piece.device) for piece in shard.pieces]
+    mean = [debug.empty(*piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
     job.decode([payload for _, payload in received], mean, weight, keys)
     dense_mean = torch.zeros_like(received[0][0])
@@ -101,7 +102,7 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
 def init_owner_memory(codec: Codec, tensors: NamedTensors, comm: Communicator) -> ErrorFeedbackState:
     """Zero memory of this worker's pieces; its units are those of the mean."""
     shapes = [(name, t, piece_shape(codec, t.shape, comm.size, comm.rank)) for name, t in tensors]
-    return OWNER_MEMORY.init([(name, torch.empty(shape, device=t.device)) for name, t, shape in shapes])
+    return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
 
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
@@ -34,7 +34,7 @@ class LevelCodec(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
-        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.levels.encode(segments, payload, keys, self._levels, residuals)
         return payload
 

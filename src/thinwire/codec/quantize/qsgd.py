@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
@@ -102,7 +102,7 @@ class QSGD(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
-        payload = torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
         whole = [self._whole(n) for n in numels]
         size = self._quantized_nbytes(numels)
         kept = None if residuals is None else [r[:n] for r, n in zip(residuals, whole, strict=True)]

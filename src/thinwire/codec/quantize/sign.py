@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ..base import Codec
 
@@ -30,7 +30,7 @@ class SignNorm(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
-        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.sign.encode(segments, payload, residuals=residuals)
         return payload
 
@@ -87,7 +87,7 @@ class SignSGD(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
-        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.sign.encode(segments, payload, residuals=residuals, fixed_scale=self.scale)
         return payload
 
@@ -135,7 +135,7 @@ class OneBit(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
-        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.onebit.encode(segments, payload, self.bucket_size, residuals)
         return payload
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ..base import AgreedCodec, Codec
 from ..types import Symbols
@@ -85,7 +85,7 @@ class TernGrad(AgreedCodec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
-        payload = torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
         scales = self.propose(segments)
         split = 4 * scales.numel()
         payload[:split] = scales.view(torch.uint8)
@@ -130,7 +130,7 @@ class SharedTernary(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
-        payload = torch.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
         kernels.ternary.encode(segments, self.scales, payload, keys, self._packing, residuals)
         return payload
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec, as_list
@@ -100,7 +100,7 @@ class Sparsifier(Codec):
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         """Code the indices; the default is the fixed-size code of `kernels.indices.encode`."""
-        codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
+        codes = debug.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
         kernels.indices.encode(indices, counts, numels, codes)
         return codes
 
@@ -245,7 +245,7 @@ def _encode_values(
     """The payload of the values times `gains`, and what it lacks of the values: None for nothing."""
     if values_codec.sends_floats and all(gain == 1.0 for gain in gains):
         return values.view(torch.uint8), None
-    kept, lost = list(values.split(counts)), torch.empty_like(values)
+    kept, lost = list(values.split(counts)), debug.empty_like(values)
     if all(gain == 1.0 for gain in gains):
         sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
         return sent, lost

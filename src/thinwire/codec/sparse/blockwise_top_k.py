@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..types import Selection
@@ -70,7 +70,7 @@ class BlockwiseTopK(Sparsifier):
         return kernels.words.nbytes(count, self._word_bits) < kernels.indices.nbytes(count, numel)
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        codes = torch.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
+        codes = debug.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
         code_parts = codes.split([self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)])
         for index, code, numel in zip(indices.split(counts), code_parts, numels, strict=True):
             if self._in_words(index.numel(), numel):

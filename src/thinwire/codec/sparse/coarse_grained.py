@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import AgreedCodec, Codec, as_list
@@ -99,7 +99,7 @@ class CoarseGrainedTopK(AgreedCodec):
         chosen = self.choose(self.propose(segments), numels)
         values = encode_chunks(self.chunk, chosen, segments, residuals)
         counts, num_chunks = [c.numel() for c in chosen], [self.num_chunks(n) for n in numels]
-        codes = torch.empty(self.indices_nbytes(numels), dtype=torch.uint8, device=values.device)
+        codes = debug.empty(self.indices_nbytes(numels), dtype=torch.uint8, device=values.device)
         kernels.indices.encode(torch.cat(chosen), counts, num_chunks, codes)
         return torch.cat([values, codes])
 

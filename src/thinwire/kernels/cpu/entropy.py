@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 from ..entropy import Symbols
 
@@ -12,11 +13,11 @@ __all__ = ["encode", "decode"]
 
 
 def encode(packed: Tensor, symbols: Symbols) -> Tensor:
-    out = torch.empty(packed.numel() + 9, dtype=torch.uint8)
+    out = debug.empty(packed.numel() + 9, dtype=torch.uint8)
     return out[: _native.huffman_encode(packed.numpy(), symbols.counts, symbols.bits, out.numpy())]
 
 
 def decode(payload: Tensor, symbols: Symbols) -> Tensor:
-    out = torch.empty(symbols.nbytes, dtype=torch.uint8)
+    out = debug.empty(symbols.nbytes, dtype=torch.uint8)
     _native.huffman_decode(payload.numpy(), symbols.counts, symbols.bits, out.numpy())
     return out

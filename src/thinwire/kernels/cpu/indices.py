@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 
 __all__ = ["encode", "decode"]
@@ -15,6 +16,6 @@ def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -
 
 
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-    indices = torch.empty(sum(counts), dtype=torch.int32)
+    indices = debug.empty(sum(counts), dtype=torch.int32)
     _native.indices_decode(payload.numpy(), counts, numels, indices.numpy())
     return indices

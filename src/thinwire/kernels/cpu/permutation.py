@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 
 __all__ = ["random_indices"]
 
 
 def random_indices(keys: list[int], counts: list[int], numels: list[int], device: torch.device) -> Tensor:
-    indices = torch.empty(sum(counts), dtype=torch.int32)
+    indices = debug.empty(sum(counts), dtype=torch.int32)
     _native.random_indices(keys, counts, numels, indices.numpy())
     return indices.to(device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 
 __all__ = ["uniform"]
 
 
 def uniform(key: int, numel: int, device: torch.device) -> Tensor:
-    out = torch.empty(numel)
+    out = debug.empty(numel)
     _native.uniform(key, out.numpy())
     return out

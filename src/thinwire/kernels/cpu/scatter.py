@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 from .views import views
 
@@ -12,7 +12,7 @@ __all__ = ["gather", "write", "clear", "add"]
 
 
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
-    values = torch.empty(indices.numel())
+    values = debug.empty(indices.numel())
     _native.gather(views(xs), indices.numpy(), values.numpy(), counts)
     return values
 

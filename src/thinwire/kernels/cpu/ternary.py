@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 from ..ternary import Ternary
 from .views import views
@@ -17,7 +17,7 @@ def _native_ternary(ternary: Ternary) -> _native.Ternary:
 
 
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
-    scales = torch.empty(num_scales)
+    scales = debug.empty(num_scales)
     _native.ternary_scales(views(xs), clip, bucket_size, scales.numpy())
     return scales
 

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ... import debug
+
 Floats = NDArray[np.float32]
 
 
@@ -20,4 +22,4 @@ def views(tensors: Sequence[Tensor] | None) -> list[NDArray[Any]]:
 
 def empty_selection(count: int) -> tuple[Tensor, Tensor]:
     """Buffers for the indices and the values of `count` selected elements."""
-    return torch.empty(count, dtype=torch.int32), torch.empty(count)
+    return debug.empty(count, dtype=torch.int32), debug.empty(count)

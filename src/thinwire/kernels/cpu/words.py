@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import debug
 from .. import _native
 
 __all__ = ["encode", "decode"]
@@ -15,6 +16,6 @@ def encode(words: Tensor, bits: int, out: Tensor) -> None:
 
 
 def decode(payload: Tensor, count: int, bits: int) -> Tensor:
-    words = torch.empty(count, dtype=torch.int32)
+    words = debug.empty(count, dtype=torch.int32)
     _native.words_decode(payload.numpy(), bits, words.numpy())
     return words
