@@ -18,7 +18,7 @@ def test_a_row_goes_on_where_it_was_saved(monkeypatch):
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now.time)
 
     def begin(comm, encode: float) -> tuple[Meter, dict]:
-        handle = SimpleNamespace(seconds={"encode": encode}, ledger=Ledger(1))
+        handle = SimpleNamespace(seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2)
         strategy = SimpleNamespace(handle=handle, models_differ=False, phases_in_step=("encode",))
         data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
         return Meter(data, strategy, comm), handle.seconds
@@ -43,3 +43,4 @@ def test_a_row_goes_on_where_it_was_saved(monkeypatch):
     ((row, later),) = LocalWorld(1).run(run)
     assert row["examples_per_second"] == pytest.approx(2.0) and row["seconds"] == pytest.approx(10.0)
     assert row["sum"] == 2.0 and row["encode_seconds"] == pytest.approx(2.0) and later == pytest.approx(4.0)
+    assert row["skipped_steps"] == 4, "two before the stop and two after it"

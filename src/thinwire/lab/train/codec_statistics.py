@@ -5,6 +5,7 @@ Measuring sends nothing and touches no random state, so the run is the same with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
 
     Returns:
         `variance`, a float, and `levels`, ascending from -1 to 1, each only if it exists. Averagers of parameters have
-        neither; lossless codecs and votes have no variance.
+        neither; lossless codecs and votes have no variance. A gradient that is infinite or NaN has the variance NaN.
 
     Example:
         >>> import torch, thinwire as tw
@@ -92,6 +93,8 @@ def _variance(averager: Mean, codec: Codec, gradients: Mapping[str, Tensor]) -> 
     encoded = [g for g in gradients.values() if g.ndim >= averager.min_ndim]
     if codec.lossless or codec.votes or not encoded:
         return None
+    if not all(g.isfinite().all() for g in encoded):
+        return math.nan
     if averager.granularity != "layer":
         encoded = [torch.cat([g.reshape(-1) for g in encoded])]
     encoded = [g.to(torch.float32) for g in encoded]

@@ -74,6 +74,11 @@ class RunConfig:
     clip_norm: float | None = None
     """Largest norm of the gradient that a step may follow: of the mean where gradients are averaged, of each worker's own
     where parameters are. (`MomentumCorrection` clips before it adds up, and has an option of its own for that.)"""
+    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    """If a gradient is infinite or NaN: "skip" leaves the step out and counts it in `skipped_steps`, "raise" ends the run,
+    "apply" applies the gradient. Where gradients are averaged, all workers skip together; else only the one concerned."""
+    max_nonfinite: int = 100
+    """With "skip", this many such steps in a row end the run with an error that names the worker and the parameter."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What matrix products and convolutions are computed in; weights stay fp32. fp16 comes with a loss scaler."""
     compile: bool = False
@@ -123,7 +128,7 @@ class RunConfig:
     def __post_init__(self):
         for name in (
             *("workers", "epochs", "batch_size", "accumulate", "log_every", "threads"),
-            *("evaluate_every", "test_batch_size", "keep"),
+            *("max_nonfinite", "evaluate_every", "test_batch_size", "keep"),
         ):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("max_steps", "checkpoint_every"):

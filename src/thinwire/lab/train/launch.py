@@ -22,7 +22,7 @@ from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
 from .run_folder import abandon, finished_run, held_folder
 from .shared_errors import SharedError, run_on_all
-from .spawn import WorkerError, ignore_file_errors, in_one_line, spawn
+from .spawn import WorkerError, failure, ignore_file_errors, spawn
 from .weights_and_biases import check_installed
 
 TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
@@ -85,7 +85,7 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
         time.sleep(TELLING_SECONDS if rank else 0)
         raise
     except Exception as error:
-        raise WorkerError(f"worker {rank} failed: {in_one_line(error)}") from error
+        raise WorkerError(failure(rank, error)) from error
     return folder
 
 

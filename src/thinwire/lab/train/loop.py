@@ -20,6 +20,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from warnings import filterwarnings
 
 import torch
 
@@ -38,7 +39,7 @@ from .interrupt import Interrupted, Interruption
 from .meter import Meter
 from .metrics_files import MetricsWriter
 from .optimize import set_learning_rate
-from .progress import Progress
+from .progress import Progress, SkipWarning
 from .run_folder import begin
 from .shared_errors import run_on_all, same_error_on_all
 from .steps import count_steps, steps
@@ -70,6 +71,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     checkpoints = folder / "checkpoints"
     done, row = checkpoint.load_latest(checkpoints, training, meter, comm)
 
+    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
     watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
     try:
         for step in steps(config, data, comm, done, meter.clock):
@@ -116,7 +118,8 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
 
 def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
     """What each row of metrics goes to: has `row(values)` and `close()`."""
-    watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done)]
+    skips = SkipWarning(config.precision, config.max_nonfinite)
+    watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done), skips]
     return [*watchers, WandB(config, folder)] if config.wandb else watchers
 
 
@@ -155,6 +158,7 @@ def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: 
         "seed": config.seed,
         "metric": f"test_{data.best_metric}",
         "final": tested | {"train_accuracy": last["accuracy"], "train_loss": last["loss"], "steps": last["step"]},
+        "skipped_steps": last["skipped_steps"],
         "bytes_sent_per_worker": bytes_sent,
         "dense_fp32_bytes": ledger.dense_fp32_bytes,
         "dense_bf16_bytes": ledger.dense_bf16_bytes,

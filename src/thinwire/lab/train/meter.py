@@ -28,6 +28,7 @@ class Meter:
     def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator):
         self._data, self._strategy, self._comm = data, strategy, comm
         self._began = time.perf_counter()
+        self._skipped_before = 0
         self.clock = Clock()
         """Times the phases "data" and "step"."""
         self._start_row()
@@ -49,11 +50,13 @@ class Meter:
     def row(self) -> dict[str, float]:
         """Means over all workers: since the last row, and of the ledgers' totals. All workers call it together."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
-        counts = torch.tensor([ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples])
-        totals = self._comm.all_reduce(torch.cat([self._sums, counts.double()])).wait()
+        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        totals = self._comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
         sent = (totals[4:7] / self._comm.size).round().long().tolist()
         row = self._data.metrics(totals[:4])
         row |= dict(zip(COUNTS, sent, strict=True))
+        skips = round(totals[8].item())  # where models are equal, all workers skip together
+        row["skipped_steps"] = skips if self._strategy.models_differ else skips // self._comm.size
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
         row |= self._seconds_by_phase()
         if self._strategy.models_differ:
@@ -65,7 +68,8 @@ class Meter:
         """What a checkpoint holds: this worker's sums since the last row, and its ledger."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
         took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phase_seconds": self._phases_of_row()}
-        return took | {"sums": self._sums, "num_examples": self._num_examples, "ledger": ledger.state_dict()}
+        sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
+        return took | sums | {"ledger": ledger.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. What was sent to start again doesn't count."""
@@ -73,7 +77,13 @@ class Meter:
         self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
         self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
+        self._skipped_before = saved["num_skipped"]
         self._strategy.handle.ledger.load_state_dict(saved["ledger"])
+
+    @property
+    def _num_skipped(self) -> int:
+        """Steps that this worker has skipped since the start of the run, before a resume too."""
+        return self._skipped_before + self._strategy.handle.num_skipped
 
     def _phases_of_row(self) -> dict[str, float]:
         return {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}

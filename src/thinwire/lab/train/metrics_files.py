@@ -21,7 +21,7 @@ from ..files import naming, plain
 COLUMNS = {
     "step": "optimizer steps so far",
     "epoch": "passes over the training data so far, with a fraction",
-    "loss": "training loss, mean over the workers' batches since the last row",
+    "loss": "training loss, mean over the workers' batches since the last row; null if it was infinite or NaN for any",
     "accuracy": "training accuracy, likewise; 0..1",
     "top5_accuracy": "share of training examples whose class is among the first five answers, likewise",
     "perplexity": "of text: exp of the loss, likewise",
@@ -39,6 +39,7 @@ COLUMNS = {
     "variance": "where asked for, relative variance |Q(g) - g|^2 / |g|^2 of the codec on rank 0's own gradient g of this step",
     "levels": "of a codec whose levels adapt, those at work, ascending from -1 to 1",
     "learning_rate": "of the last step",
+    "skipped_steps": "updates skipped for an infinite or NaN gradient, since the start. Where models differ, sum over workers",
     "bytes_sent": "by a worker, to average and to begin with equal weights, since the start; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",

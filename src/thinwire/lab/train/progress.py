@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rich import progress
 from rich.console import Console, RenderableType
@@ -65,6 +67,34 @@ class Progress:
         self._bar.stop()
 
 
+class SkipWarning:
+    """Says once on stderr that steps were skipped, at the first row that counts one.
+
+    Args:
+        precision: of the run. With fp16 nothing is said: the loss scaler lets gradients overflow to find its scale.
+        limit: how many such steps in a row end the run.
+    """
+
+    def __init__(self, precision: str, limit: int):
+        self._is_due, self._limit = precision != "fp16", limit
+
+    def row(self, values: dict[str, Any]) -> None:
+        """Look at a row of metrics."""
+        if self._is_due and values["skipped_steps"]:
+            self._is_due = False
+            skips = values["skipped_steps"]
+            were = "was" if skips == 1 else "were"
+            print(
+                f"thinwire: by step {values['step']}, {_updates(skips)} {were} skipped because a gradient was infinite or NaN; "
+                f"metrics.jsonl counts them in skipped_steps, and {self._limit} in a row end the run",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 def _in_words(values: dict[str, float], metric: str) -> str:
     shown = [f"{name.replace('_', ' ')} {_number(name, values[name])}" for name in (metric, f"test_{metric}") if name in values]
     return ", ".join(
@@ -73,9 +103,14 @@ def _in_words(values: dict[str, float], metric: str) -> str:
             *shown,
             f"{values['bytes_sent'] / 1e6:.2f} MB sent",
             f"{values['examples_per_second']:,.0f} examples/s",
+            *([f"{_updates(values['skipped_steps'])} skipped"] if values.get("skipped_steps") else []),
         ]
     )
 
 
 def _number(name: str, value: float) -> str:
     return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.1f}"
+
+
+def _updates(number: int) -> str:
+    return "1 update" if number == 1 else f"{number} updates"

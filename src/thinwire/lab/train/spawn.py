@@ -220,7 +220,7 @@ def _diagnosis(workers: list[BaseProcess], folder: Path, store: dist.Store) -> s
 
 def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
     """Tell the launcher why this worker fails, and leave the traceback in the folder, as far as that can be written."""
-    came, line = time.time_ns(), f"worker {rank} failed: {in_one_line(error)}"
+    came, line = time.time_ns(), failure(rank, error)
     path = folder / f"worker-{rank}-error.txt"
     with contextlib.suppress(OSError):
         path.write_text(f"{line}\n\n{traceback.format_exc()}")
@@ -265,6 +265,11 @@ def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
     """Print no traceback of a thread that cannot write a file: TensorBoard's raises the error again in the main thread."""
     if not isinstance(raised.exc_value, OSError):
         threading.__excepthook__(raised)
+
+
+def failure(rank: int, error: Exception) -> str:
+    """Say in one line why this worker failed. A gradient that is not finite stops all workers; its error names the first."""
+    return str(error) if isinstance(error, FloatingPointError) else f"worker {rank} failed: {in_one_line(error)}"
 
 
 def in_one_line(error: Exception) -> str:

@@ -91,9 +91,11 @@ def _attached(
     scaler: torch.amp.GradScaler | None,
     comm: Communicator,
 ) -> Strategy:
-    averager, shared = config.parsed_averager(), {"seed": config.seed, "scaler": scaler, "comm": comm}
+    averager = config.parsed_averager()
+    always = {"comm": comm, "on_nonfinite": config.on_nonfinite, "max_nonfinite": config.max_nonfinite}
+    shared = always | {"seed": config.seed, "scaler": scaler}
     if not averager.has_rounds:
-        asynchronous = gossip_asynchronously(model, optimizer, averager, comm=comm)
+        asynchronous = gossip_asynchronously(model, optimizer, averager, **always)
         return Strategy(asynchronous, True, ("publish",), in_rounds=False)
     if averager.gives_one_mean:
         gradients = compress_gradients(model, averager, **shared)

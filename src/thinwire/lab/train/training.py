@@ -42,7 +42,13 @@ class Training:
     carried: Any = None
 
     def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
-        """One step on these batches of this worker; returns the scores and labels of each."""
+        """One step on these batches of this worker; returns the scores and labels of each.
+
+        If the strategy skips the step because a gradient was not finite, buffers such as running statistics and the recurrent
+        state that are not finite return to their values before the step. Otherwise one bad batch would spoil them for good.
+        """
+        num_skipped, carried = self.strategy.handle.num_skipped, self.carried
+        buffers = [(b, b.clone()) for b in self.model.buffers() if b.is_floating_point()]
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
@@ -55,6 +61,11 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.scaler.step(self.optimizer)  # averagers of parameters work in this
         self.scaler.update()
+        if self.strategy.handle.num_skipped > num_skipped:
+            for buffer, before in buffers:
+                if not buffer.isfinite().all():
+                    buffer.copy_(before)
+            self.carried = self.carried if is_finite(self.carried) else carried
         return answers
 
     def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
@@ -127,6 +138,18 @@ def moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, tuple):
         return tuple(moved(part, device) for part in state)
     return state.to(device) if isinstance(state, Tensor) else state
+
+
+def is_finite(state: Any) -> bool:
+    """Whether a recurrent model's state (a tensor, a tuple of such, or None) is finite.
+
+    Example:
+        >>> is_finite((torch.ones(1), None)), is_finite((torch.tensor([float("nan")]), None))
+        (True, False)
+    """
+    if isinstance(state, tuple):
+        return all(map(is_finite, state))
+    return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
 def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
