@@ -1,1 +1,1 @@
-"""The lab: runs experiments with the library. `cli` is the command; the library never imports from here."""
+"""Runs experiments with the library. `cli` is the command line. The library never imports this package."""

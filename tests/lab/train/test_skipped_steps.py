@@ -86,15 +86,19 @@ def test_one_bad_batch_on_one_worker_costs_one_step(averager, tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
-@pytest.mark.parametrize("averager", AVERAGERS[:2])
-def test_too_many_bad_batches_in_a_row_end_the_run(averager, tmp_path):
+@pytest.mark.parametrize(
+    ("averager", "first"),
+    [(AVERAGERS[0], "9.weight"), (AVERAGERS[1], "0.weight")],  # buckets of gradients come from the last layer on
+)
+def test_too_many_bad_batches_in_a_row_end_the_run(averager, first, tmp_path):
     done = run(tmp_path, averager, "1:9")
     assert done.returncode == 1
     *warning, line = done.stderr.splitlines()
     assert [text.startswith("thinwire: by step 2, 1 update was skipped") for text in warning] == [True]
-    assert "3 steps in a row were not finite; first on rank 1, parameter '0.weight'" in line and "worker 0" not in line
+    assert f"3 steps in a row were not finite; first on rank 1, parameter '{first}'" in line and "failed" not in line
 
 
+@pytest.mark.filterwarnings("ignore:compress_gradients. a step was not finite:RuntimeWarning")
 def test_a_skipped_step_leaves_running_statistics_and_recurrent_state_finite():
     def worker(comm):
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))

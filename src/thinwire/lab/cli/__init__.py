@@ -1,7 +1,7 @@
 """The command line: `thinwire train`, `sweep`, `report`, `demo`, `consensus`, `topology` and `bench`.
 
-A mistake of the user's gets one line on stderr that says what was meant, and no traceback; so does a package that is not
-installed. Packages are imported by the commands that need them.
+A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
+needs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Train over slow networks: workers agree while sending as few bytes as possible.
 
   train RECIPE    train a network, one process a worker
   train --list    show the recipes
-  sweep FILE      many runs from one file, here or on a SLURM cluster
-  report RUNS     tables, figures and a page of finished runs
-  demo            dense against compressed: four runs, one table, one figure
-  consensus       average alone: the error against the bits sent
-  topology GRAPH  the facts of a graph, and a picture of it
+  sweep FILE      start many runs from one file, on this machine or a SLURM cluster
+  report RUNS     make tables, figures and an HTML page from finished runs
+  demo            compare dense and compressed training: four runs, one figure
+  consensus       average without training: the error against the bits sent
+  topology GRAPH  print the properties of a graph, and draw it
   bench codecs    measure how fast codecs encode and decode
-  bench step      measure a training step over the network at hand
+  bench step      measure a training step over this network
   --version       show the version
 
-Each explains its options with --help. To start with:
+Each command explains its options with --help. A first run:
 
   thinwire train digits --workers 4 --averager "Mean(TopK(0.01), ErrorFeedback())"
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 2 after a mistake of the user's, 130 after Ctrl-C; `train` has codes of its own."""
+    """Run a command; returns 0, 2 after a user error, or 130 after Ctrl-C. `train` has more exit codes."""
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_command(options: list[str]) -> None:
-    """Say what commands there are."""
+    """Print the list of commands."""
     print(USAGE, end="")
 
 
 def version_command(options: list[str]) -> None:
-    """Say which version this is."""
+    """Print the version."""
     from ... import __version__
 
     print(f"thinwire {__version__}")

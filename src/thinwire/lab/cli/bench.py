@@ -8,13 +8,13 @@ USAGE = """\
 usage: thinwire bench codecs [OPTIONS]
        thinwire bench step [OPTIONS]
 
-Measure how fast codecs encode and decode, or a training step over the network at hand. Each prints a table of its own and
-explains its options with --help.
+Measure how fast codecs encode and decode, or a training step over this network. Each benchmark prints a table and explains
+its options with --help.
 """
 
 
 def bench_command(options: list[str]) -> None:
-    """Run a benchmark, which prints its own table."""
+    """Run a benchmark; it prints a table."""
     from .. import bench
     from ..train.environment import adopt
 
@@ -28,7 +28,7 @@ def bench_command(options: list[str]) -> None:
 
 
 def consensus_command(options: list[str]) -> None:
-    """Average alone, and measure the error against bits."""
+    """Average without training, and measure the error against the bits sent."""
     from ..bench import ConsensusBench
 
     parsed(ConsensusBench, options, "thinwire consensus").run()

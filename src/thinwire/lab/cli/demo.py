@@ -13,14 +13,14 @@ from .train import trained
 
 @dataclass(frozen=True)
 class Demo:
-    """Train the digits recipe dense, with 4 bits, sparse, and sparse with 4 bits, and compare them."""
+    """Compare four runs of the digits recipe: dense, with 4 bits, sparse, and sparse with 4 bits."""
 
     output: Path = Path("demo")
-    """Folder for the runs and the figure; runs that an earlier demo left there are replaced."""
+    """Folder for the runs and the figure. Replaces the runs of an earlier demo."""
     workers: int = 4
     """Number of worker processes."""
     seed: int = 0
-    """The one seed of all four runs."""
+    """Seed of all four runs."""
     max_steps: int | None = None
     """Stop each run after this many steps; fewer => a faster, worse demo."""
 
@@ -29,7 +29,7 @@ class Demo:
 
 
 def demo_command(options: list[str]) -> None:
-    """Four runs, one table, one figure."""
+    """Train four runs, and show a table and a figure."""
     from ..recipes.digits import DEMO, digits
     from ..report import accuracy_against_bytes, read_run, summary_table
 

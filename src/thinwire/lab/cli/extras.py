@@ -1,4 +1,4 @@
-"""The packages that the command line needs beside the library's, and what to say where one is missing."""
+"""The extra packages that the command line needs, and the message for a missing one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ TRAIN = (
     *(("tomli",) if sys.version_info < (3, 11) else ()),
 )
 EXTRAS = dict.fromkeys(TRAIN, "train") | {"submitit": "slurm"}
-TRAINING = ("train", "demo", "sweep")  # commands whose workers would miss a package only later
+TRAINING = ("train", "demo", "sweep")  # commands that check the packages before they start workers
 
 
 def missing_packages(command: str) -> list[str]:
-    """The packages of the extra that a command which trains lacks; for other commands, their imports will tell."""
+    """The missing packages of a command that trains. Other commands find out when they import."""
     return [name for name in TRAIN if not _is_installed(name)] if command in TRAINING else []
 
 
 def advice(command: str, packages: list[str]) -> str:
-    """What to install, on one line.
+    """One line that says how to install the packages.
 
     Example:
         >>> advice("train", ["tyro"])

@@ -1,4 +1,4 @@
-"""How options become dataclasses, and mistakes one line."""
+"""Parses options into dataclasses, and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def show(table: Any) -> None:
-    """Print a table: as wide as the terminal, or 120 columns where there is none."""
+    """Print a table as wide as the terminal, or 120 columns wide if there is no terminal."""
     from rich.console import Console
 
     console = Console()
@@ -21,15 +21,15 @@ def show(table: Any) -> None:
 
 
 def fail(message: object, code: int) -> int:
-    """Say what went wrong, in one line on stderr; returns the exit code."""
-    # Under torchrun every worker finds the same mistake; one of them says so.
+    """Print an error as one line on stderr; returns the exit code."""
+    # Under torchrun every worker finds the same user error; only rank 0 prints it.
     if code != 2 or os.environ.get("RANK", "0") == "0":
         print(f"thinwire: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     return code
 
 
 def named(known: dict[str, Any], name: str, kind: str, where: str) -> Any:
-    """What is known by that name; a misspelt name is an error that says what was meant."""
+    """Look up a name; the error for an unknown name suggests a similar one."""
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}{_suggestion(name, known)}; see {where}")
     return known[name]
@@ -45,7 +45,7 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
     """Read options into a dataclass with tyro.
 
     Raises:
-        ValueError: one line, instead of tyro's box.
+        ValueError: wrong options; one line instead of tyro's box.
     """
     import tyro
 
@@ -57,7 +57,7 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
             prog=program,
             description=description,
             return_unknown_args=True,
-            config=(tyro.conf.AvoidSubcommands,),  # which kind of data, model and optimizer: as the recipe has it
+            config=(tyro.conf.AvoidSubcommands,),  # the recipe decides the kinds of data, model and optimizer
             **keywords,
         )
 
@@ -79,7 +79,7 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
 
 @contextlib.contextmanager
 def _wide_terminal() -> Iterator[None]:
-    """So that tyro breaks no lines in its box."""
+    """Context that keeps tyro from breaking lines in its box."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -89,7 +89,7 @@ def _wide_terminal() -> Iterator[None]:
 
 
 def _first_sentence(box: str) -> str:
-    """The message in tyro's box, without its title, the frame and the advice below it; ASCII terminals have no frame."""
+    """The message in tyro's box without title, frame and advice. ASCII terminals show no frame."""
     lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
     _, message, *_ = [*filter(lambda line: line.strip("-"), lines), box, box]
     return re.sub(r"^Error parsing [A-Z]\w*: ", "", message).rstrip(".")

@@ -11,22 +11,21 @@ from .options import parsed, show
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """From finished runs to a table, figures, and one page with all of them, as in: thinwire report runs/ --out report
+    """Make a table, figures and an HTML page from finished runs, as in: thinwire report runs/ --out report
 
-    RUNS are folders of runs, or folders that hold them somewhere below, and .json files of thinwire consensus. Runs that
-    differ in their seed alone are one method: their mean and standard deviation are shown. Broken and unfinished runs are
-    named, and the rest is reported on.
+    RUNS are folders of runs, folders that contain such folders at any depth, and .json files of thinwire consensus. Runs that
+    differ only in their seed are one method, shown as mean and standard deviation. Broken and unfinished runs are listed.
     """
 
     out: Path = Path("report")
-    """Folder for report.html, table.md, table.csv and figures/; an earlier report there is replaced."""
+    """Folder for report.html, table.md, table.csv and figures/. Replaces an earlier report."""
     metric: str | None = None
-    """What methods are compared by, such as test_loss or mean_model_test_accuracy. None takes the first test metric."""
+    """Metric that compares methods, such as test_loss or mean_model_test_accuracy. None takes the first test metric."""
     group: tuple[str, ...] = ()
-    """Fields of the configuration that make a method, such as averager optimizer.learning_rate. None given: all in which
-    runs differ, apart from the seed."""
+    """Fields of the configuration that define a method, such as averager optimizer.learning_rate. Default: all fields in
+    which runs differ, except the seed."""
     names: tuple[str, ...] = ()
-    """What to call methods, as LABEL=NAME, such as "Mean()=dense"; labels are as in the table."""
+    """Names of methods as LABEL=NAME, such as "Mean()=dense". LABEL is the label in the table."""
     title: str = "Comparison of runs"
     """Heading of the page."""
 
@@ -59,7 +58,7 @@ def report_command(options: list[str]) -> None:
 
 
 def _name(text: str) -> tuple[str, str]:
-    label, sign, name = text.rpartition("=")  # averagers have equal signs of their own
+    label, sign, name = text.rpartition("=")  # averagers can contain equal signs
     if not (sign and label and name):
         raise ValueError(f"names are given as LABEL=NAME, got {text!r}")
     return label, name

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Run all that a TOML file asks for: a recipe or `consensus`, with fixed values and a grid of others.
+    """Start all runs of a TOML file: a recipe or `consensus`, with fixed values and a grid of others.
 
-    Finished runs are recognised by their configuration and skipped, so the same command goes on with a sweep that was
-    stopped, and tries failed runs again.
+    Finished runs are recognised by their configuration and skipped. So the same command continues a stopped sweep, and
+    tries failed runs again.
     """
 
     local: int | None = None
-    """Run here, so many runs at a time; this is what happens by default, with 1."""
+    """Run on this machine, this many runs at a time. The default is 1."""
     slurm: str | None = None
     """Submit a SLURM job array with these options of sbatch, such as "partition=gpu,time=2:00:00"."""
     dry_run: bool = False
-    """List what would run, and what is finished already."""
+    """List the runs and their states, and start nothing."""
     status: bool = False
-    """Show the state of all runs: live on a terminal, also from another one while the sweep runs."""
+    """Show the state of all runs, live on a terminal. Works while the sweep runs in another terminal."""
 
     def __post_init__(self):
         given = [self.local is not None, self.slurm is not None, self.dry_run, self.status]
@@ -38,7 +38,7 @@ class SweepCommand:
 
 
 def sweep_command(options: list[str]) -> None:
-    """Run a sweep, or say how it stands."""
+    """Run a sweep, or show its state."""
     from ..sweep import read_sweep
     from ..sweep.file import has_begun, where_it_runs
     from ..sweep.show import plan_table, show_failures, statuses_of, watch
@@ -69,7 +69,7 @@ def sweep_command(options: list[str]) -> None:
 
 
 def _run_here(sweep: Sweep, at_once: int) -> None:
-    """Run, and show the table on a terminal, a line for each run elsewhere."""
+    """Run on this machine; show a table on a terminal, and one line for each run elsewhere."""
     from rich.console import Console
 
     from ..sweep import run_locally
@@ -86,7 +86,7 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
 
 
 def _submit(sweep: Sweep, options: str) -> None:
-    """Submit what is not finished, running or queued already."""
+    """Submit the runs that are not finished, running or queued."""
     from ..sweep.slurm import queued, submit
     from ..sweep.status import status_of
 
@@ -101,7 +101,7 @@ def _submit(sweep: Sweep, options: str) -> None:
 
 
 def _collect(sweep: Sweep) -> None:
-    """Write what the finished runs make together, if anything."""
+    """Write the joint result of the finished runs, if their task has one."""
     from ..sweep.status import finished_summary
 
     folders = [run.folder for run in sweep.runs if finished_summary(run) is not None]

@@ -10,7 +10,7 @@ from .options import parsed
 
 @dataclass(frozen=True)
 class TopologyFacts:
-    """Print the facts of a topology, such as "Exponential()", and draw it."""
+    """Print the properties of a topology, such as "Exponential()", and draw it."""
 
     workers: int = 16
     """Number of workers."""
@@ -19,7 +19,7 @@ class TopologyFacts:
 
 
 def topology_command(options: list[str]) -> None:
-    """Print the facts of a topology and draw it."""
+    """Print the properties of a topology and draw it."""
     from ...topology import Topology, describe, draw
     from ..bench.rows import as_parsed
 

@@ -19,13 +19,13 @@ TRAIN_USAGE = """\
 usage: thinwire train RECIPE [OPTIONS]
        thinwire train --list
 
-Train a network, one process a worker, and leave the records in runs/. The same command works under torchrun, srun and
-mpirun, which then start the workers:
+Train a network with one process for each worker, and write the results to runs/. The same command works under torchrun, srun
+and mpirun, which then start the workers:
 
   torchrun --nproc-per-node 4 --no-python thinwire train digits
 
-Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` goes on. Exit codes: 0 finished,
-1 a worker failed, 2 a mistake in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
+Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` continues it. Exit codes: 0 finished,
+1 a worker failed, 2 an error in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
 `thinwire train RECIPE --help` shows the options and the recipe's values.
 
@@ -57,11 +57,11 @@ def train_command(options: list[str]) -> None:
 
 
 def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "") -> Path:
-    """Train; where a worker fails or a signal stops the run, one line says so and this process ends.
+    """Train and return the run's folder. If a worker fails or a signal stops the run, print one line and exit.
 
     Args:
         config: the run's configuration.
-        advice: what to say beside that the run was saved.
+        advice: text to add to the message about a stopped run.
     """
     from ..train import Interrupted, WorkerError, train
 
@@ -72,11 +72,11 @@ def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "")
     except WorkerError as error:
         fail(error, 1)
         sys.stdout.flush()
-        os._exit(1)  # at once: under torchrun, threads that wait for other workers would hold up an ordinary exit
+        os._exit(1)  # at once: under torchrun, a normal exit would wait for threads that wait for other workers
 
 
 def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
-    """The command that goes on with a run that was stopped."""
+    """The command that continues a stopped run."""
     kept = [option for option in options if option != "--overwrite"]
     name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name]
     return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])

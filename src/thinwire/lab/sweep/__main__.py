@@ -1,6 +1,6 @@
 """`python -m thinwire.lab.sweep RUN.json`: one run of a sweep, in a process of its own.
 
-What it prints is the run's log. It leaves its exit code in `ended.json`:
+Its output is the run's log. It writes its exit code to `ended.json`:
 0 finished, 1 a worker failed, 2 the configuration is wrong, 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
 
@@ -19,6 +19,6 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    # SLURM may send it to everyone; submitit, whom it is for, then asks this process with SIGTERM.
+    # SLURM may send SIGUSR2 to all processes; it is meant for submitit, which then sends SIGTERM to this one.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(execute(Path(sys.argv[1])))

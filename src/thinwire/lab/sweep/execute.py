@@ -1,7 +1,6 @@
-"""One run of a sweep: written down where it is planned, executed in a process of its own.
+"""Starts and executes one run of a sweep, in a process of its own.
 
-`run.json` holds its recipe and values, so what is executed is what was planned, whatever happens to the sweep's file
-meanwhile.
+`run.json` holds the run's recipe and values. So later changes of the sweep's file do not affect it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from .file import PlannedRun, planned
 from .status import finished_summary, locked
 from .tasks import read_json
 
-# Variables by which a launcher that started the sweep itself (torchrun, srun, mpirun) makes a process one of its workers.
-# A run is none: it starts workers of its own.
+# Variables of a launcher (torchrun, srun, mpirun) that started the sweep. Runs must not see them: they start their own workers.
 LAUNCHER = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_\w+|MASTER_\w+|TORCHELASTIC_\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_\w+)|OMPI_\w+|PMI_\w+|PMIX_\w+|MPI_\w+"
@@ -27,7 +25,7 @@ LAUNCHER = re.compile(
 
 
 def start(run: PlannedRun) -> subprocess.Popen | None:
-    """Start a run's process, whose output goes to the end of its log; None where it is running already, here or elsewhere."""
+    """Start a run's process and append its output to its log; None if the run is already running, here or elsewhere."""
     write_down(run)
     with open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "ab") as log:
         if not locked(lock):
@@ -40,13 +38,13 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=outer | {"OMP_NUM_THREADS": str(run.task.threads(run.config))},
-            pass_fds=[lock.fileno()],  # a lock belongs to the open file: this process lets go of it, that one keeps it
-            start_new_session=True,  # Ctrl-C reaches the sweep alone, which ends its runs in good order
+            pass_fds=[lock.fileno()],  # the lock belongs to the open file, so the child keeps it after this process closes it
+            start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops its runs
         )
 
 
 def write_down(run: PlannedRun) -> None:
-    """Make what the sweep keeps of a run.
+    """Write `run.json` and its folder.
 
     Raises:
         ValueError: it cannot be written.
@@ -69,13 +67,13 @@ def read_run(path: Path) -> PlannedRun:
 
 
 def execute(path: Path) -> int:
-    """Run to the end, in this process; returns its exit code, which is also left in `ended.json`."""
+    """Run in this process; returns the exit code and writes it to `ended.json`."""
     run = read_run(path)
-    if finished_summary(run) is not None:  # somebody else did it meanwhile
+    if finished_summary(run) is not None:  # another process has finished it
         return 0
     print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", flush=True)
     ended = run.records / "ended.json"
-    write_json(ended, {"code": None})  # and this stays where the process is killed
+    write_json(ended, {"code": None})  # stays if the process is killed
     try:
         code = _code_of(run)
     except SystemExit as exit:  # a signal

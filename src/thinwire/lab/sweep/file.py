@@ -1,7 +1,7 @@
-"""A sweep's file, and the runs that it asks for.
+"""Reads a sweep's file, and plans its runs.
 
     recipe = "digits"              or  command = "consensus"
-    output = "runs/digits"         where the runs' folders go; without it, runs/ and the file's name
+    output = "runs/digits"         parent of the runs' folders; by default runs/ and the file's name
 
     [fixed]                        field path = value, for all runs
     workers = 4
@@ -10,7 +10,7 @@
     averager = ["Mean()", "Mean(QSGD(bits=4))"]
     seed = [1, 2, 3]               (recipe = [...] too)
 
-    [[list]]                       values that belong together; every such table is combined with the whole grid
+    [[list]]                       values that go together; every such table is combined with the whole grid
     optimizer.learning_rate = 0.1
     optimizer.momentum = 0.0
 
@@ -45,20 +45,20 @@ SHAPES = {
     "grid": ((dict, list), "a table, [grid], or several, [[grid]]"),
     "list": (list, "a list of tables, [[list]]"),
 }
-LONGEST_NAME = 80  # of a run's folder, without its hash
+LONGEST_NAME = 80  # characters of a run's folder name, without its hash
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run that a sweep asks for.
+    """One run of a sweep.
 
     Args:
         command: "train" or "consensus".
-        values: field path -> value, all that the file says of this run, with its recipe.
-        varied: those of them in which runs of the sweep may differ.
-        config: the configuration itself.
+        values: field path -> value: all values that the file sets for this run, with its recipe.
+        varied: the values from the grid and the list, in which runs of the sweep differ.
+        config: the complete configuration.
         identity: see `identity`.
         folder: the run's own folder.
     """
@@ -72,18 +72,18 @@ class PlannedRun:
 
     @property
     def task(self) -> Task:
-        """What the run does."""
+        """The kind of run."""
         return TASKS[self.command]
 
     @property
     def records(self) -> Path:
-        """What the sweep itself keeps of the run: its log, its values, its lock. It is there before the run's folder."""
+        """The sweep's own files of the run: log, values, lock. It exists before the run's folder."""
         return self.folder.parent / ".sweep" / self.folder.name
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs that a file asks for, in its order."""
+    """All runs of a file, in its order."""
 
     file: Path
     output: Path
@@ -91,10 +91,10 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Read a sweep's file, and check every run that it asks for.
+    """Read a sweep's file, and check every run in it.
 
     Raises:
-        ValueError: one line with the file, the field, what was expected and what was probably meant.
+        ValueError: one line with the file, the field, the expected value and a suggestion.
     """
     try:
         return _sweep(file, tomllib.loads(file.read_text()))
@@ -107,9 +107,9 @@ def read_sweep(file: Path) -> Sweep:
 
 
 def where_it_runs(sweep: Sweep) -> Sweep:
-    """The sweep with the folders where its runs are, which is also found from another folder than the one it was started in.
+    """The sweep with the output folder in which it was started, also if the current folder is another one.
 
-    A relative output is looked for here, then in the folder of the sweep's file and in those above it.
+    Looks for a relative output in the current folder, then in the folder of the sweep's file and in its parents.
     """
     if has_begun(sweep):
         return sweep
@@ -124,7 +124,7 @@ def where_it_runs(sweep: Sweep) -> Sweep:
 
 
 def has_begun(sweep: Sweep) -> bool:
-    """Whether anything of the sweep was ever started in its output folder."""
+    """Whether any run of the sweep was started in its output folder."""
     return any(run.records.exists() or run.folder.exists() for run in sweep.runs)
 
 
@@ -165,7 +165,7 @@ def _check(table: Mapping[str, Any]) -> None:
 
 
 def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[Values]:
-    """What varies, run by run: the values of a table of the list with one of each list of the grid, the last grid key fastest.
+    """The values of each run: a table of [[list]] with one value of each list of the grid; the last grid key varies fastest.
 
     Example:
         >>> list(points({"seed": [1, 2]}, []))
@@ -216,7 +216,7 @@ def _unique(items: Any) -> Values:
 
 
 def readable(varied: Mapping[str, Any]) -> str:
-    """What varies, in characters safe in a path; numbers with the name of their field.
+    """The varied values in characters that are safe in a path; numbers get the name of their field.
 
     Example:
         >>> readable({"averager": "Mean(TopK(ratio=0.01))", "optimizer.learning_rate": 0.1})
@@ -230,7 +230,7 @@ def readable(varied: Mapping[str, Any]) -> str:
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """As the file would say it, on one line.
+    """The values in the notation of the file, on one line.
 
     Example:
         >>> print(in_words({"averager": "Mean()", "seed": 1}))

@@ -1,8 +1,8 @@
-"""What makes two runs the same run: a hash of everything in their configuration that determines the result.
+"""The identity of a run: a hash of all configuration fields that determine its result.
 
-Left out are the fields that a run may change when it is resumed (`thinwire.lab.train.run_folder.FREE`): where the records
-go, how often a row is written, what executes the run. So a finished run is passed over exactly where an unfinished one
-would be gone on with. All other fields count, also those that are new; the library's version does not.
+It leaves out the fields that a resumed run may change (`thinwire.lab.train.run_folder.FREE`), such as the output folder or
+`log_every`. So a sweep skips a finished run in exactly the cases in which it would resume an unfinished one. All other fields
+count, also new ones. The version of the library does not count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Values at field paths: what a sweep's file says, put into a configuration made of nested dataclasses.
+"""Sets fields of nested dataclasses by path, with the values of a sweep's file.
 
-A path is the names of fields with dots between, as in `optimizer.schedule.shape`. Where a field is one of several
-dataclasses (`optimizer` is an `SGD` or an `Adam`), the path `optimizer.kind` chooses by name; all other values of that
-part then begin at the defaults of the chosen one. Values are those of TOML and JSON: text, numbers, true and false, lists.
+A path has field names with dots between them, such as `optimizer.schedule.shape`. If a field can be one of several dataclasses
+(`optimizer` is an `SGD` or an `Adam`), the path `optimizer.kind` chooses one by name; its other fields then start at their
+defaults. Values are those of TOML and JSON: text, numbers, true and false, lists.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _replaced(node: Any, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
-    """The current part if it is of this kind, else a new one with its defaults."""
+    """The current dataclass if it is of this kind, else a new one with its defaults."""
     kinds = {kind.__name__: kind for kind in (*_members(hint), type(current)) if is_dataclass(kind)}
     require(name in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
     return current if type(current) is kinds[name] else kinds[name]()
@@ -83,12 +83,12 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def converted(value: Any, hint: Any, path: str) -> Any:
-    """A value of TOML as the type that a field has.
+    """Convert a TOML value to the type of a field.
 
-    A single value stands for a tuple of one; "none" for None, which TOML does not have.
+    A single value becomes a tuple of one; "none" becomes None, which TOML does not have.
 
     Raises:
-        ValueError: it is of another type; the line says which was expected.
+        ValueError: the value has another type; the message names the expected one.
 
     Example:
         >>> converted(1, float, "shuffled"), converted(0.1, tuple[float, ...], "step_sizes")
@@ -102,7 +102,7 @@ def converted(value: Any, hint: Any, path: str) -> Any:
 
 
 def _accepted(value: Any, hint: Any, path: str) -> tuple[bool, Any]:
-    """Whether a value is of this one type, and what it becomes."""
+    """Whether a value fits this type, and the converted value."""
     if hint is Any:
         return True, value
     if hint is NoneType:

@@ -1,4 +1,4 @@
-"""What a sweep shows: a table of its runs, live on a terminal, and what went wrong."""
+"""Shows a sweep: a table of its runs, live on a terminal, and the failures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .status import Status, log_tail, status_of
 Statuses = Mapping[str, Status]
 
 STYLES = {"finished": "green", "running": "bold", "stopped": "yellow", "failed": "red", "waiting": "dim"}
-URGENT = ("failed", "running", "stopped", "waiting", "finished")  # who is left out last where the screen is small
+URGENT = ("failed", "running", "stopped", "waiting", "finished")  # order of importance on a small screen
 REFRESH_SECONDS = 1.0
 TAIL_LINES = 8
-FRAME_LINES = 7  # of a table that are no runs
-FRAME_COLUMNS = 18  # of a table that are neither name nor detail
+FRAME_LINES = 7  # lines of a table that are not runs
+FRAME_COLUMNS = 18  # columns of a table that are neither name nor detail
 MIN_NAME = 20
 
 
@@ -35,7 +35,7 @@ def statuses_of(runs: Sequence[PlannedRun]) -> dict[str, Status]:
 
 
 def counted(statuses: Statuses) -> str:
-    """How many runs there are of each state.
+    """The number of runs in each state.
 
     Example:
         >>> counted({"a": Status("finished"), "b": Status("waiting"), "c": Status("waiting")})
@@ -46,13 +46,13 @@ def counted(statuses: Statuses) -> str:
 
 
 def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | None = None) -> Table:
-    """A row per run: its folder, its state, and how far it is, what it found or why it failed.
+    """A row for each run: its folder, its state, and its progress, result or error.
 
     Args:
-        sweep: gives title and order.
+        sweep: has title and order.
         statuses: by the name of the run's folder.
-        screen: what the table must fit: names are shortened, a run has one line, and runs for which there is none are only
-            counted.
+        screen: size that the table must fit into: it then shortens names, gives each run one line, and only counts the
+            runs that do not fit.
     """
     title = f"{sweep.output}: {counted(statuses)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)

@@ -1,7 +1,7 @@
-"""A sweep as a SLURM job array, through submitit: an array task a run, each on a node of its own choosing.
+"""Submits a sweep as a SLURM job array with submitit: one array task for each run.
 
-A task starts the run's process and waits for it. When SLURM is about to end it (preemption, or its time is over),
-the run is asked to stop, saves a checkpoint where it can, and is requeued; it then goes on.
+A task starts the run's process and waits for it. When SLURM is about to end the task (preemption or time limit), the run
+gets a signal, saves a checkpoint if it can, and is requeued. It then continues.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from .status import is_locked
 from .tasks import read_json
 
 EXAMPLE = "--slurm partition=gpu,time=2:00:00"
-MOST_REQUEUES = 1000  # of a run whose time was over; each has come further than the one before
-# What submitit has names of its own for; all others are options of sbatch.
+MOST_REQUEUES = 1000  # of a run after time limits; each attempt gets further than the one before
+# Options with their own names in submitit; all others are passed to sbatch.
 SHARED = {"nodes": "nodes", "cpus_per_task": "cpus_per_task", "gpus_per_node": "gpus_per_node"}
 
 
 class Job:
-    """What an array task does; `checkpoint` is submitit's way to say that it may be requeued."""
+    """The work of an array task. submitit requeues a job whose class has a `checkpoint` method."""
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
 
     def __call__(self, run_file: str) -> int | None:
-        """Execute the run that `write_down` wrote there; None where it is running elsewhere."""
+        """Execute the run of this `run.json`; None if it is running elsewhere."""
         self.process = start(read_run(Path(run_file)))
         return None if self.process is None else self.process.wait()
 
     def checkpoint(self, run_file: str) -> Any:
-        """End the run in good order, to be begun again; called by a signal's handler."""
+        """Stop the run and ask submitit to requeue it. A signal handler calls this."""
         from submitit.helpers import DelayedSubmission
 
         if self.process is not None:
             self.process.terminate()
-            # Its lock tells when it is gone: the wait that the signal has interrupted must not be entered a second time.
+            # Poll the lock: `wait` is not reentrant, and the signal has interrupted one.
             deadline = time.monotonic() + GRACE_SECONDS
             while is_locked(Path(run_file).with_name("lock")) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
@@ -77,7 +77,7 @@ def submit(runs: Sequence[PlannedRun], options: str, folder: Path, cluster: str 
         write_down(run)
     try:
         jobs = executor.map_array(Job(), [str(run.records / "run.json") for run in runs])
-    except Exception as error:  # submitit and sbatch have many
+    except Exception as error:  # submitit and sbatch raise many types
         raise ValueError(f"SLURM refused the job array: {' '.join(str(error).split())}") from None
     for run, job in zip(runs, jobs, strict=True):
         write_json(run.records / "job.json", {"id": job.job_id})
@@ -85,10 +85,10 @@ def submit(runs: Sequence[PlannedRun], options: str, folder: Path, cluster: str 
 
 
 def queued(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Those whose job of an earlier submission waits or runs still.
+    """The runs whose job from an earlier submission is still queued or running.
 
     Raises:
-        ValueError: SLURM is not here.
+        ValueError: SLURM is not installed here.
     """
     _check_here()
     listed = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True)
@@ -98,7 +98,7 @@ def queued(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def parsed_options(text: str) -> dict[str, str]:
-    """Options of sbatch by name; a comma separates them where a name follows.
+    """Options of sbatch by name. A comma separates options only if a name and "=" follow it.
 
     Example:
         >>> parsed_options("partition=a,b,time=1:30:00,cpus-per-task=4")
@@ -144,7 +144,7 @@ def _executor(folder: Path, cluster: str) -> Any:
 
 
 def _parameters(options: dict[str, str]) -> dict[str, Any]:
-    """As submitit wants them."""
+    """Translate options into submitit's parameters."""
     from submitit.slurm.slurm import SlurmExecutor
 
     values = {name: int(value) if value.isdigit() else value for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""What the runs of a sweep do: train a recipe, or average alone."""
+"""The kinds of runs in a sweep: training a recipe, or consensus experiments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Plain = Mapping[str, Any]
 
 
 class Task(ABC):
-    """One kind of run: how it is configured and begun, and what its files say of it."""
+    """One kind of run: its configuration, how to run it, and how to show its progress and result."""
 
     reserved: frozenset[str]
     """Fields that the sweep itself sets."""
 
     @abstractmethod
     def base(self, recipe: str | None) -> Any:
-        """The configuration that a sweep's values are put into."""
+        """The configuration before the sweep's values are set."""
 
     @abstractmethod
     def as_dict(self, config: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Task(ABC):
 
     @abstractmethod
     def check(self, config: Any) -> None:
-        """Find before anything runs what the run itself would find, as far as it can be known without data.
+        """Check the configuration before anything runs, as far as possible without data.
 
         Raises:
             ValueError: the run would fail.
@@ -43,27 +43,27 @@ class Task(ABC):
 
     @abstractmethod
     def run(self, config: Any, folder: Path) -> None:
-        """Run to the end, or go on where it was stopped; `summary.json` in `folder` says that it was finished."""
+        """Run, or continue a stopped run. A finished run has `summary.json` in `folder`."""
 
     def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
-        """What the finished runs in these folders make together, if anything; returns the file."""
+        """Write the joint result of the finished runs in these folders, if there is one; returns the file."""
         return None
 
     @abstractmethod
     def workers(self, config: Any) -> int:
-        """Processes of a run."""
+        """Number of processes of a run."""
 
     @abstractmethod
     def threads(self, config: Any) -> int:
-        """Threads of each of them."""
+        """Number of threads of each process."""
 
     @abstractmethod
     def progress(self, config: Any, row: Plain) -> str:
-        """How far a run has come, from its last row of metrics."""
+        """The progress of a run, from its last row of metrics."""
 
     @abstractmethod
     def result(self, summary: Plain) -> str:
-        """What a finished run found, in a few words."""
+        """The result of a finished run, in a few words."""
 
 
 class Train(Task):
@@ -117,7 +117,7 @@ class Train(Task):
 
 
 class Consensus(Task):
-    """`thinwire consensus`, one averager and one step size a run."""
+    """`thinwire consensus` with one averager and one step size in each run."""
 
     reserved = frozenset({"json", "figure"})
 
@@ -187,11 +187,11 @@ class Consensus(Task):
 
 
 TASKS: dict[str, Task] = {"train": Train(), "consensus": Consensus()}
-"""What a sweep's `command` names; without one, it trains."""
+"""The tasks by the name of a sweep's `command`; the default is "train"."""
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds, or None where it is missing or is no JSON."""
+    """The contents of a JSON file, or None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

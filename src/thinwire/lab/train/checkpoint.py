@@ -1,16 +1,16 @@
-"""Checkpoints: a folder for each, which appears whole or not at all.
+"""Checkpoints: one folder each, which appears complete or not at all.
 
     checkpoints/step-000330/
-        checkpoint.json    steps done, the last row of metrics, the configuration
-        shared.pt          what is the same on all workers: model and optimizer; where models differ, their mean alone
-        worker-0.pt ...    what differs: the averager's state, buffers (running statistics), the loss scaler, what a
-                           recurrent model carries on, random states, sums and bytes counted so far; where models differ,
-                           model and optimizer
-    checkpoints/best       a link to the one with the best test
+        checkpoint.json    number of steps, the last row of metrics, the configuration
+        shared.pt          equal on all workers: model and optimizer; if models differ, only the mean model
+        worker-0.pt ...    different on each worker: the averager's state, buffers (running statistics), the loss scaler, the
+                           state of a recurrent model, random states, sums and bytes so far; if models differ, also model
+                           and optimizer
+    checkpoints/best       a link to the checkpoint with the best test result
 
-Every file loads with `torch.load(weights_only=True)`, and `shared.pt`'s model has the keys of the plain model. The folder
-gets its name when all workers have written their part and everything is on the disk, so that a crash at any moment leaves
-the checkpoint before it. All workers write to the same folder; on several machines they need a shared file system.
+Every file loads with `torch.load(weights_only=True)`, and the model in `shared.pt` has the keys of the plain model. A
+checkpoint is written to a temporary name and renamed once all parts are on disk, so that a crash leaves the previous one
+intact. All workers write to the same folder; on several machines they need a shared file system.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .training import Training
 
 
 def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[str, Any], comm: Communicator) -> None:
-    """Write the checkpoint of a step, unless it is there; all workers come here together, between two steps.
+    """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
     Args:
         folder: the run's `checkpoints`.
-        step: number of steps done.
-        training, meter: what is saved.
+        step: number of steps so far.
+        training, meter: the state to save.
         row: the last row of metrics.
         comm: connects the workers.
     """
@@ -59,12 +59,12 @@ def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[st
 
 @contextmanager
 def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path | None]:
-    """Context that writes into a folder, which then gets its name; None where it has it already."""
+    """Context that yields a temporary folder and renames it at the end; yields None if the checkpoint exists."""
     unfinished, finished = folder / f".{name_of(step)}", folder / name_of(step)
     if comm.gather_objects(finished.is_dir())[0]:
         yield None
         return
-    for path in (folder, unfinished):  # the run's own folder is not made again: somebody has removed it
+    for path in (folder, unfinished):  # does not create the run's own folder again if somebody removed it
         path.mkdir(exist_ok=True)
     yield unfinished
     comm.barrier()
@@ -75,13 +75,13 @@ def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    with naming(path), path.open("wb") as file:  # PyTorch's own writer would not say that the disk is full
+    with naming(path), path.open("wb") as file:  # PyTorch's own writer does not report a full disk
         torch.save(state, file)
     _to_disk(path)
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    """Flush a file, or the entries of a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -90,12 +90,12 @@ def _to_disk(path: Path) -> None:
 
 
 def tidy(folder: Path, config: RunConfig, metric: str) -> None:
-    """Keep the last `config.keep` checkpoints and the best, and link to the latter; one worker does this for all.
+    """Remove all checkpoints but the last `config.keep` and the best, and link to the best. Only one worker calls this.
 
     Args:
         folder: the run's `checkpoints`.
         config: of the run.
-        metric: by which a model is judged, such as "accuracy".
+        metric: the metric that decides which is best, such as "accuracy".
     """
     found = _finished(folder)
     best = _best(found, metric)
@@ -111,31 +111,31 @@ def tidy(folder: Path, config: RunConfig, metric: str) -> None:
         shutil.rmtree(path)
     for path in found:
         if path not in kept:
-            hidden = path.rename(folder / f".{path.name}")  # first: half of a checkpoint must not look like one
+            hidden = path.rename(folder / f".{path.name}")  # so that a partly removed checkpoint is not taken for one
             shutil.rmtree(hidden)
 
 
 def _finished(folder: Path) -> list[Path]:
-    """All checkpoints in the order of their steps; folders of other names, such as copies, are not ours."""
+    """All checkpoints in the order of their steps. Folders with other names, such as copies, are ignored."""
     named = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _best(found: list[Path], metric: str) -> Path | None:
-    """The one with the best test; the first of equal ones."""
+    """The checkpoint with the best test result; ties go to the first."""
     tested = {path: _tested(describe(path), metric) for path in found}
     sign = -1 if metric in LOWER_IS_BETTER else 1
     return max((path for path in found if tested[path] is not None), key=lambda path: sign * tested[path], default=None)
 
 
 def _tested(facts: dict[str, Any], metric: str) -> float | None:
-    """The test of the mean model, where there is one, else of the model; None where it wasn't tested, or diverged."""
+    """The test result of the mean model if there is one, else of the model; None if there was no test or it diverged."""
     row = facts["row"] if facts["row"].get("step") == facts["step"] else {}
     return row.get(f"mean_model_test_{metric}", row.get(f"test_{metric}"))
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint with the most steps in a run's `checkpoints`, if there is one."""
+    """The checkpoint with the most steps, or None."""
     return next(reversed(_finished(folder)), None)
 
 
@@ -150,7 +150,7 @@ def name_of(step: int) -> str:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a checkpoint's `checkpoint.json` says: `step`, `row` and `config`.
+    """The contents of `checkpoint.json`: `step`, `row` and `config`.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -164,13 +164,13 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> tuple[int, dict[str, Any]]:
-    """Restore the last checkpoint in place, if there is one; all workers come here together, before the first step.
+    """Restore the last checkpoint in place, if there is one. All workers call this together, before the first step.
 
     Returns:
-        Number of steps done, and the last row of metrics before it.
+        The number of steps so far, and the last row of metrics.
 
     Raises:
-        ValueError: on all workers alike, if files are missing or damaged, or of another model or averager.
+        ValueError: on all workers, if files are missing or damaged, or belong to another model or averager.
     """
     name = comm.gather_objects([path.name for path in _finished(folder)[-1:]] if comm.rank == 0 else None)[0]
     if not name:

@@ -1,6 +1,6 @@
-"""Statistics of the codec at work, for the metrics: its relative variance on a gradient, and its adaptive levels.
+"""Statistics of the codec for the metrics: its relative variance on a gradient, and its adaptive levels.
 
-Measuring sends nothing and touches no random state, so the run is the same without it.
+The measurement sends nothing and uses no random state, so it does not change the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
 
         variance = |Q(g) - g|^2 / |g|^2
 
-    over the gradients that are encoded. It costs one more encoding. Memory is left out: the variance is that of the codec
-    on the gradient alone.
+    over the gradients that are encoded. It costs one more encoding. It does not include the memory: g is the gradient alone.
 
     Args:
         strategy: the run's.

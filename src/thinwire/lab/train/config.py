@@ -40,90 +40,91 @@ class RunConfig:
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
     """Name of the recipe that this configuration began as."""
     averager: str = "Mean()"
-    """How workers agree, in Python's notation: on gradients, such as "Mean(TopK(0.01), ErrorFeedback())", or, each with a
-    model of its own, on parameters, such as "Choco(Ring(), TopK(0.01))" or, without rounds, "Pairwise()"."""
+    """The averager, in Python's notation. Of gradients: such as "Mean(TopK(0.01), ErrorFeedback())". Of parameters, where each
+    worker has a model of its own: such as "Choco(Ring(), TopK(0.01))" or, without rounds, "Pairwise()"."""
     overlap: bool = False
-    """Averagers of parameters: let messages fly during the next forward and backward pass."""
+    """Averagers of parameters: send messages during the next forward and backward pass."""
     staleness: int = 0
     """With overlap, how many updates a message may come late; higher => slower networks are hidden, fewer rounds."""
     order: Literal["combine_then_adapt", "adapt_then_combine"] = "combine_then_adapt"
-    """Averagers of parameters: whether a step first mixes and then updates, or the other way round."""
+    """Averagers of parameters: whether a step mixes before or after the optimizer's update."""
     workers: int = 4
     """Number of worker processes on this machine; under torchrun, srun and mpirun, their number of tasks."""
     seed: int = 0
     """Seed of weights, data order and codecs; the same seed gives the same result."""
 
     epochs: int = 30
-    """Passes over the training data; more => better, for as many more bytes."""
+    """Passes over the training data; more => better accuracy, more bytes."""
     max_steps: int | None = None
-    """Stop after this many steps, whatever `epochs` says."""
+    """Stop after at most this many steps."""
     batch_size: int = 32
-    """Examples per worker in a batch; higher => fewer steps and fewer bytes in an epoch. Sentence pairs come in ready-made
-    batches (see data.max_tokens), which count as an example each."""
+    """Examples per worker in a batch; higher => fewer steps and fewer bytes in an epoch. For sentence pairs, an example is a
+    ready-made batch of pairs (see data.max_tokens)."""
     accumulate: int = 1
-    """Batches whose gradients make up one step; higher => larger steps in the same memory, and fewer bytes in an epoch."""
+    """Batches in one step; higher => larger steps in the same memory, fewer bytes in an epoch."""
     split: Literal["even", "by-class", "by-position"] = "even"
-    """How examples are dealt out: evenly and anew in every epoch; or once, so that a worker has few classes, or examples
-    that lie next to each other in the data set."""
+    """How examples are split over workers. "even" deals them out anew in every epoch. "by-class" gives a worker few classes,
+    "by-position" consecutive examples of the data set; both split once."""
     shuffled: float = 0.0
-    """Share of the examples that is dealt out evenly even so, 0..1; higher => workers differ less."""
+    """With by-class and by-position, share of the examples that is split evenly all the same, 0..1; higher => workers differ
+    less."""
     data: DataConfig = field(default_factory=Digits)
     model: ModelConfig = field(default_factory=DigitsNet)
     loss: CrossEntropy = field(default_factory=CrossEntropy)
     optimizer: SGD | Adam | DGCSGD = field(default_factory=SGD)
     clip_norm: float | None = None
-    """Largest norm of the gradient that a step may follow: of the mean where gradients are averaged, of each worker's own
-    where parameters are. (`MomentumCorrection` clips before it adds up, and has an option of its own for that.)"""
+    """Clip the gradient to this norm: the averaged gradient, or each worker's own if parameters are averaged. None clips
+    nothing. (With `MomentumCorrection` use its own `clip` instead.)"""
     on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
     """If a gradient is infinite or NaN: "skip" leaves the step out and counts it in `skipped_steps`, "raise" ends the run,
     "apply" applies the gradient. Where gradients are averaged, all workers skip together; else only the one concerned."""
     max_nonfinite: int = 100
     """With "skip", this many such steps in a row end the run with an error that names the worker and the parameter."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What matrix products and convolutions are computed in; weights stay fp32. fp16 comes with a loss scaler."""
+    """Number format of matrix products and convolutions; weights stay fp32. fp16 uses a loss scaler."""
     compile: bool = False
-    """Whether `torch.compile` makes the forward and backward pass faster, after some minutes at the start."""
+    """Whether to use `torch.compile`: a faster forward and backward pass, after some minutes at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; "auto" takes a GPU where there is one. Workers of a machine share its GPUs."""
+    """Device; "auto" takes a GPU if there is one. Workers of a machine share its GPUs."""
 
     evaluate_every: int = 1
-    """Epochs between two tests; the last epoch always has one."""
+    """Epochs between two tests. The last epoch always ends with a test."""
     test_batch_size: int = 256
     """Examples per worker in a batch of the test; higher => faster, for more memory."""
     checkpoint_every: int | None = None
-    """Steps between two checkpoints, beside those at the end of every epoch."""
+    """Steps between two checkpoints, in addition to the one at the end of every epoch."""
     keep: int = 1
-    """How many of the last checkpoints are kept, beside the best."""
+    """Number of latest checkpoints to keep, in addition to the best one."""
     resume: bool = False
-    """Go on with the run of this name where it left off, if there is one, so that the same command serves every start."""
+    """Continue the run of this name from its last checkpoint; if there is no such run, start it."""
 
     output: Path = Path("runs")
-    """Folder in which the run's own folder is made."""
+    """Folder that gets the run's folder."""
     name: str | None = None
-    """Name of the run's folder. None makes one of recipe, averager and seed, numbered where it is taken."""
+    """Name of the run's folder. None makes a name from recipe, averager and seed, and adds a number if it is taken."""
     overwrite: bool = False
-    """Replace the run that has this name, instead of refusing."""
+    """Replace an existing run of this name."""
     log_every: int = 10
     """Steps between two rows of metrics; lower => finer curves, larger files."""
     variance: bool = False
-    """Also record what a lossy codec loses of a gradient, for one more encoding a row."""
+    """Also record the relative variance of a lossy codec; costs one more encoding for each row."""
     wandb: str | None = None
-    """Project of Weights & Biases to send the rows to as well; needs its package, and an account or WANDB_MODE=offline."""
+    """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """What carries messages; "auto" is NCCL where every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that
-    was built with it; under mpirun the others serve as well."""
+    """Communication backend. "auto" is NCCL if every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that was
+    built with MPI; the others work under mpirun too."""
     interface: str | None = None
     """Network interface that reaches the other nodes, such as eth0; None leaves it to the backend."""
     port: int = 0
-    """TCP port where workers of this machine meet; 0 takes a free one. Launchers choose by themselves, or take MASTER_PORT."""
+    """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
     timeout: float = 180.0
     """Seconds that a worker may be stopped or silent before the run ends with an error; higher => more patience with slow
     disks and networks."""
     requeue: bool = False
-    """Under SLURM: after SIGUSR1, put the job back into the queue; the same command then goes on with --resume."""
+    """Under SLURM: after SIGUSR1, requeue the job; with --resume the same command then continues the run."""
     threads: int = 1
-    """Threads of each worker; higher pays only with more cores than workers."""
+    """Threads of each worker; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):
         for name in (
@@ -156,7 +157,7 @@ class RunConfig:
             require(fits, f"data.context {context} is more than the model reads at once; set model.context to it, or lower it")
 
     def parsed_averager(self) -> Averager | Pairwise:
-        """The averager itself.
+        """The averager object.
 
         Raises:
             ValueError: the text cannot be read, or names something else than an averager.
@@ -176,7 +177,7 @@ class RunConfig:
 
     @property
     def default_name(self) -> str:
-        """Name of the run's folder, unless it is given: recipe, averager and seed, in characters safe in a path.
+        """Default name of the run's folder: recipe, averager and seed, in characters that are safe in a path.
 
         Example:
             >>> RunConfig("digits", "Mean(TopK(0.01), ErrorFeedback())").default_name
@@ -186,7 +187,7 @@ class RunConfig:
         return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; the averager as its `repr`, and data, model and optimizer with their `kind`."""
+        """Plain values for JSON: the averager as its `repr`; data, model, loss and optimizer with their `kind`."""
         parts = {name: _plain(getattr(self, name)) for name in ("data", "model", "loss", "optimizer")}
         plain = _plain(self) | {name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()}
         return plain | {"averager": repr(self.parsed_averager())}

@@ -1,4 +1,4 @@
-"""The connection between a run's workers: over which network interface, and through which of PyTorch's backends."""
+"""Connects the workers of a run: chooses the network interface and the backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .environment import Environment
 from .loop import choose_device
 from .shared_errors import same_error_on_all
 
-RENDEZVOUS = timedelta(seconds=120)  # time enough to import PyTorch on a busy machine
+RENDEZVOUS = timedelta(seconds=120)  # importing PyTorch on a busy machine takes long
 
 
 @contextmanager
@@ -28,9 +28,9 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     """Join the other workers, in PyTorch's default process group and a communicator of its own.
 
     Args:
-        config: says device, backend and interface.
-        environment: this worker's place.
-        store: where the workers meet; by default, at the environment's address.
+        config: has device, backend and interface.
+        environment: rank and size of this worker.
+        store: the store for the rendezvous; by default a new one at the environment's address.
 
     Raises:
         ValueError: the interface or the backend cannot be used here.
@@ -54,10 +54,11 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of the store for this start of the workers alone.
+    """Return a part of the store that only this start of the workers uses.
 
-    torchrun's store outlives the workers: after a restart it still holds the addresses of those that are gone. So rank 0
-    chooses a word, and tells it to those who have greeted it until they have all heard: an answer is for one greeting.
+    torchrun's store outlives the workers: after a restart it still has the addresses of the old ones. So rank 0 chooses a
+    new prefix. Each worker writes a greeting with an identifier of its own; rank 0 answers each identifier with the prefix
+    until all workers have confirmed it.
     """
     own = uuid.uuid4().hex
     store.set(f"greeting/{rank}", own)
@@ -81,7 +82,7 @@ def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
 
 
 def choose_interface(name: str | None, one_node: bool) -> None:
-    """Tell Gloo and NCCL which network interface to use; by default the loopback where no other node takes part.
+    """Set the network interface of Gloo and NCCL; the default is the loopback if all workers are on one node.
 
     Raises:
         ValueError: there is no such interface.
@@ -99,7 +100,7 @@ def choose_interface(name: str | None, one_node: bool) -> None:
 
 
 def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
-    """PyTorch's name of the backend, the same for all workers: NCCL (beside Gloo, for metrics) or Gloo alone.
+    """Choose the backend, the same on all workers: NCCL (with Gloo for metrics), or only Gloo.
 
     Raises:
         ValueError: NCCL was asked for, and a worker has no GPU of its own.
@@ -116,7 +117,8 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
 
 
 def check_mpi() -> None:
-    """
+    """Check that PyTorch has the MPI backend.
+
     Raises:
         ValueError: PyTorch was built without MPI.
     """

@@ -1,13 +1,13 @@
-"""Which launcher started this process, as which worker, and where the workers meet: read from the environment.
+"""Reads from the environment which launcher started this process, its rank, and the address of rank 0.
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     MPICH      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; also Intel MPI, whose launcher is Hydra too
     srun       SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST
 
-They are asked in this order, from the inside out: MPI starts its daemons on other nodes through srun, and torchrun may
-run under any of them. A batch script has SLURM_PROCID and SLURM_NTASKS as well, but only srun sets SLURM_STEP_NUM_TASKS.
-One task alone is no launch: it may be a shell within an allocation, and starts its workers itself.
+They are checked in this order, the innermost launcher first: MPI starts its daemons on other nodes with srun, and torchrun
+may run under any of them. A batch script has SLURM_PROCID and SLURM_NTASKS too, but only srun sets SLURM_STEP_NUM_TASKS. A
+single task does not count as a launch: it may be a shell in an allocation, and starts its workers itself.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ...algorithm import require
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's
-NAME = "THINWIRE_LAUNCHER"  # whose variables were put into torchrun's
-PORTS = range(10_000, 30_000)  # below those that the system hands out
+NAME = "THINWIRE_LAUNCHER"  # name of the launcher, if `adopt` set torchrun's variables
+PORTS = range(10_000, 30_000)  # below the system's ephemeral ports
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A worker among those that a launcher has started.
+    """The place of one worker that a launcher started.
 
     Args:
-        launcher: what started it, such as "srun".
-        rank: this worker, 0..size-1.
+        launcher: name of the launcher, such as "srun".
+        rank: of this worker, 0..size-1.
         size: number of workers.
-        local_rank: this worker among those of its node, 0..local_size-1.
+        local_rank: rank among the workers on its node, 0..local_size-1.
         local_size: number of workers on its node.
         master_address: host of rank 0.
         master_port: TCP port on which rank 0 listens.
@@ -65,7 +65,7 @@ class Environment:
         return self.local_size == self.size
 
     def variables(self) -> dict[str, str]:
-        """The same in torchrun's variables, which PyTorch and the hierarchical exchange read."""
+        """The same values as torchrun's variables, which PyTorch and the hierarchical exchange read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -78,11 +78,11 @@ class Environment:
 
 
 def launched(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """The launcher's worker that this process is, or None where it was started alone.
+    """The place of this process under a launcher, or None if no launcher started it.
 
     Raises:
-        ValueError: a variable is not a number or does not fit the others; or MPI spans nodes, and nothing says where
-            rank 0 is.
+        ValueError: a variable is not a number or contradicts the others; or MPI uses several nodes, and no variable has the
+            address of rank 0.
 
     Example:
         >>> launched({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}).rank
@@ -97,7 +97,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Environment | None:
 
 
 def adopt() -> Environment | None:
-    """`launched`, put into torchrun's variables for all that follows in this process and below it."""
+    """Return `launched()`, and set torchrun's variables for this process and its children."""
     environment = launched()
     if environment:
         os.environ.update(environment.variables())
@@ -125,7 +125,7 @@ def _mpich(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _mpi(launcher: str, numbers: list[int], variables: Mapping[str, str], own_port: int) -> Environment | None:
-    """`own_port` differs between launches, but only on one node do all workers know it."""
+    """`own_port` differs between launches, but all workers know it only if they are on one node."""
     rank, size, local_rank, local_size = numbers
     if size == 1:
         return None
@@ -174,18 +174,18 @@ def _port(variables: Mapping[str, str], default: int) -> int:
 
 
 def _port_of(job: str) -> int:
-    """A port for a launch: the same for all of its workers, and another for one beside it."""
+    """A port for a launch: the same for all of its workers, and usually different for other launches."""
     return PORTS[int(job) % len(PORTS)] if job.isdecimal() else DEFAULT_PORT
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """Jobs that share a node, and steps of a job, get ports of their own."""
+    """A port that differs between jobs on one node and between steps of a job."""
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "0")
     return _port_of(str(int(job) + 101 * int(step))) if job.isdecimal() and step.isdecimal() else DEFAULT_PORT
 
 
 def _first_host(nodes: str) -> str:
-    """The first of a list in SLURM's notation: "n01" of "n[01-03,7],login".
+    """The first host of a list in SLURM's notation: "n01" of "n[01-03,7],login".
 
     Example:
         >>> _first_host("gpu[1-2,5]-rack[07,9],login")
@@ -195,7 +195,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _expanded(counts: str) -> list[int]:
-    """Tasks of each node in SLURM's notation.
+    """Number of tasks of each node, from SLURM's notation.
 
     Example:
         >>> _expanded("4(x2),1")
@@ -207,7 +207,7 @@ def _expanded(counts: str) -> list[int]:
 
 
 def _ancestor(name: str) -> str:
-    """Process id of the nearest ancestor of that name, or nothing: what workers have in common whom it started."""
+    """Process id of the nearest ancestor with this name, or "": equal for all workers that it started."""
     process = os.getppid()
     while process > 1:
         try:

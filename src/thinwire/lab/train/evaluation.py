@@ -1,4 +1,4 @@
-"""What a model is worth on the test set, measured by all workers together."""
+"""Evaluates the model on the test set, on all workers together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .strategy import Strategy
 def evaluate(
     config: RunConfig, data: Dataset, model: nn.Module, strategy: Strategy, comm: Communicator
 ) -> dict[str, float]:
-    """The metrics of the data, each with `test_` before its name.
+    """Return the metrics of the data set, each with the prefix `test_`.
 
-    Where models are equal, workers share out the test set. Where they differ, each worker tests its own on all of it, and
-    the metrics are means over the workers; those of the mean model come beside them, as `mean_model_test_...`. Running
-    statistics, which are each worker's own, are averaged for the test.
+    If models are equal, each worker tests a part of the test set. If they differ, each worker tests its own model on all of it;
+    `test_...` are the means over the workers, and `mean_model_test_...` the metrics of the mean model. Running statistics are
+    averaged over the workers for the test.
     """
     if not strategy.models_differ:
         with strategy.handle.average_model(comm):

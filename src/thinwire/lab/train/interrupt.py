@@ -1,7 +1,7 @@
-"""A run that is asked to stop does so between two steps, on all workers after the same one, with a checkpoint.
+"""Stops a run after a signal: all workers stop after the same step, with a checkpoint.
 
-A signal only sets a flag. The flags of a step are summed over the workers while the next one is computed, and read at
-its end: nobody waits for the vote, and all stop one step after the one in which the signal came.
+A signal only sets a flag. The flags of a step are summed over the workers during the next step, and read at its end. So no
+worker waits for the sum, and all stop one step after the signal.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from ...comm import Communicator, Handle
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # where several come at once, the first of these counts
-SAVED = 75  # EX_TEMPFAIL of sysexits.h: not done yet, run me again
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # if several arrive at once, the first in this order counts
+SAVED = 75  # EX_TEMPFAIL of sysexits.h: not finished, run again
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and did, with a checkpoint.
+    """A signal stopped the run, and it was saved.
 
     Args:
-        signal: number of the signal that asked for it.
-        checkpoint: where the run was saved.
+        signal: number of the signal.
+        checkpoint: folder of the checkpoint.
     """
 
     def __init__(self, signal: int, checkpoint: Path):
@@ -38,12 +38,12 @@ class Interrupted(Exception):
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C, as shells have it; else 75: saved, to be run again."""
+        """130 after Ctrl-C, as in shells; else 75."""
         return 128 + self.signal if self.signal == signal.SIGINT else SAVED
 
 
 class Interruption:
-    """Listens for SIGINT, SIGTERM and SIGUSR1, which a parent may have blocked until now; for a process's main thread.
+    """Handles SIGINT, SIGTERM and SIGUSR1 and unblocks them. Use it in the main thread.
 
     Example:
         >>> import os, signal
@@ -71,11 +71,11 @@ class Interruption:
         self.received = self.received or number
 
     def requested(self, comm: Communicator, at_once: bool = False) -> int:
-        """The signal that any worker had received one call ago, or 0; the same on all workers.
+        """The signal that any worker had received by its previous call, or 0; the same on all workers.
 
         Args:
-            comm: connects the workers, who all call this after each step. Sums 12 bytes over them.
-            at_once: ask for now instead, and wait for the slowest worker.
+            comm: sums 12 bytes over the workers, which all call this after each step.
+            at_once: return the signals received by now, and wait for the slowest worker.
         """
         vote, self._vote = self._begin_vote(comm) if at_once else self._vote, None
         votes = vote.wait().tolist() if vote else []
@@ -88,19 +88,19 @@ class Interruption:
         return comm.all_reduce(torch.tensor([number == self.received for number in SIGNALS], dtype=torch.int32))
 
     def settle(self) -> None:
-        """Wait for the vote that the last step has begun, before connections are closed."""
+        """Wait for the vote that the last step began. Call it before closing the connections."""
         if self._vote:
             self._vote.wait()
 
 
 def ignore_requests(_: object = None) -> None:
-    """For helping processes: SLURM signals all processes of a job, and theirs is not to answer."""
+    """Ignore the signals. For helper processes: SLURM signals all processes of a job."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def requeue() -> str:
-    """Put this SLURM job back into the queue; says in a few words what came of it."""
+    """Requeue this SLURM job; returns a short message about the result."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     if not job:

@@ -1,6 +1,6 @@
-"""Where a run's workers come from: this process is one where a launcher has started it, else it starts them itself.
+"""Starts a run. Under a launcher this process is one worker; otherwise it starts the workers as child processes.
 
-A launcher (torchrun, srun, mpirun) starts this same command once a worker and watches over it; see `environment.py`.
+A launcher (torchrun, srun, mpirun) starts the same command once for each worker; see `environment.py`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .shared_errors import SharedError, run_on_all
 from .spawn import WorkerError, failure, ignore_file_errors, spawn
 from .weights_and_biases import check_installed
 
-TELLING_SECONDS = 1.0  # for rank 0 to say what was wrong, before launchers kill it because another worker has ended
+TELLING_SECONDS = 1.0  # other workers wait so long, so that rank 0 can print the error before the launcher kills it
 OnStop = Callable[[Interrupted], None] | None
 
 
 def train(config: RunConfig, on_stop: OnStop = None) -> Path:
-    """Run to the end; returns the run's folder. Under a launcher, each of its processes calls this.
+    """Train and return the run's folder. Under a launcher, each of its processes calls this.
 
-    With `config.resume` it goes on where it left off, and what is finished isn't run again.
+    With `config.resume` it continues from the last checkpoint, and returns at once if the run is finished.
 
     Args:
         config: everything that determines the run.
-        on_stop: called once where the run was asked to stop and has been saved, before any worker ends: the end of one
-            makes launchers kill the others.
+        on_stop: called once after a stopped run was saved, before any worker exits. (Launchers kill the other workers as
+            soon as one exits.)
 
     Raises:
-        ValueError: the configuration or the data are wrong, as all workers find, or the folder is taken.
-        WorkerError: a worker ended badly; all others have been stopped.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 asked the run to stop, and it was saved.
+        ValueError: the configuration or the data are wrong, or the folder is taken.
+        WorkerError: a worker failed; all others have been stopped.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
     """
     config.parsed_averager()
     check_installed(config)
@@ -70,7 +70,7 @@ def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
 
 
 def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
-    """Be one of a launcher's workers."""
+    """Run as one of a launcher's workers."""
     threading.excepthook = ignore_file_errors
     name, rank, size = environment.launcher, environment.rank, environment.size
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")

@@ -1,15 +1,15 @@
 """One worker's run, from the first weight to the summary.
 
     1. data and model    the same on every worker, from the seed
-    2. strategy          one line: `compress_gradients`, or `gossip_parameters`, as the averager asks for (`strategy.py`)
+    2. strategy          attach the averager to model and optimizer (`strategy.py`)
     3. steps             batches (`steps.py`); forward, backward, clip, optimizer (`training.py`)
     4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
-    5. checkpoint        after an epoch, every so many steps where asked for, and when the run is to stop (`checkpoint.py`)
-    6. summary           what was learned, and what it cost on the wire
+    5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
+    6. summary           the test result and the bytes sent
 
-Where the folder has a checkpoint, the run goes on from the last one, with the same bits as if it had never stopped. All
-workers run this alike; rank 0 also shows the progress and writes the files. Metrics travel over a communicator of their
-own, so that the ledger counts training alone.
+If the folder has a checkpoint, the run continues from the last one, with the same bits as if it had never stopped. All
+workers run this code. Rank 0 also shows the progress and writes the files. Metrics use a communicator of their own, so that
+the ledger counts only the training.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from .weights_and_biases import WandB
 
 
 def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption) -> None:
-    """Train as `config` says and leave the records in `folder`; all workers call this together.
+    """Train with this configuration and write the results to `folder`; all workers call this together.
 
     Raises:
-        Interrupted: the run was asked to stop, and can go on from its checkpoint.
-        ValueError: data, configuration or checkpoint are wrong, on all workers alike.
+        Interrupted: a signal stopped the run; it can continue from its checkpoint.
+        ValueError: on all workers, if data, configuration or checkpoint are wrong.
     """
     torch.set_num_threads(config.threads)
     keep_freed_memory()
@@ -66,7 +66,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     run_on_all(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
     for warning in warnings if comm.rank == 0 else []:
         print(f"thinwire: {warning}", file=sys.stderr, flush=True)
-    torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # what is random from here on (dropout) is each worker's own
+    torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # from here on workers draw different numbers (dropout)
     meter = Meter(data, training.strategy, comm)
     checkpoints = folder / "checkpoints"
     done, row = checkpoint.load_latest(checkpoints, training, meter, comm)
@@ -86,11 +86,11 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
-            in_rounds = training.strategy.in_rounds  # workers without rounds meet at rows alone
+            in_rounds = training.strategy.in_rounds  # workers without rounds synchronise only at rows
             stop = interruption.requested(comm, at_once=not in_rounds) if in_rounds or row_is_due else 0
             is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
             if is_saved:
-                training.strategy.absorb()  # so that what is tested is what is saved
+                training.strategy.absorb()  # so that the tested model is the saved one
             if row_is_due:
                 row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
                 row |= codec_statistics(training.strategy, gradients)
@@ -117,14 +117,14 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
 
 
 def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
-    """What each row of metrics goes to: has `row(values)` and `close()`."""
+    """Receivers of each row of metrics; they have `row(values)` and `close()`."""
     skips = SkipWarning(config.precision, config.max_nonfinite)
     watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done), skips]
     return [*watchers, WandB(config, folder)] if config.wandb else watchers
 
 
 def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:
-    """Warnings for the run's image sizes that the model cannot see whole; see `image_sizes`.
+    """Warn of image sizes at which parts of a kernel see only padding; see `image_sizes`.
 
     Raises:
         ValueError: the model cannot take an image size, or its gradients there would be wrong on this device.
@@ -135,10 +135,10 @@ def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torc
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """Where this worker computes; those of one machine share its GPUs.
+    """Choose the device of this worker. Workers on one machine share its GPUs.
 
     Raises:
-        ValueError: a GPU was asked for, and there is none.
+        ValueError: the configuration asks for a GPU, and there is none.
     """
     found = torch.cuda.is_available()
     require(found or config.device != "cuda", "device 'cuda' was asked for, but PyTorch finds no GPU; leave --device out")
@@ -148,7 +148,7 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: Strategy) -> dict[str, Any]:
-    """What `summary.json` says; bytes are means over the workers, who may differ."""
+    """The contents of `summary.json`. Bytes are means over the workers."""
     ledger, bytes_sent = strategy.handle.ledger, last["bytes_sent"]
     tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
     return {

@@ -1,4 +1,4 @@
-"""What a model's scores are judged by while it learns."""
+"""The training loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .data import IGNORE
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy, in nats, against labels of which a share e is spread over all C classes.
+    """Cross-entropy in nats with label smoothing: a share e of each label is spread over all C classes.
 
         loss = -(1 - e) log p[label] - (e / C) sum_c log p[c]
 
@@ -38,6 +38,6 @@ class CrossEntropy:
         require(0 <= self.label_smoothing < 1, f"loss.label_smoothing must be in [0, 1), got {self.label_smoothing}")
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Loss of scores (..., C) against labels (...), of which those that are IGNORE don't count."""
+        """Loss of scores (..., C) against labels (...). Labels that are IGNORE do not count."""
         scores, labels = scores.flatten(0, -2), labels.flatten()
         return F.cross_entropy(scores, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)

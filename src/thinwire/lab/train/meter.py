@@ -1,4 +1,4 @@
-"""What a row of metrics is made of: sums over batches, the ledger's totals, and where the time went."""
+"""Collects the values of a row of metrics: sums over batches, bytes of the ledger, and seconds by phase."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COUNTS = ("bytes_sent", "bytes_received", "messages")
 
 
 class Meter:
-    """Adds up what happens between two rows.
+    """Sums over the batches between two rows.
 
     Args:
-        data: says what its sums mean.
-        strategy: whose ledger and clock are read.
-        comm: connects the workers for the metrics' own sums.
+        data: turns sums into metrics.
+        strategy: has the ledger and the clock.
+        comm: sums the metrics over the workers.
     """
 
     def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator):
@@ -48,7 +48,7 @@ class Meter:
         self._num_examples += len(labels)
 
     def row(self) -> dict[str, float]:
-        """Means over all workers: since the last row, and of the ledgers' totals. All workers call it together."""
+        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
         counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
         totals = self._comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
@@ -65,14 +65,14 @@ class Meter:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: this worker's sums since the last row, and its ledger."""
+        """The part of a checkpoint: this worker's sums since the last row, and its ledger."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
         took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phase_seconds": self._phases_of_row()}
         sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
         return took | sums | {"ledger": ledger.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. What was sent to start again doesn't count."""
+        """Restore the result of `state_dict`. Bytes sent for the restart do not count."""
         self._start_row()
         self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
         self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}

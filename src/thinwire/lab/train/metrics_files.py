@@ -1,4 +1,4 @@
-"""The metrics of a run, written to its folder row by row. A run's folder holds:
+"""Writes the metrics of a run to its folder, row by row. The folder contains:
 
     config.json       the configuration, with the `repr` of the averager
     metrics.jsonl     a row per log step; `COLUMNS` explains the columns
@@ -23,11 +23,11 @@ COLUMNS = {
     "epoch": "passes over the training data so far, with a fraction",
     "loss": "training loss, mean over the workers' batches since the last row; null if it was infinite or NaN for any",
     "accuracy": "training accuracy, likewise; 0..1",
-    "top5_accuracy": "share of training examples whose class is among the first five answers, likewise",
+    "top5_accuracy": "share of training examples whose class is among the five highest scores, likewise",
     "perplexity": "of text: exp of the loss, likewise",
     "test_loss": "loss on the held-out test set, at the end of an epoch only. Where models differ, mean over the workers",
     "test_accuracy": "accuracy there, 0..1; likewise",
-    "test_top5_accuracy": "share of classes among the first five answers there; likewise",
+    "test_top5_accuracy": "share of test examples whose class is among the five highest scores; likewise",
     "test_perplexity": "of text: exp of the loss there; likewise",
     "test_bleu": "of translations: BLEU (sacreBLEU) there, 0..100; likewise",
     "mean_model_test_loss": "where models differ, loss of the model whose parameters are their mean; at the end of an epoch",
@@ -37,28 +37,28 @@ COLUMNS = {
     "mean_model_test_bleu": "its BLEU, likewise",
     "consensus_distance": "where models differ, root mean square over the workers of their distance to the mean model",
     "variance": "where asked for, relative variance |Q(g) - g|^2 / |g|^2 of the codec on rank 0's own gradient g of this step",
-    "levels": "of a codec whose levels adapt, those at work, ascending from -1 to 1",
+    "levels": "if the codec's levels adapt: the levels in use, ascending from -1 to 1",
     "learning_rate": "of the last step",
     "skipped_steps": "updates skipped for an infinite or NaN gradient, since the start. Where models differ, sum over workers",
-    "bytes_sent": "by a worker, to average and to begin with equal weights, since the start; from the ledger, mean",
+    "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",
     "examples_per_second": "of all workers together, since the last row",
     "seconds": "since the first step began",
-    "data_seconds": "rank 0's waiting for batches, or making them, since the last row",
-    "compute_seconds": "rank 0's steps since the last row, less the averaging in them; these phases may overlap",
+    "data_seconds": "seconds that rank 0 waited for batches or made them, since the last row",
+    "compute_seconds": "seconds in rank 0's steps since the last row, without averaging; these phases may overlap",
     "encode_seconds": "compensate and encode: of gradients in the backward pass, of parameters in the optimizer's step",
-    "wait_seconds": "waiting for bytes: on a thread of its own while training goes on, but for parameters without overlap",
-    "decode_seconds": "decoding what came, likewise",
+    "wait_seconds": "waiting for bytes: beside the training, or for parameters without overlap in the training thread",
+    "decode_seconds": "decoding received bytes, likewise",
 }
 
 
 class MetricsWriter:
-    """Writes a run's metrics; only rank 0 has one.
+    """Writes a run's metrics. Only rank 0 has one.
 
     Args:
         folder: the run's folder.
-        done: steps already taken by a resumed run; rows of later steps are dropped.
+        done: number of steps before a resume; rows of later steps are dropped.
     """
 
     def __init__(self, folder: Path, done: int = 0):
@@ -66,7 +66,7 @@ class MetricsWriter:
 
         self._path = folder / "metrics.jsonl"
         kept = read_rows(folder / "metrics.jsonl", done)
-        # Written beside the old files, and renamed over them when the kept rows are in.
+        # Write temporary files first, and rename them once the kept rows are in.
         self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
         self._csv_file = (folder / "metrics.csv.tmp").open("w", buffering=1, newline="")
         self._csv = csv.DictWriter(self._csv_file, COLUMNS)

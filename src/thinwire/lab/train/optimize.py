@@ -1,4 +1,4 @@
-"""How parameters follow the averaged gradient: the optimizer, the schedule of its learning rate, and weight decay."""
+"""Configurations of the optimizer, its learning rate schedule and weight decay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The learning rate over a run, as a multiple of the optimizer's: up in a line, then constant or down.
+    """A schedule that multiplies the optimizer's learning rate: linear warm-up, then one of these shapes.
 
-    Step s = 1..n, of which the first w warm up; after these, with p = (s - 1 - w) / (n - w),
+    Steps are s = 1..n. The first w steps warm up. After them, with p = (s - 1 - w) / (n - w):
 
         constant      1
         linear        1 - p
@@ -44,19 +44,19 @@ class LearningRateSchedule:
     """
 
     warmup_fraction: float = 0.1
-    """Share of the run in which the learning rate rises; higher => a gentler start. `warmup_steps` goes before it."""
+    """Share of the run in which the learning rate rises; higher => a gentler start. `warmup_steps` overrides it."""
     shape: Shape = "cosine"
-    """What it does after that."""
+    """Shape of the schedule after warm-up."""
     drops: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
-    """Shares of the run after which a learning rate in steps drops; the default is 30, 60 and 80 of 90 epochs."""
+    """For "steps": shares of the run after which the learning rate drops; the default is 30, 60 and 80 of 90 epochs."""
     drop_factor: float = 0.1
-    """What it is multiplied by at each of them."""
+    """For "steps": factor of each drop."""
     points: tuple[tuple[float, float], ...] = ()
-    """Pairs of p, from 0 to 1, and the multiple there, for "points"; two of the same p make a jump."""
+    """For "points": pairs of p, from 0 to 1, and the multiple there. Two pairs with the same p make a jump."""
     scale_by_workers: bool = False
-    """Whether it grows with the number of workers, as the batch of all workers together does."""
+    """Whether to multiply the learning rate by the number of workers."""
     warmup_steps: int | None = None
-    """Steps in which it rises, however long the run is; None => `warmup_fraction` of the run."""
+    """Number of warm-up steps; None => `warmup_fraction` of the run."""
 
     def __post_init__(self):
         known = get_args(Shape)
@@ -78,7 +78,7 @@ class LearningRateSchedule:
         )
 
     def at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
-        """The multiple at a step, 0..num_steps-1."""
+        """The factor at a step, 0..num_steps-1."""
         scale = num_workers if self.scale_by_workers else 1
         warmup_steps = round(self.warmup_fraction * num_steps) if self.warmup_steps is None else self.warmup_steps
         if step >= warmup_steps:
@@ -110,14 +110,14 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """What all optimizers have in common."""
+    """Base of all optimizer configurations."""
 
     learning_rate: float
     """What one worker uses after warm-up; higher => faster, until it diverges. Sparse gradients bear less than dense ones."""
     weight_decay: float
     """Pull of the weights towards zero; higher => smaller weights."""
     decay_vectors: bool = False
-    """Whether it pulls at vectors too: biases, and the scales and shifts of norms."""
+    """Whether weight decay applies to vectors too: biases, and the scales and shifts of norms."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
 
     def __post_init__(self):
@@ -126,14 +126,14 @@ class Optimizer(ABC):
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """PyTorch's own optimizer over the model's parameters."""
+        """Build the `torch.optim` optimizer over the model's parameters."""
 
     def learning_rate_at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
         """Learning rate of a step, 0..num_steps-1, on this many workers."""
         return self.learning_rate * self.schedule.at(step, num_steps, num_workers)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The model's trainable parameters for PyTorch: those that weight decay pulls at, and those that it spares.
+        """Parameter groups for PyTorch: trainable parameters with weight decay, and those without.
 
         Example:
             >>> [(len(group["params"]), group["weight_decay"]) for group in SGD().groups(nn.Linear(2, 3))]
@@ -162,9 +162,9 @@ class SGD(Optimizer):
     weight_decay: float = 5e-4
     """Pull of the weights towards zero; higher => smaller weights."""
     momentum: float = 0.9
-    """Share of the last step that is repeated; 0 => plain SGD."""
+    """Momentum factor; 0 => plain SGD."""
     nesterov: bool = True
-    """Whether to step from where momentum is about to lead."""
+    """Whether to use Nesterov momentum."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -177,7 +177,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam, with weight decay beside the gradient rather than in it (AdamW): `x -= r (m' / (sqrt(v') + eps) + d x)`.
+    """Adam with decoupled weight decay (AdamW): `x -= r (m' / (sqrt(v') + eps) + d x)`.
 
     m' and v' are the running means of the gradient and of its square, each divided by `1 - beta^step`. The defaults are the
     Transformer's.
@@ -213,8 +213,8 @@ class Adam(Optimizer):
 class DGCSGD(Optimizer):
     """`thinwire.DGCSGD`, for averagers that apply momentum to gradients themselves: `b = m b + d x; x -= r (g + b)`.
 
-    r is the learning rate, m the momentum, d the weight decay; g carries momentum already, and weight decay gets a buffer of
-    its own. Where nothing is lost on the wire it does what `SGD` does.
+    r is the learning rate, m the momentum, d the weight decay. g contains momentum already; weight decay has a momentum buffer
+    of its own. With a lossless codec the result equals that of `SGD`.
 
     Raises:
         ValueError: a value out of range.
@@ -227,7 +227,7 @@ class DGCSGD(Optimizer):
     weight_decay: float = 5e-4
     """Pull of the weights towards zero; higher => smaller weights."""
     momentum: float = 0.9
-    """Of weight decay alone; the averager's own, so that both act alike."""
+    """Momentum of weight decay; it must equal the averager's momentum."""
     nesterov: bool = False
     """Whether the averager's momentum is Nesterov's."""
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run is under way: a live bar on a terminal, ten lines elsewhere."""
+"""Shows the progress of a run on rank 0: a live bar on a terminal, ten lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 
 class TwoLines(progress.Progress):
-    """A bar, and below it the metrics: both on one line would not fit into 80 columns."""
+    """A bar, and the metrics below it; one line for both would be wider than 80 columns."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bar, then the metrics of its task."""
@@ -23,13 +23,13 @@ class TwoLines(progress.Progress):
 
 
 class Progress:
-    """Shows rows of metrics on stdout; stderr is for what goes wrong.
+    """Shows rows of metrics on stdout. Errors and warnings go to stderr.
 
     Args:
-        title: what stands before the bar.
-        num_steps: steps of the whole run.
-        metric: what to show beside the loss.
-        done: steps after which the run goes on.
+        title: text before the bar.
+        num_steps: number of steps of the whole run.
+        metric: the metric to show beside the loss.
+        done: number of steps before a resume.
     """
 
     def __init__(self, title: str, num_steps: int, metric: str = "accuracy", done: int = 0):
@@ -55,7 +55,7 @@ class Progress:
         self.show(int(values["step"]), _in_words(values, self._metric))
 
     def show(self, step: int, metrics: str) -> None:
-        """Show how far the run is, and what there is to say of it."""
+        """Show the number of steps and the metrics."""
         self._bar.update(self._task, completed=step, metrics=metrics)
         tenths = 10 * step // self._num_steps
         if not self._console.is_terminal and tenths > self._tenths_shown:
@@ -63,7 +63,7 @@ class Progress:
             self._console.print(f"{self._title}: step {step}/{self._num_steps}, {metrics}", soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the bar and restore the terminal."""
         self._bar.stop()
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: made new, or found again by `resume`, which must ask for the same run; locked while it is in use."""
+"""The folder of a run: created, or reused by `resume` for the same configuration; locked while in use."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ FREE = (
     *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
     "data.num_loaders",
 )
-"""Fields that may change when a run goes on: they don't change what it learns, but for rounding. (With `overlap`, a checkpoint
-takes in the messages in flight early; `checkpoint_every` then matters as much as whether a run was stopped.)"""
+"""Fields that may change in a resumed run, because they change its result only by rounding. (With `overlap`, a checkpoint
+absorbs messages in flight early, so the result depends on the steps at which checkpoints are written.)"""
 
-
-KEPT = ("config.json", LOCK)  # of a run that is overwritten
+KEPT = ("config.json", LOCK)  # files that stay in an overwritten run
 
 
 def folder_of(config: RunConfig) -> Path:
-    """The folder of a run's name, or of our name for it, without a number."""
+    """The folder of the run's name, or of its default name without a number."""
     return config.output / (config.name or config.default_name)
 
 
@@ -53,13 +52,13 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
 
 
 def make_folder(config: RunConfig) -> Path:
-    """Make the run's folder: a name that was given must be free, unless it may be overwritten; ours is numbered.
+    """Create the run's folder, or with `resume` or `overwrite` return the existing one.
 
-    What is to be overwritten is still there, until `begin`.
-    With `resume` it is the folder of that name, or of ours without a number, as far as it is the same run's.
+    A given name must be free; the default name gets a number if it is taken. `begin` removes an overwritten run, not this.
+    With `resume` the run in the folder must have the same configuration.
 
     Raises:
-        ValueError: the folder is taken, or another run's, or cannot be made or written.
+        ValueError: the folder is taken, belongs to another run, or cannot be created or written.
     """
     folder = folder_of(config)
     with _writing(config):
@@ -68,7 +67,7 @@ def make_folder(config: RunConfig) -> Path:
             require(config.resume or is_run, f"{str(folder)!r} is not a run; --overwrite leaves it alone")
             if config.resume:
                 check_same_run(config, folder)
-            for report in folder.glob("worker-*-error.txt"):  # what went wrong last time is not what goes wrong now
+            for report in folder.glob("worker-*-error.txt"):  # errors of an earlier attempt
                 report.unlink()
             return folder
         made = _claim(folder, numbered=config.name is None and not config.resume)
@@ -77,7 +76,7 @@ def make_folder(config: RunConfig) -> Path:
 
 
 def begin(config: RunConfig, folder: Path) -> None:
-    """Note the configuration, and clear away what is to be overwritten; called when data, model and averager were found right.
+    """Write the configuration, and remove an overwritten run. Call it once data, model and averager have been checked.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -91,7 +90,7 @@ def begin(config: RunConfig, folder: Path) -> None:
 
 
 def abandon(folder: Path) -> None:
-    """Remove a folder that holds only a wrong configuration, so that its name is free again."""
+    """Remove the folder of a run that never began, so that its name is free again."""
     if {path.name for path in folder.iterdir()} <= {*KEPT}:
         shutil.rmtree(folder)
 
@@ -119,10 +118,10 @@ def _claim(folder: Path, numbered: bool) -> Path:
 
 
 def finished_run(config: RunConfig) -> Path | None:
-    """The folder of the run that `resume` asks for, if that run is finished.
+    """With `resume`, the folder of the run if it is finished; else None.
 
     Raises:
-        ValueError: it is another run.
+        ValueError: the folder holds a run with another configuration.
     """
     folder = folder_of(config)
     if not (config.resume and (folder / "summary.json").is_file()):
@@ -169,5 +168,5 @@ def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
 
 
 def binding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that determine a run's result, by path: all but `FREE`."""
+    """The fields that determine a run's result, by path: all except `FREE`."""
     return {path: value for path, value in flat(config) if path not in FREE and path.split(".")[0] not in FREE}

@@ -1,4 +1,4 @@
-"""User errors that all workers raise together: what one worker finds wrong ends the run on all, with one message."""
+"""User errors that all workers raise together: an error on one worker ends the run on all, with one message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Workers as processes that this one starts and watches, on this machine.
+"""Starts the workers as processes on this machine and watches them.
 
-A worker that fails, leaves early or stays stopped (SIGSTOP) ends the run, with one line that names the rank and the reason.
-Ctrl-C, SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not
-stop in time are killed, and so are all of them at the second Ctrl-C. Workers end when their launcher is gone, stopped or not.
+A worker that fails, exits early or stays stopped (SIGSTOP) ends the run. One line names its rank and the reason. Ctrl-C,
+SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not stop in
+time are killed; a second Ctrl-C kills all of them. Workers end with their launcher, even if they are stopped.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .interrupt import SIGNALS, Interrupted, Interruption
 from .parent_death import end_with_parent
 from .shared_errors import SharedError
 
-MISTAKEN = 2  # a worker's exit code when all found the same mistake of the user's
+MISTAKEN = 2  # exit code of a worker after a user error that all workers found
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
-# Imported once by the server that workers are forked from, where the system can fork, and not once by every worker.
+# The fork server imports these once, so that workers need not.
 PRELOADED = [
     *("thinwire.lab.train.parent_death", "thinwire.lab.train.spawn"),
     *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo"),
@@ -47,20 +47,20 @@ PRELOADED = [
 
 
 class WorkerError(RuntimeError):
-    """A worker ended badly; the message names its rank and the reason."""
+    """A worker failed; the message names its rank and the reason."""
 
 
 def spawn(config: RunConfig, folder: Path) -> None:
-    """Start the workers and watch them to the end.
+    """Start the workers and wait for their end.
 
     Raises:
-        ValueError: the port is taken, and nothing was started; or all workers found the same mistake.
-        WorkerError: a worker ended badly; all others have been stopped.
-        Interrupted: a signal asked the run to stop.
+        ValueError: the port is taken (then no worker was started), or all workers found the same user error.
+        WorkerError: a worker failed; all others have been stopped.
+        Interrupted: a signal stopped the run.
     """
     store = loopback_store(config.port)
     context = worker_context(PRELOADED)
-    # No daemons: these may not have processes of their own, and data is loaded by such.
+    # No daemons: daemons cannot start processes, and data loaders are processes.
     workers = [context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in range(config.workers)]
     with _requests_passed_on(workers) as requests:
         with _for_children(config):
@@ -96,12 +96,12 @@ def loopback_store(port: int) -> dist.TCPStore:
 
 @contextmanager
 def _for_children(config: RunConfig) -> Iterator[None]:
-    """What processes started meanwhile inherit: thread pools of the right size, and signals that wait.
+    """Context that sets what child processes inherit: the number of threads, and blocked signals.
 
-    Workers take their signals once they listen; the fork server, whom SLURM's signals would end, never does.
+    Workers unblock the signals when their handlers are ready. The fork server never does, so SLURM's signals cannot end it.
     """
     ours = {"OMP_NUM_THREADS": str(config.threads)}
-    # C++ warns of lost connections beside the one line that tells why; what matters comes as an exception.
+    # Hides C++ warnings about lost connections: the exception has the reason.
     ours["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     before = {name: os.environ.get(name) for name in ours}
     resource_tracker.ensure_running()  # starting it later would unblock signals
@@ -141,7 +141,7 @@ class _Requests:
 
 @contextmanager
 def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
-    """However the block ends, no worker outlives it."""
+    """Context that passes signals on to the workers, and kills all that are left at its end."""
     requests = _Requests(workers)
     handlers = {number: signal.signal(number, requests.receive) for number in SIGNALS}
     try:
@@ -156,7 +156,7 @@ def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
 
 
 def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float) -> None:
-    """Return when all workers have finished; raise as soon as one has not, or was stopped for longer than the limit."""
+    """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit."""
     signalled = [128 + number for number in SIGNALS]
     running, stopped_since = list(workers), dict[int, float]()
     while running:
@@ -169,7 +169,7 @@ def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store:
             if worker.exitcode == 0 and not store.check([f"finished/{rank}"]):
                 raise WorkerError(f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}")
         running = [worker for worker in running if worker.exitcode is None]
-        requests.pass_on()  # once more: a worker in the middle of its start may have missed it
+        requests.pass_on()  # again: a worker that was still starting may have missed it
         now = time.monotonic()
         stopped_since = {rank: stopped_since.get(rank, now) for rank in _stopped(workers)}
         if any(now - since >= limit_seconds for since in stopped_since.values()):
@@ -186,7 +186,7 @@ def _stopped(workers: list[BaseProcess]) -> list[int]:
 
 
 def _state(pid: int | None) -> str:
-    """A process's state as Linux names it, "" where that is unknown."""
+    """The state letter of a process on Linux, "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -194,7 +194,7 @@ def _state(pid: int | None) -> str:
 
 
 def _too_slow(workers: list[BaseProcess], number: int, folder: Path) -> str:
-    """The others wait for a stopped worker, so it is the one to name."""
+    """The message for workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
     late = _stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
     name = signal.Signals(number).name
     return (
@@ -204,7 +204,7 @@ def _too_slow(workers: list[BaseProcess], number: int, folder: Path) -> str:
 
 
 def _diagnosis(workers: list[BaseProcess], folder: Path, store: dist.Store) -> str:
-    """Which worker ended the run, and why. Others lose their connection and fail after it, so the first report counts."""
+    """The worker that failed first, and why. The others fail after it, because they lose their connection."""
     for rank, worker in enumerate(workers):
         if (worker.exitcode or 0) < 0:
             return f"worker {rank} was ended by {signal.Signals(-worker.exitcode).name}"
@@ -219,7 +219,7 @@ def _diagnosis(workers: list[BaseProcess], folder: Path, store: dist.Store) -> s
 
 
 def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
-    """Tell the launcher why this worker fails, and leave the traceback in the folder, as far as that can be written."""
+    """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
     came, line = time.time_ns(), failure(rank, error)
     path = folder / f"worker-{rank}-error.txt"
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception)
 
 
 def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
-    """The whole life of a process that `spawn` started."""
+    """The main function of a worker process."""
     end_with_parent()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     threading.excepthook = ignore_file_errors
@@ -253,7 +253,7 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
     except BaseException as error:
         if isinstance(error, Exception):
             _report(store, folder, rank, error)
-        os._exit(1)  # at once: threads that still wait for other workers would hold up an ordinary exit
+        os._exit(1)  # at once: a normal exit would wait for threads that wait for other workers
 
 
 def _end_with_launcher() -> None:
@@ -262,7 +262,7 @@ def _end_with_launcher() -> None:
 
 
 def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
-    """Print no traceback of a thread that cannot write a file: TensorBoard's raises the error again in the main thread."""
+    """Hide the traceback of a thread that cannot write a file; TensorBoard raises the error again in the main thread."""
     if not isinstance(raised.exc_value, OSError):
         threading.__excepthook__(raised)
 
@@ -273,7 +273,7 @@ def failure(rank: int, error: Exception) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """A user's mistake in its own words, a file's error by its number's name, anything else with its kind before it.
+    """An error as one line. A ValueError keeps its text, an OSError gets the name of its number, others get their type.
 
     Example:
         >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""What a step changes, and the step itself: forward, backward, clip, optimizer."""
+"""The state of a training run, and one step: forward, backward, clip, optimizer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Training:
-    """A worker's model, and all that changes with it from step to step.
+    """A worker's model, optimizer and averager, and the rest of the state that steps change.
 
     Args:
         config: of the run.
-        model: whose keys a checkpoint has.
-        forward: the same model, compiled where that was asked for.
-        optimizer: PyTorch's own.
-        scaler: of the loss; it does nothing but for fp16.
-        strategy: the averager at work.
-        carried: what a recurrent model remembers of the batch before, None at the start of an epoch.
+        model: the module; checkpoints use its keys.
+        forward: the same module, compiled if the configuration says so.
+        optimizer: a `torch.optim` optimizer.
+        scaler: the loss scaler; enabled only for fp16.
+        strategy: the averager attached to the model.
+        carried: the state of a recurrent model after the last batch; None at the start of an epoch.
     """
 
     config: RunConfig
@@ -59,7 +59,7 @@ class Training:
         if self.config.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.scaler.step(self.optimizer)  # averagers of parameters work in this
+        self.scaler.step(self.optimizer)  # gossip averages parameters in here
         self.scaler.update()
         if self.strategy.handle.num_skipped > num_skipped:
             for buffer, before in buffers:
@@ -72,7 +72,7 @@ class Training:
         with self._autocast():
             scores, self.carried = apply(self.forward, batch.inputs, self.carried)
             loss = self.config.loss(scores, batch.labels)
-        self.scaler.scale(loss * weight).backward()  # averagers of gradients work in this
+        self.scaler.scale(loss * weight).backward()  # gradients are averaged in here
         return scores.detach(), batch.labels
 
     def _autocast(self) -> torch.autocast | nullcontext:
@@ -81,18 +81,18 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     # ---- what a checkpoint holds ----
 
     def shared_state(self) -> dict[str, Any]:
-        """What is the same on all workers; within `average_model`, where models differ their mean."""
+        """The part that is equal on all workers. Within `average_model`, and if models differ, it holds the mean model."""
         model = {"model": self.model.state_dict()}
         return model if self.strategy.models_differ else model | {"optimizer": self.optimizer.state_dict()}
 
     def own_state(self) -> dict[str, Any]:
-        """What is this worker's own."""
+        """The part that differs between workers."""
         averager = self.strategy.handle.state_dict()  # first: it absorbs messages in flight into the model
         model = self.model.state_dict()
         own = {"averager": averager, "scaler": self.scaler.state_dict(), "carried": self.carried, "random": random_state()}
@@ -101,10 +101,10 @@ class Training:
         return own | {"buffers": {name: model[name] for name, _ in self.model.named_buffers() if name in model}}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Restore what the two returned, in place.
+        """Restore the results of `shared_state` and `own_state`, in place.
 
         Raises:
-            ValueError, RuntimeError, KeyError: they are another model's, optimizer's or averager's.
+            ValueError, RuntimeError, KeyError: they belong to another model, optimizer or averager.
         """
         whole = own if self.strategy.models_differ else shared
         self.model.load_state_dict(whole["model"] | own.get("buffers", {}))
@@ -116,20 +116,20 @@ class Training:
 
 
 def random_state() -> dict[str, Tensor]:
-    """PyTorch's generators: the only ones that a run draws from."""
+    """The state of PyTorch's global generators. A run uses no other global generator."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     return {"cpu": torch.get_rng_state()} | cuda
 
 
 def set_random_state(saved: dict[str, Tensor]) -> None:
-    """Restore what `random_state` returned; of a GPU, only where there is one."""
+    """Restore the result of `random_state`; the GPU's part only if there is a GPU."""
     torch.set_rng_state(saved["cpu"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
 
 
 def moved(state: Any, device: torch.device) -> Any:
-    """A recurrent model's state on a device: a tensor, a tuple of such, or None.
+    """Move a recurrent model's state (a tensor, a tuple of such, or None) to a device.
 
     Example:
         >>> moved((torch.ones(1), None), torch.device("cpu"))
@@ -153,10 +153,10 @@ def is_finite(state: Any) -> bool:
 
 
 def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
-    """The model, the same on all workers, from the seed, with optimizer and averager; all workers call this together.
+    """Build model, optimizer and strategy; the seed makes the model equal on all workers, which call this together.
 
     Raises:
-        ValueError: an averager, optimizer and options that don't go together.
+        ValueError: averager, optimizer and options do not fit together.
     """
     torch.manual_seed(config.seed)
     model = config.model.build(data.num_classes).to(device)
@@ -168,15 +168,15 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
 
 
 def check_clipping(config: RunConfig) -> None:
-    """See that gradients are clipped where it helps.
+    """Check that `clip_norm` clips gradients before the averager accumulates them.
 
     Raises:
-        ValueError: they would be clipped after they were added up.
+        ValueError: the averager accumulates gradients (momentum) before the clipping.
     """
     averager = config.parsed_averager()
     adds_up = isinstance(averager, Averager) and averager.has_momentum
     require(
         config.clip_norm is None or not adds_up,
-        f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has added up already; "
+        f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "
         "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
     )

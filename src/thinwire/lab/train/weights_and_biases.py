@@ -30,11 +30,11 @@ def _package(project: str) -> Any:
 
 
 class WandB:
-    """Sends a run's metrics to Weights & Biases; for rank 0 alone. A run that goes on does so there, too.
+    """Sends a run's metrics to Weights & Biases. Only rank 0 has one. A resumed run continues there too.
 
     Args:
-        config: of the run; `wandb` names the project.
-        folder: the run's own.
+        config: of the run; `wandb` is the project.
+        folder: the run's folder.
     """
 
     def __init__(self, config: RunConfig, folder: Path):
