@@ -46,6 +46,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def needs_names(self) -> bool:
+        """Whether it only suits models whose parameters have certain names."""
+        return False
+
+    @property
     def has_momentum(self) -> bool:
         """Whether the result carries momentum already, so that the optimizer must not apply its own."""
         return False

@@ -154,6 +154,10 @@ class ByName(Averager):
         return [averager for _, averager in self._pairs]
 
     @property
+    def needs_names(self) -> bool:
+        return True
+
+    @property
     def whole_model(self) -> bool:
         return any(child.whole_model for child in self._children)
 

@@ -145,6 +145,11 @@ class Pairwise(Algorithm):
         )
 
     @property
+    def needs_names(self) -> bool:
+        """False: it averages all parameters alike; see `Averager.needs_names`."""
+        return False
+
+    @property
     def has_rounds(self) -> bool:
         """False: each pair averages when both are ready; see `Averager.has_rounds`."""
         return False

@@ -314,7 +314,7 @@ def test_every_example_can_be_read(file):
     [
         (
             'recipe = "digits"\n[fixed]\nclip_norm = 1.0\n[grid]\naverager = ["Mean()", "dgc(ratio=0.01)"]\n',
-            "clip_norm 1.0 would clip gradients that .* has added up already.*in the run averager = .*dgc",
+            "clip_norm 1.0 would clip gradients that .* has accumulated already.*in the run averager = .*dgc",
         ),
         (
             'recipe = "digits"\naverager = "Mix(Torus())"\n'.replace("averager", "[fixed]\nworkers = 5\naverager"),
