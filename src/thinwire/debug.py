@@ -68,4 +68,4 @@ def checksums(messages: Iterable[Tensor]) -> list[int]:
         >>> checksums([torch.zeros(4, dtype=torch.uint8)])
         [558161692]
     """
-    return [zlib.crc32(message.cpu().numpy()) for message in messages]
+    return [zlib.crc32(message.cpu().numpy().data) for message in messages]

@@ -76,7 +76,8 @@ class EF21(Memory):
     """
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> EF21State:
-        return EF21State(*(zeros_like_flat(tensors) for _ in range(4)))
+        buffers = [zeros_like_flat(tensors) for _ in range(4)]
+        return EF21State(buffers[0], buffers[1], buffers[2], buffers[3])
 
     def compensate(self, state: EF21State, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         difference = state.difference[name]

@@ -50,6 +50,7 @@ class LocalUpdates(Strategy):
     """What `local_updates` returns: the rounds of one model."""
 
     call = "local_updates"
+    averager: Averager
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from thinwire import LocalWorld, Pairwise, compress_gradients, gossip_parameters, parse
+from thinwire import LocalWorld, Pairwise, compress_gradients, gossip_asynchronously, gossip_parameters, parse
 from thinwire.algorithm import Algorithm
 from thinwire.average.gossip_base import Gossip
 from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
@@ -84,7 +84,9 @@ def test_every_averager_takes_a_step_on_as_many_workers_as_its_recipe_has(averag
         torch.manual_seed(0)
         model = torch.nn.Linear(20, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if isinstance(parse(text), (Gossip, Pairwise)):
+        if isinstance(parse(text), Pairwise):
+            handle = gossip_asynchronously(model, optimizer, parse(text), comm=comm)
+        elif isinstance(parse(text), Gossip):
             options = {"overlap": overlap, "staleness": staleness, "order": order}
             handle = gossip_parameters(model, optimizer, parse(text), comm=comm, **options)
         else:

@@ -24,6 +24,8 @@ def add_legend(axes: Axes, height: float) -> None:
     handles, labels = axes.get_legend_handles_labels()
     labels = [fill(label, MAX_CHARACTERS, break_on_hyphens=False) for label in labels]
     num_lines = sum(label.count("\n") + 1 for label in labels)
-    axes.figure.set_figheight(height + LINE_INCHES * num_lines)
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # the caller drew on one
+    figure.set_figheight(height + LINE_INCHES * num_lines)
     style = {"frameon": False, "fontsize": SMALL, "handlelength": 2.4, "labelspacing": 0.25, "borderpad": 0.1}
-    axes.figure.legend(handles, labels, loc="outside upper left", **style)
+    figure.legend(handles, labels, loc="outside upper left", **style)

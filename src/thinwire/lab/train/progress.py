@@ -112,5 +112,5 @@ def _number(name: str, value: float) -> str:
     return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.1f}"
 
 
-def _updates(number: int) -> str:
-    return "1 update" if number == 1 else f"{number} updates"
+def _updates(number: float) -> str:
+    return "1 update" if number == 1 else f"{number:.0f} updates"
