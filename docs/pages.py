@@ -56,8 +56,9 @@ def _path(title: str) -> str:
 
 
 def _home() -> str:
-    """The README, its links into docs/ made relative to docs/."""
-    return re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text(encoding="utf-8"))
+    """The README, its links into docs/ made relative to docs/; what lies outside of docs/ is named without a link."""
+    text = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return text.replace("[CONTRIBUTING.md](CONTRIBUTING.md)", "`CONTRIBUTING.md`")
 
 
 def _room(title: str, room: ModuleType) -> str:
