@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..strategy.base import Strategy
+from ..strategy import Strategy
 
 
 def numbers(strategy: Strategy) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import debug
-from ..strategy.base import Strategy
+from ..strategy import Strategy
 
 
 class AllWorkersState:

@@ -1,9 +1,11 @@
 """Strategies: what is averaged, and when."""
 
 from .asynchronous import AsynchronousGossip, gossip_asynchronously
+from .base import Strategy
 from .consensus import ConsensusRecord, consensus
 from .dgc_sgd import DGCSGD
 from .gossip import gossip_parameters
+from .gossip_base import GossipStrategy
 from .gossip_steps import ParameterGossip
 from .gradients import GradientCompression, compress_gradients, gradient_hook
 from .local_rounds import LocalUpdates
@@ -13,9 +15,11 @@ __all__ = [
     "DGCSGD",
     "AsynchronousGossip",
     "ConsensusRecord",
+    "GossipStrategy",
     "GradientCompression",
     "LocalUpdates",
     "ParameterGossip",
+    "Strategy",
     "compress_gradients",
     "consensus",
     "gossip_asynchronously",

@@ -11,8 +11,6 @@ Parameters do not change during a forward or backward pass, and averaging never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -22,15 +20,15 @@ from torch import nn
 from ..algorithm import require
 from ..average.pairwise import Pairwise
 from ..comm import Communicator
-from .base import Strategy
+from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
-from .mean_model import consensus_distance, holding_mean
 from .models import make_equal, refuse_ddp, updated_by
-from .own_gradients import Arguments, OwnGradients
+from .optimizer_step import Arguments
+from .own_gradients import OwnGradients
 from .pairwise_exchange import PairwiseExchange
 
 
-class AsynchronousGossip(Strategy):
+class AsynchronousGossip(GossipStrategy):
     """What `gossip_asynchronously` returns: asynchronous averaging at work on one model and its optimizer."""
 
     call = "gossip_asynchronously"
@@ -48,7 +46,7 @@ class AsynchronousGossip(Strategy):
         refuse_ddp(self.call, model)
         super().__init__(model, updated_by(optimizer, model), averager, comm, on_nonfinite, max_nonfinite)
         self._optimizer = optimizer
-        self._holds_mean = self._has_raised = False
+        self._has_raised = False
         self._broken_off_by: str | None = None
         with self._attaching() as comm:
             make_equal(model, comm, averager=averager, parameters=[name for name, _ in self.parameters])
@@ -77,38 +75,6 @@ class AsynchronousGossip(Strategy):
         """Check the epoch, and do nothing else: averaging in pairs has no schedules. Workers need not call it together."""
         require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
 
-    def consensus_distance(self, comm: Communicator | None = None) -> float:
-        """How far workers' models are from their mean: `sqrt(1/W sum_i |x_i - mean|^2)`. All workers call it.
-
-        Each worker counts with the values that it holds at its call. Messages in flight do not count.
-
-        Args:
-            comm: over which to measure; by default the strategy's own, whose ledger then counts it.
-        """
-        self._live.check()
-        self._publish("consensus_distance()")
-        return consensus_distance([p for _, p in self._live.tensors()], 1.0, comm or self.comm)
-
-    @contextmanager
-    def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
-        """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
-
-        All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's. Averaging goes on
-        meanwhile, with the values that were published before.
-
-        Args:
-            comm: over which to average; by default the strategy's own, whose ledger then counts it.
-        """
-        self._live.check()
-        self._publish("average_model()")
-        parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
-        with holding_mean(parameters, 1.0, buffers, comm or self.comm):
-            self._holds_mean = True
-            try:
-                yield
-            finally:
-                self._holds_mean = False
-
     def synchronize(self) -> None:
         """Wait until all workers have called it, and absorb the messages in flight. Averaging goes on during the wait.
 
@@ -132,6 +98,10 @@ class AsynchronousGossip(Strategy):
         with self._exchange.settled():
             self._state.load_state_dict(saved)
 
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        self._publish(what)
+        return comm or self.comm
+
     def _ready(self) -> None:
         """Nothing to do: averaging uses a channel of its own."""
 
@@ -153,11 +123,7 @@ class AsynchronousGossip(Strategy):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        require(
-            optimizer is self._optimizer,
-            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
-            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
-        )
+        self._require_own_optimizer(optimizer)
         self._live.check()
         return self._own_gradients.guard(optimizer, args, kwargs)
 
@@ -174,9 +140,7 @@ class AsynchronousGossip(Strategy):
 
     @torch.no_grad()
     def _publish(self, what: str) -> None:
-        require(
-            not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context"
-        )
+        self._require_own_model(what)
         self._state.publish(self._live.tensors())
 
     def _check(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..average.base import NamedTensors
+from .optimizer_step import Arguments
 
 if TYPE_CHECKING:
     from .base import Strategy
@@ -71,7 +72,7 @@ def _first_attached(parameters: NamedTensors) -> tuple[str, Strategy] | None:
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments."""
     found = (_STRATEGY_OF.get(id(p)) for group in optimizer.param_groups for p in group["params"])
     for strategy in {id(s): s for s in found if s is not None}.values():

@@ -36,6 +36,7 @@ from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .models import NamedParameters, check_model
 from .nonfinite import NonfiniteSteps
+from .optimizer_step import Arguments
 
 
 class Strategy(ABC):
@@ -180,7 +181,7 @@ class Strategy(ABC):
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Arguments:
         """Called before each step of any optimizer over these parameters; returns the step's arguments."""
         return args, kwargs
 

@@ -14,8 +14,7 @@ Outside of `optimizer.step` the model always holds z, so that evaluation and `st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +23,17 @@ from torch import nn
 from ..algorithm import require
 from ..average.base import Averager
 from ..comm import Communicator
-from .base import Strategy
+from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
-from .mean_model import consensus_distance, holding_mean
 from .models import NamedParameters, make_equal, refuse_ddp, updated_by
-from .own_gradients import Arguments, OwnGradients, closure_of, with_closure
+from .optimizer_step import Arguments, closure_of, with_closure
+from .own_gradients import OwnGradients
 from .rounds import ParameterRounds
 
 ORDERS = ("combine_then_adapt", "adapt_then_combine")
 
 
-class ParameterGossip(Strategy):
+class ParameterGossip(GossipStrategy):
     """What `gossip_parameters` returns, and what its arguments are explained at."""
 
     call = "gossip_parameters"
@@ -62,7 +61,7 @@ class ParameterGossip(Strategy):
         self._overlap, self._staleness, self._combines_first = overlap, staleness, order == ORDERS[0]
         self._steps_since_begin = 0
         self._was_updated = False  # before the first update all workers agree: there is nothing to average
-        self._holds_mean = self._took_part = False
+        self._took_part = False
         with self._attaching() as comm:
             names = [name for name, _ in parameters]
             make_equal(
@@ -76,35 +75,6 @@ class ParameterGossip(Strategy):
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
             if scaler is not None:
                 self._watch(scaler)
-
-    def consensus_distance(self, comm: Communicator | None = None) -> float:
-        """How far workers' models are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`. Does not change the training.
-
-        All workers call it. A round in flight does not count yet.
-
-        Args:
-            comm: over which to measure; by default the strategy's own, whose ledger then counts it.
-        """
-        self._live.check()
-        return consensus_distance([p for _, p in self._live.tensors()], self._rounds.weight, self._free(comm))
-
-    @contextmanager
-    def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
-        """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
-
-        All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's.
-
-        Args:
-            comm: over which to average; by default the strategy's own, whose ledger then counts it.
-        """
-        self._live.check()
-        parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
-        with holding_mean(parameters, self._rounds.weight, buffers, self._free(comm)):
-            self._holds_mean = True
-            try:
-                yield
-            finally:
-                self._holds_mean = False
 
     def synchronize(self) -> None:
         """Absorb the round in flight, if there is one; all workers call it after the same step."""
@@ -132,6 +102,16 @@ class ParameterGossip(Strategy):
         self._rounds.load_state_dict(saved["averager"])
         self._was_updated = saved["was_updated"]
 
+    @property
+    def _weight(self) -> float:
+        return self._rounds.weight
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        if comm is not None:
+            return comm
+        self._rounds.settle()  # a round in flight uses the strategy's own
+        return self.comm
+
     def _ready(self) -> None:
         self._rounds.settle()
 
@@ -146,11 +126,7 @@ class ParameterGossip(Strategy):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        require(
-            optimizer is self._optimizer,
-            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
-            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
-        )
+        self._require_own_optimizer(optimizer)
         self._require_own_model("optimizer.step()")
         self._live.check()
         closure = closure_of(args, kwargs)
@@ -210,18 +186,6 @@ class ParameterGossip(Strategy):
 
         scaler.update = update_and_take_part
         self._on_detach(lambda: vars(scaler).pop("update"))
-
-    def _free(self, comm: Communicator | None) -> Communicator:
-        """The given communicator, or the strategy's own once no round uses it."""
-        if comm is not None:
-            return comm
-        self._rounds.settle()
-        return self._rounds.comm
-
-    def _require_own_model(self, what: str) -> None:
-        require(
-            not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context"
-        )
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -29,7 +29,8 @@ from .buckets import GradientBuckets
 from .dgc_sgd import check_optimizer
 from .gradient_rounds import GradientRounds
 from .mean_model import holding_mean
-from .models import as_real, make_equal, refuse_ddp, trainable
+from .models import as_real, kind_of, make_equal, refuse_ddp, trainable
+from .optimizer_step import Arguments, once_gradients_are_there
 
 
 class GradientCompression(Strategy):
@@ -58,7 +59,7 @@ class GradientCompression(Strategy):
         self._ignored: Sequence[str] = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(model, trainable(model, self._ignored), averager, comm, on_nonfinite, max_nonfinite)
         self._names = {id(p): name for name, p in self.parameters}
-        self._kinds = {name: _kind(p) for name, p in self.parameters}
+        self._kinds = {name: kind_of(p) for name, p in self.parameters}
         self._scaler, self._seed, self._ddp = scaler, seed, ddp
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
@@ -171,21 +172,10 @@ class GradientCompression(Strategy):
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Arguments:
         self._check_unchanged()
         self.check_optimizer(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._drop_if_nonfinite(optimizer)
-            return args, kwargs
-
-        def evaluate() -> Any:
-            loss = closure()
-            self._drop_if_nonfinite(optimizer)
-            return loss
-
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], evaluate, *args[2:]), others
+        return once_gradients_are_there(args, kwargs, lambda: self._drop_if_nonfinite(optimizer))
 
     def _drop_if_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
         """Optimizers leave parameters without a gradient as they are, with their momentum, decay and number of steps."""
@@ -195,18 +185,20 @@ class GradientCompression(Strategy):
 
     def _check_unchanged(self) -> None:
         """Raise a ValueError where a trainable parameter takes no part, or is not what it was."""
+        # Runs twice in every step, so messages are built only where they are raised.
         for name, p in self._model.named_parameters():
-            require(
-                not p.requires_grad or id(p) in self._names or name in self._ignored,
-                f"parameter {name!r} was added, replaced or unfrozen after {self.call} attached, so that its gradient would "
-                f"stay local; detach(), and call {self.call} again",
-            )
+            if p.requires_grad and id(p) not in self._names and name not in self._ignored:
+                raise ValueError(
+                    f"parameter {name!r} was added, replaced or unfrozen after {self.call} attached, so that its gradient "
+                    f"would stay local; detach(), and call {self.call} again"
+                )
         for name, p in self.parameters:
-            require(
-                _kind(p) == self._kinds[name],
-                f"parameter {name!r} is {_kind(p)} now and was {self._kinds[name]} when {self.call} attached; convert the "
-                "model first, then attach",
-            )
+            now = kind_of(p)
+            if now != self._kinds[name]:
+                raise ValueError(
+                    f"parameter {name!r} is {now} now and was {self._kinds[name]} when {self.call} attached; convert the "
+                    "model first, then attach"
+                )
 
     def _expect_buckets(self) -> None:
         """Warn if no bucket has come when the strategy is detached, or when the process ends."""
@@ -332,6 +324,3 @@ def _ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
     named = list(zip(names, bucket.gradients(), strict=True))
     return state._launch(named, bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())
 
-
-def _kind(p: Tensor) -> str:
-    return f"{tuple(p.shape)} {p.dtype} on {p.device}"

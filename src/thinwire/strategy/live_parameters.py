@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from ..algorithm import require
 from ..average.base import NamedTensors
-from .models import NamedParameters, as_real
+from .models import NamedParameters, as_real, kind_of
 
 
 class LiveParameters:
@@ -55,7 +54,7 @@ class LiveParameters:
     ):
         self._where, self._remedy = f"{call}: rank {rank}", f"detach(), and call {call} again"
         self._model, self._parameters, self._trained = model, parameters, trained
-        self._described = [_describe(p) for _, p in parameters]
+        self._kinds = [kind_of(p) for _, p in parameters]
         self._ids = {id(p) for _, p in parameters}
 
     def tensors(self) -> NamedTensors:
@@ -64,26 +63,23 @@ class LiveParameters:
 
     def check(self) -> None:
         """Raise a ValueError that names the first parameter that averaging cannot follow any more."""
+        # Runs in every step, so messages are built only where they are raised.
         names = {id(p): name for name, p in self._model.named_parameters()}
-        for (name, p), before in zip(self._parameters, self._described, strict=True):
-            require(
-                id(p) in names,
-                f"{self._where}: parameter {name!r} was replaced or removed, and the new one takes no part; {self._remedy}, "
-                "with an optimizer of the new parameters",
-            )
-            now = _describe(p)
-            require(
-                now == before,
-                f"{self._where}: parameter {name!r} was {before} and is now {now}; convert the model before it is attached: "
-                f"{self._remedy}",
-            )
+        for (name, p), before in zip(self._parameters, self._kinds, strict=True):
+            if id(p) not in names:
+                raise ValueError(
+                    f"{self._where}: parameter {name!r} was replaced or removed, and the new one takes no part; "
+                    f"{self._remedy}, with an optimizer of the new parameters"
+                )
+            now = kind_of(p)
+            if now != before:
+                raise ValueError(
+                    f"{self._where}: parameter {name!r} was {before} and is now {now}; convert the model before it is "
+                    f"attached: {self._remedy}"
+                )
         for p in self._trained():
-            require(
-                id(p) in self._ids,
-                f"{self._where}: parameter {names.get(id(p), '(not of this model)')!r} is trained since later, takes no part, "
-                f"and would drift apart between workers; {self._remedy}",
-            )
-
-
-def _describe(p: nn.Parameter) -> str:
-    return f"{tuple(p.shape)} {p.dtype} on {p.device}"
+            if id(p) not in self._ids:
+                raise ValueError(
+                    f"{self._where}: parameter {names.get(id(p), '(not of this model)')!r} is trained since later, takes no "
+                    f"part, and would drift apart between workers; {self._remedy}"
+                )

@@ -41,7 +41,8 @@ from .base import Strategy
 from .dgc_sgd import check_optimizer
 from .live_parameters import LiveParameters
 from .models import as_real, make_equal, refuse_ddp, trainable, unexpanded
-from .own_gradients import Arguments, OwnGradients
+from .optimizer_step import Arguments
+from .own_gradients import OwnGradients
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

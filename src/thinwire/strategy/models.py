@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,27 @@ from ..algorithm import require
 from ..comm import Communicator
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class Kind(NamedTuple):
+    """What an averager's state relies on in a parameter. Every step compares it, and only a message needs it as text.
+
+    Example:
+        >>> str(kind_of(torch.ones(2, 3)))
+        '(2, 3) torch.float32 on cpu'
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+
+
+def kind_of(t: Tensor) -> Kind:
+    """Shape, dtype and device of a tensor."""
+    return Kind(t.shape, t.dtype, t.device)
 
 
 def trainable(module: nn.Module, ignored: Sequence[str] = ()) -> NamedParameters:

@@ -7,7 +7,7 @@ momentum stays as it was too. It still takes part in averaging. The other worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from .. import kernels
 from .models import as_real
 from .nonfinite import NonfiniteSteps, first_nonfinite
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from .optimizer_step import Arguments, once_gradients_are_there
 
 
 class OwnGradients:
@@ -60,28 +59,7 @@ class OwnGradients:
 
     def guard(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Check a step whose arguments these are: now, or where a closure computes the gradients, after it."""
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self.check(optimizer)
-            return args, kwargs
-
-        def evaluate() -> Any:
-            loss = closure()
-            self.check(optimizer)
-            return loss
-
-        return with_closure(args, kwargs, evaluate)
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of `Optimizer.step`, of which the first is the optimizer; None if there is none."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
-    """The same arguments with another closure."""
-    others = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], closure, *args[2:]), others
+        return once_gradients_are_there(args, kwargs, lambda: self.check(optimizer))
 
 
 def _values(gradient: Tensor) -> Tensor:
