@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,7 @@ class LevelCodec(Codec):
     def level_values(self) -> tuple[float, ...]:
         """The levels, ascending in [-1, 1]."""
 
-    @property
+    @cached_property
     def _levels(self) -> kernels.levels.Levels:
         return kernels.levels.Levels(self.level_values, self.bucket_size, self.norm)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -93,7 +94,7 @@ class QSGD(Codec):
             return 2 * self.levels
         return 2**self.bits - (2 if self.zero else 1)
 
-    @property
+    @cached_property
     def _quantizer(self) -> kernels.quantize.Quantizer:
         return kernels.quantize.Quantizer(self.code_bits, self.num_steps, self.bucket_size, self.norm)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class TernGrad(AgreedCodec):
     def agreement(self) -> str | None:
         return "max" if self.shared else None
 
-    @property
+    @cached_property
     def _packing(self) -> kernels.ternary.Ternary:
         return kernels.ternary.Ternary(3, self.bucket_size)
 
@@ -124,7 +125,7 @@ class SharedTernary(Codec):
         """Base of the digits. A digit is a value plus 1, so W of them add up to 2 W at most."""
         return 2 * self.num_workers + 1
 
-    @property
+    @cached_property
     def _packing(self) -> kernels.ternary.Ternary:
         return kernels.ternary.Ternary(self.base, self.bucket_size)
 
