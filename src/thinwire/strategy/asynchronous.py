@@ -69,7 +69,8 @@ class AsynchronousGossip(GossipStrategy):
     @property
     def num_averaged(self) -> int:
         """How often this worker has averaged with another."""
-        return self._state.averaged
+        averaged: int = self._state.averaged
+        return averaged
 
     def set_epoch(self, epoch: int) -> None:
         """Check the epoch, and do nothing else: averaging in pairs has no schedules. Workers need not call it together."""
@@ -92,7 +93,8 @@ class AsynchronousGossip(GossipStrategy):
     def _own_state(self) -> dict[str, Any]:
         """The changes since the last step, and counts. Waits for the answer in flight; workers may save at different times."""
         with self._exchange.settled():
-            return self._state.state_dict()
+            state: dict[str, Any] = self._state.state_dict()
+            return state
 
     def _load_own(self, saved: dict[str, Any]) -> None:
         with self._exchange.settled():

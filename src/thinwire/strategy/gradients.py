@@ -11,7 +11,7 @@ momentum is applied once; and it leaves out the gradients of a round that was no
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import finalize
@@ -56,7 +56,7 @@ class GradientCompression(Strategy):
             "that gives all workers one mean, such as Mean or PowerSGD",
         )
         refuse_ddp(self.call, model)
-        self._ignored: Sequence[str] = () if ddp is None else ddp.parameters_to_ignore
+        self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(model, trainable(model, self._ignored), averager, comm, on_nonfinite, max_nonfinite)
         self._names = {id(p): name for name, p in self.parameters}
         self._kinds = {name: kind_of(p) for name, p in self.parameters}

@@ -31,8 +31,8 @@ def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communica
     """
     z = torch.cat([as_real(t.detach()).reshape(-1).to(torch.float64) for t in tensors])
     mean = comm.all_reduce(z * weight).wait() / comm.size
-    squared = comm.all_reduce((z - mean).square().sum().view(1)).wait().item()
-    return (squared / comm.size) ** 0.5
+    squared: float = comm.all_reduce((z - mean).square().sum().view(1)).wait().item()
+    return float((squared / comm.size) ** 0.5)
 
 
 @contextmanager

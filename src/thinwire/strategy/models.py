@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def kind_of(t: Tensor) -> Kind:
     return Kind(t.shape, t.dtype, t.device)
 
 
-def trainable(module: nn.Module, ignored: Sequence[str] = ()) -> NamedParameters:
+def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParameters:
     """The parameters that require a gradient, with their names, but for those named in `ignored`.
 
     Raises:
