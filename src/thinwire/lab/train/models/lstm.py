@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ....algorithm import require
@@ -61,5 +62,15 @@ class LSTMModule(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is not None:
             state = tuple(part.detach() for part in state)  # gradients reach back to the start of the batch, no further
-        hidden, state = self.lstm(self.dropout(self.embedding(tokens_NT)), state)
+        inputs = self.dropout(self.embedding(tokens_NT))
+        if inputs.is_cpu and not cpu_computes_lstms_in_bf16():
+            with torch.autocast("cpu", enabled=False):
+                hidden, state = self.lstm(inputs.float(), state)
+        else:
+            hidden, state = self.lstm(inputs, state)
         return self.output(self.dropout(hidden)), state
+
+
+def cpu_computes_lstms_in_bf16() -> bool:
+    """PyTorch's LSTM raises RuntimeError in bf16 on CPUs without AVX-512, even in autocast."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
