@@ -36,6 +36,7 @@ docs: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/python -m nanobind.stubgen -q -m thinwire.kernels._native -o src/thinwire/kernels/_native.pyi
 	$(BIN)/mypy
 

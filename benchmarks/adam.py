@@ -232,7 +232,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path(__file__).parent.parent / "docs" / "adam.md")
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="methods whose names contain one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], metavar="TEXT", help="methods whose names contain one of these"
+    )
     options = parser.parse_args()
     {"run": run, "table": table}[options.what](options)
 

@@ -18,7 +18,14 @@ from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
 
 # What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
-DEFAULTS = ("Mix(Ring())", "PushSum(Ring())", "Choco(Ring())", "DeepSqueeze(Ring())", "PowerGossip(Ring())", "Moniqua(Ring())")
+DEFAULTS = (
+    "Mix(Ring())",
+    "PushSum(Ring())",
+    "Choco(Ring())",
+    "DeepSqueeze(Ring())",
+    "PowerGossip(Ring())",
+    "Moniqua(Ring())",
+)
 TUNED = (
     "Choco(Ring(), step_size=0.5)",
     "Choco(Ring(), TopK(0.01))",
@@ -53,12 +60,17 @@ def main() -> None:
 
 def table(runs: list[Run]) -> list[str]:
     """Markdown; accuracies in per cent, distance of the last row, megabytes sent by a worker in the whole run."""
-    lines = ["| averager | local models | mean model | consensus distance | MB sent by a worker |", "|---|---|---|---|---|"]
+    lines = [
+        "| averager | local models | mean model | consensus distance | MB sent by a worker |",
+        "|---|---|---|---|---|",
+    ]
     for run in runs:
         final, megabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e6
         local, mean = final["test_accuracy"], final.get("mean_model_test_accuracy", final["test_accuracy"])
         distance = final.get("consensus_distance", 0.0)
-        lines.append(f"| `{run.label}` | {local:.1%} | {mean:.1%} | {distance:.2g} | {megabytes:.1f} |".replace("%", " %"))
+        lines.append(
+            f"| `{run.label}` | {local:.1%} | {mean:.1%} | {distance:.2g} | {megabytes:.1f} |".replace("%", " %")
+        )
     return lines
 
 

@@ -154,7 +154,9 @@ def _differences(place: str, a: Any, b: Any) -> list[str]:
     if isinstance(a, dict):
         if list(a) != list(b):
             return [f"{place}: keys {list(a)} and {list(b)}"]
-        return [text for key in a if not str(key).endswith(TIMES) for text in _differences(f"{place}.{key}", a[key], b[key])]
+        return [
+            text for key in a if not str(key).endswith(TIMES) for text in _differences(f"{place}.{key}", a[key], b[key])
+        ]
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return [f"{place}: {len(a)} and {len(b)} items"]

@@ -41,7 +41,10 @@ def main() -> None:
 
 def table(metric: str, key: str, runs: list[Run]) -> list[str]:
     """Markdown; gigabytes sent by a worker in the whole run."""
-    lines = [f"| recipe | {metric} | of the mean model | loss | GB sent by a worker | seconds |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"| recipe | {metric} | of the mean model | loss | GB sent by a worker | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
     for run in runs:
         final, gigabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e9
         mean = final.get(f"mean_model_{key}", final[key])

@@ -78,7 +78,8 @@ def _text(module: str) -> str:
 def _names(room: ModuleType) -> list[str]:
     """Public names in the order of the library's `__all__`, then those of the room alone."""
     own = getattr(room, "__all__", None) or [
-        name for name, value in vars(room).items()
+        name
+        for name, value in vars(room).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == room.__name__ and callable(value)
     ]
     known = {name: i for i, name in enumerate(thinwire.__all__)}

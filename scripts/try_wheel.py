@@ -1,6 +1,6 @@
 """Tests an installed wheel: that it has the C++ kernels, and that these write the golden bytes.
 
-    python scripts/try_wheel.py        with the Python that the wheel was installed for
+python scripts/try_wheel.py        with the Python that the wheel was installed for
 """
 
 from __future__ import annotations

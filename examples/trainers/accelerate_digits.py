@@ -1,6 +1,6 @@
 """Handwritten digits with Accelerate: workers that send a tenth of the gradient in 4 bits.
 
-    torchrun --nproc-per-node 2 examples/trainers/accelerate_digits.py
+torchrun --nproc-per-node 2 examples/trainers/accelerate_digits.py
 """
 
 import argparse

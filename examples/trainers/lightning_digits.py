@@ -1,6 +1,6 @@
 """Handwritten digits with Lightning: two workers that send a tenth of the gradient in 4 bits.
 
-    python examples/trainers/lightning_digits.py
+python examples/trainers/lightning_digits.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A small GPT with the Trainer of Transformers, on the text of thinwire's licence: workers that send low-rank gradients.
 
-    torchrun --nproc-per-node 2 examples/trainers/transformers_gpt.py
+torchrun --nproc-per-node 2 examples/trainers/transformers_gpt.py
 """
 
 import argparse

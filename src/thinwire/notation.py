@@ -97,9 +97,7 @@ def _built_in() -> dict[str, Callable[..., Any]]:
     packages = (average, codec, memory, schedule, topology)
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
     functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc}
-    return functions | {
-        name: value for name, value in found.items() if _is_algorithm(value)
-    }
+    return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
 
 
 @cache

@@ -96,7 +96,10 @@ def all_at_once(comm, averager):
 
 @pytest.mark.parametrize(
     "policy",
-    [tw.ByName({"fc*": SPARSE, "*": FOUR_BITS}), tw.ByName({"fc*": FOUR_BITS, "*": tw.Mean(exchange="scatter_reduce")})],
+    [
+        tw.ByName({"fc*": SPARSE, "*": FOUR_BITS}),
+        tw.ByName({"fc*": FOUR_BITS, "*": tw.Mean(exchange="scatter_reduce")}),
+    ],
     ids=repr,
 )
 def test_buckets_change_nothing(policy):
@@ -158,7 +161,9 @@ def test_under_ddp_with_many_buckets(policy, names):
 
 
 def test_resumed_state_is_the_same_state(tmp_path):
-    policy = tw.ByName({"head*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(tw.GeometricWarmup(0.1)), tw.ErrorFeedback())})
+    policy = tw.ByName(
+        {"head*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(tw.GeometricWarmup(0.1)), tw.ErrorFeedback())}
+    )
 
     def worker(comm, resume):
         model = make_model()
@@ -202,7 +207,10 @@ def test_mistakes_of_the_constructor():
         (lambda: tw.ByName({"": tw.Mean()}), "a pattern must be a text"),
         (lambda: tw.ByName({"*": tw.TopK(0.1)}), r"averager of '\*' must give all workers one mean.*got TopK"),
         (lambda: tw.ByName({"*": tw.Mix(tw.Ring())}), r"averager of '\*' must give all workers one mean.*got Mix"),
-        (lambda: tw.ByName({"a*": tw.dgc(), "*": tw.Mean()}), r"averagers of \['a\*'\] apply momentum and the others do not"),
+        (
+            lambda: tw.ByName({"a*": tw.dgc(), "*": tw.Mean()}),
+            r"averagers of \['a\*'\] apply momentum and the others do not",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build()

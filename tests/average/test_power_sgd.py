@@ -94,9 +94,7 @@ def test_memories_of_unlike_workers_do_not_grow():
     assert state.memory.residual["w"].norm() < 100 * randn(20, 30).norm()
 
 
-@pytest.mark.parametrize(
-    "averager", [tw.PowerSGD(rank=3), tw.PowerSGD(rank=10**6), tw.PowerSGD(3, memory=None)]
-)
+@pytest.mark.parametrize("averager", [tw.PowerSGD(rank=3), tw.PowerSGD(rank=10**6), tw.PowerSGD(3, memory=None)])
 def test_matrices_within_the_rank_give_the_exact_mean(averager):
     """Whether P spans their mean (rank 3), or they travel dense because the rank leaves nothing to gain.
 

@@ -202,7 +202,9 @@ def test_unbiased(codec):
     if isinstance(codec, tw.QSGD):
         scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size)]
         step = 2 * max(scales).item() / codec.num_steps
-    elif isinstance(codec, (tw.Quantize, tw.NUQSGD, tw.ALQ, tw.AMQ, tw.TernGrad)):  # their own statistics: test_quantizers.py
+    elif isinstance(
+        codec, (tw.Quantize, tw.NUQSGD, tw.ALQ, tw.AMQ, tw.TernGrad)
+    ):  # their own statistics: test_quantizers.py
         step = max(b.norm().item() for b in x.split(codec.bucket_size))
     # The variance of rounding to one of two levels is at most step^2/4; 2048 coordinates are looked at.
     assert (mean - x.double()).abs().max() <= 5 * (step / 2) / math.sqrt(m) + 1e-6
@@ -238,7 +240,9 @@ def test_topk_keeps_exactly_the_largest(array, ratio):
     assert square.sum() - square[order].sum() <= (1 - k / x.numel() + 1e-12) * square.sum()
 
 
-@pytest.mark.parametrize("ratio, n, k", [(0.01, 1, 1), (0.07, 100, 7), (0.001, 1000, 1), (0.5, 3, 2), (1, 5, 5), (0.3, 0, 0)])
+@pytest.mark.parametrize(
+    "ratio, n, k", [(0.01, 1, 1), (0.07, 100, 7), (0.001, 1000, 1), (0.5, 3, 2), (1, 5, 5), (0.3, 0, 0)]
+)
 def test_topk_count(ratio, n, k):
     assert tw.TopK(ratio).count(n) == k
 
@@ -303,7 +307,10 @@ def test_summable_payloads_add_on_the_wire(codec):
         (lambda: tw.chain(tw.TopK(0.1, indices="auto"), tw.Rice()), "not those of TopK"),
         (lambda: tw.TopK(0.1).encode(torch.arange(3)), "only float tensors"),
         (lambda: tw.TopK(0.1).encode([torch.ones(2)] * 2, [tw.Key()]), "2 segments need as many keys"),
-        (lambda: tw.TopK(0.1).encode(torch.ones(2), residual=torch.ones(3)), "residual must be contiguous float32 of 2"),
+        (
+            lambda: tw.TopK(0.1).encode(torch.ones(2), residual=torch.ones(3)),
+            "residual must be contiguous float32 of 2",
+        ),
         (lambda: tw.TopK(0.1).decode_add(torch.zeros(5, dtype=torch.uint8), torch.ones(4, 4).t()), "contiguous"),
     ],
 )

@@ -187,7 +187,9 @@ def open_among(strangers, timeout_seconds):
     def worker(rank):
         began = time.monotonic()
         try:
-            with contextlib.closing(sockets.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)):
+            with contextlib.closing(
+                sockets.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)
+            ):
                 return time.monotonic() - began
         except CommunicationError as error:
             return str(error), time.monotonic() - began

@@ -16,7 +16,9 @@ from pathlib import Path
 from .spawn import CONTEXT
 
 
-def thinwire(*arguments: object, cwd: Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def thinwire(
+    *arguments: object, cwd: Path, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs `thinwire` with these arguments in `cwd`.
 
     Raises:

@@ -46,7 +46,9 @@ def optimizer_of(module):
     """Several parameter groups."""
     matrices = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
-    return torch.optim.SGD([{"params": matrices, "weight_decay": 1e-3}, {"params": vectors, "lr": 0.02}], lr=0.05, momentum=0.9)
+    return torch.optim.SGD(
+        [{"params": matrices, "weight_decay": 1e-3}, {"params": vectors, "lr": 0.02}], lr=0.05, momentum=0.9
+    )
 
 
 def both_branches(rank, step):

@@ -80,7 +80,9 @@ def test_transformers(tmp_path):
     assert_equal(tmp_path / "whole" / "model.safetensors", tmp_path / "checkpoint-40" / "model.safetensors")
 
 
-@pytest.mark.parametrize("fence", re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/trainers.md").read_text(), re.S))
+@pytest.mark.parametrize(
+    "fence", re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/trainers.md").read_text(), re.S)
+)
 def test_the_guide_shows_what_the_examples_run(fence: str):
     examples = [path.read_text() for path in TRAINERS.glob("*.py")]
     for part in fence.strip("\n").split("\n...\n"):

@@ -64,7 +64,9 @@ def test_results_are_those_of_the_definition(scale, poisoned):
 @pytest.mark.parametrize("exchange", ["all_gather", "scatter_reduce", "hierarchical"])
 def test_estimates_and_mean_stay_together(exchange):
     """g is the mean of all g_i, up to what the second encoding of scatter_reduce has lost so far."""
-    averager = tw.Mean(tw.QSGD(bits=4), tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None)
+    averager = tw.Mean(
+        tw.QSGD(bits=4), tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None
+    )
 
     def worker(comm: tw.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.zeros(6, 10)
@@ -84,7 +86,9 @@ def test_estimates_and_mean_stay_together(exchange):
     torch.testing.assert_close(results[0][1], mean, rtol=0, atol=12 * 2.0**-18)
 
 
-@pytest.mark.parametrize("averager", [tw.Mean(tw.TopK(0.1), tw.EF21()), tw.PowerSGD(rank=1, memory=tw.EF21())], ids=repr)
+@pytest.mark.parametrize(
+    "averager", [tw.Mean(tw.TopK(0.1), tw.EF21()), tw.PowerSGD(rank=1, memory=tw.EF21())], ids=repr
+)
 def test_it_converges_to_gradients_that_stay_the_same(averager):
     def worker(comm: tw.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         own, x = gradients(comm.rank)[0], torch.zeros(6, 10)

@@ -9,7 +9,12 @@ import thinwire as tw
 
 CODECS = [tw.TopK(0.1), tw.QSGD(bits=2), tw.SignNorm(), tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))]
 
-MEMORIES = [tw.ErrorFeedback(), tw.MomentumCorrection(), tw.MomentumCorrection(0.5, nesterov=True, masking=False), tw.EF21()]
+MEMORIES = [
+    tw.ErrorFeedback(),
+    tw.MomentumCorrection(),
+    tw.MomentumCorrection(0.5, nesterov=True, masking=False),
+    tw.EF21(),
+]
 every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 
 

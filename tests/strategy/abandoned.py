@@ -1,6 +1,6 @@
 """A training script whose backward fails, run as processes of their own by `test_abandoned_backward.py`.
 
-    python abandoned.py KIND AVERAGER RANK SIZE STORE
+python abandoned.py KIND AVERAGER RANK SIZE STORE
 """
 
 import os

@@ -19,7 +19,8 @@ def ends(kind: str, averager: str, size: int, folder: Path) -> list[tuple[int, s
     """Exit code and stderr of each worker, all of which must end by themselves."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     commands = [
-        [sys.executable, str(SCRIPT), kind, averager, str(rank), str(size), str(folder / "store")] for rank in range(size)
+        [sys.executable, str(SCRIPT), kind, averager, str(rank), str(size), str(folder / "store")]
+        for rank in range(size)
     ]
     workers = [subprocess.Popen(c, env=environment, stderr=subprocess.PIPE, text=True) for c in commands]
     deadline = time.monotonic() + LIMIT_SECONDS

@@ -360,7 +360,9 @@ def test_a_failing_process_stops_the_others_who_name_it(how, who):
             assert seconds < (12 if how == "stopped" else 6), result
     if how == "raises":
         assert str(results[who]) == "the loss is NaN"
-        assert all("ValueError('the loss is NaN')" in text for text, _ in (r for i, r in enumerate(results) if i != who))
+        assert all(
+            "ValueError('the loss is NaN')" in text for text, _ in (r for i, r in enumerate(results) if i != who)
+        )
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -515,7 +517,10 @@ def elsewhere(comm, name):
         (lambda: tw.Pairwise(tw.Ring()), "one side asks and the other answers"),
         (lambda: tw.Pairwise(tw.BipartiteExponential(peers=2)), "a pair is two workers"),
         (lambda: tw.Pairwise(tw.BipartiteLinear(static=True)), "a pair is two workers"),
-        (lambda: run_threads(2, elsewhere, "gossip_parameters"), r"Pairwise\(\) has no rounds; call gossip_asynchronously"),
+        (
+            lambda: run_threads(2, elsewhere, "gossip_parameters"),
+            r"Pairwise\(\) has no rounds; call gossip_asynchronously",
+        ),
         (lambda: run_threads(2, elsewhere, "compress_gradients"), "gradients need an averager"),
         (lambda: run_threads(2, elsewhere, "consensus"), "must have rounds"),
     ],

@@ -51,7 +51,10 @@ def test_a_failed_attempt_leaves_nothing_attached():
         (lambda rank: (nn.Linear(2, 2 + rank), {}), r"weight: '\(2, 2\) torch.float32' on rank 0; '\(3, 2\)"),
         (lambda rank: (nn.Linear(2, 2), {"bucket_bytes": 1000 + rank}), "bucket_bytes: 1000 on rank 0; 1001 on rank 1"),
         (lambda rank: (nn.Sequential(*[nn.Linear(2, 2)] * (1 + rank)), {}), None),
-        (lambda rank: (nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)]), {}), r"1\.weight: \(absent\) on rank 0"),
+        (
+            lambda rank: (nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)]), {}),
+            r"1\.weight: \(absent\) on rank 0",
+        ),
         (lambda rank: (nn.BatchNorm1d(2, dtype=(torch.float32, torch.float64)[rank]), {}), "float64"),
     ],
     ids=["shapes", "bucket_bytes", "tied", "number", "dtypes"],
@@ -168,7 +171,9 @@ def test_any_memory_layout_trains_like_the_contiguous_one(averager):
     results = [run for contiguous in (False, True) for run in tw.LocalWorld(2).run(worker, contiguous)]
     for name, *values in zip([n for n, _ in Layouts(0).named_parameters()], *results, strict=True):
         assert all(torch.equal(values[0], v) for v in values[:2]), name
-        assert all(torch.allclose(values[0], v, rtol=1e-5, atol=1e-6) for v in values), name  # convolutions add otherwise
+        assert all(torch.allclose(values[0], v, rtol=1e-5, atol=1e-6) for v in values), (
+            name
+        )  # convolutions add otherwise
 
 
 def test_complex_parameters_are_averaged_as_pairs_of_reals():
@@ -214,7 +219,10 @@ def test_sharded_models_and_parts_in_ddp_are_refused():
 
 def sparse_worker(comm):
     embedding = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)))
-    with tw.compress_gradients(embedding, SPARSE), pytest.raises(ValueError, match=r"gradient of '0\.weight' is sparse"):
+    with (
+        tw.compress_gradients(embedding, SPARSE),
+        pytest.raises(ValueError, match=r"gradient of '0\.weight' is sparse"),
+    ):
         embedding(torch.tensor([1])).sum().backward()
 
 

@@ -144,7 +144,13 @@ def mixing(topology):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "averager",
-    [tw.Mix(), tw.Mix(tw.Exponential()), tw.PushSum(DIRECTED), tw.PushSum(CHANGING), tw.Choco(tw.Ring(), tw.Identity(), 1.0)],
+    [
+        tw.Mix(),
+        tw.Mix(tw.Exponential()),
+        tw.PushSum(DIRECTED),
+        tw.PushSum(CHANGING),
+        tw.Choco(tw.Ring(), tw.Identity(), 1.0),
+    ],
     ids=repr,
 )
 def test_training_follows_a_simulation_in_float64(averager, optimizer, mode):
@@ -255,7 +261,9 @@ def test_messages_fly_and_are_decoded_during_forward_and_backward():
     def worker(comm):
         model = Bowl(comm.rank)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        handle = tw.gossip_parameters(model, optimizer, tw.PowerGossip(tw.Ring(), iterations=3), comm=comm, overlap=True)
+        handle = tw.gossip_parameters(
+            model, optimizer, tw.PowerGossip(tw.Ring(), iterations=3), comm=comm, overlap=True
+        )
         if comm.rank == 1:
             assert in_forward.wait(20)
         train_step(model, optimizer)

@@ -62,14 +62,16 @@ def test_ddp_and_a_plain_module_train_alike(ddp_options, accumulate, alternate):
     assert keys == list(make_model().state_dict())
 
 
-
 def dense_worker(comm):
     torch.set_num_threads(1)
     ours, theirs = DistributedDataParallel(make_model()), DistributedDataParallel(make_model())
     handle = tw.compress_gradients(ours, tw.Mean())
     train(ours, comm.rank, parameters=ours.module), train(theirs, comm.rank, parameters=theirs.module)
     handle.detach()
-    return [(a.detach() - b.detach()).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    return [
+        (a.detach() - b.detach()).abs().max().item()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    ]
 
 
 def test_the_identity_codec_is_ddp():

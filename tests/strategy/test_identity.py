@@ -42,7 +42,9 @@ def test_another_workers_state_is_refused():
         with trained(comm) as handle:
             theirs = {f"rank{1 - comm.rank}": handle.state_dict()[f"rank{comm.rank}"]}
             theirs[f"rank{1 - comm.rank}"]["identity"]["rank"] = 1 - comm.rank
-            with pytest.raises(ValueError, match=f"rank {comm.rank} of 2 cannot load the state of rank {1 - comm.rank} of 2"):
+            with pytest.raises(
+                ValueError, match=f"rank {comm.rank} of 2 cannot load the state of rank {1 - comm.rank} of 2"
+            ):
                 handle.load_state_dict(theirs)
 
     tw.LocalWorld(2).run(worker)
@@ -65,7 +67,11 @@ def test_another_number_of_workers_is_refused():
 @pytest.mark.parametrize(
     "averager, model, message",
     [
-        (tw.Mean(tw.TopK(0.2), tw.ErrorFeedback()), None, r"its averager is .*TopK\(ratio=0.1\).* expected .*ratio=0.2"),
+        (
+            tw.Mean(tw.TopK(0.2), tw.ErrorFeedback()),
+            None,
+            r"its averager is .*TopK\(ratio=0.1\).* expected .*ratio=0.2",
+        ),
         (MEAN, nn.Linear(8, 4), r"its tensors is left.weight \(32, 16\) torch.float32, expected weight \(4, 8\)"),
     ],
     ids=["averager", "tensors"],

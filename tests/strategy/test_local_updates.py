@@ -14,7 +14,9 @@ from torch import nn
 import thinwire as tw
 
 SPARSE = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), min_ndim=0)
-DIRECTED = tw.DirectedGraph(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)))  # irregular, so that push-sum's weights differ from 1
+DIRECTED = tw.DirectedGraph(
+    ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2))
+)  # irregular, so that push-sum's weights differ from 1
 
 
 def nesterov(parameters):
@@ -200,7 +202,9 @@ def test_gossip_every_few_steps_is_its_simulation(averager, world):
     assert (w != 1).any() == (averager.topology == DIRECTED)
 
 
-@pytest.mark.parametrize("averager", [tw.Mix(tw.Ring()), tw.PushSum(DIRECTED), tw.Choco(tw.Ring(), tw.TopK(0.1))], ids=repr)
+@pytest.mark.parametrize(
+    "averager", [tw.Mix(tw.Ring()), tw.PushSum(DIRECTED), tw.Choco(tw.Ring(), tw.TopK(0.1))], ids=repr
+)
 def test_synchronize_averages_the_rest_and_leaves_the_mean(averager):
     """Two steps are left over after four periods of three."""
     results = run_threads(4, apply_known_changes, averager, 3, 14, None, True)
@@ -288,14 +292,20 @@ def test_a_resumed_run_is_bit_identical(averager, outer, break_at):
 def by_dimension(parameters):
     """An outer optimizer whose numbers are not in the order of the names."""
     parameters = list(parameters)
-    groups = [{"params": [p for p in parameters if p.ndim < 2], "lr": 1.0}, {"params": [p for p in parameters if p.ndim > 1]}]
+    groups = [
+        {"params": [p for p in parameters if p.ndim < 2], "lr": 1.0},
+        {"params": [p for p in parameters if p.ndim > 1]},
+    ]
     return torch.optim.SGD(groups, lr=0.5, momentum=0.5)
 
 
 def test_an_outer_optimizer_with_groups_is_saved_by_name():
     for same, saved in run_threads(2, resume, tw.Mean(), by_dimension, "sgd", 7):
         assert same
-        assert [group["params"] for group in saved["outer"]["param_groups"]] == [["0.bias", "2.bias"], ["0.weight", "2.weight"]]
+        assert [group["params"] for group in saved["outer"]["param_groups"]] == [
+            ["0.bias", "2.bias"],
+            ["0.weight", "2.weight"],
+        ]
         assert saved["outer"]["state"]["2.bias"]["momentum_buffer"].shape == (3,)
 
 
@@ -322,7 +332,9 @@ def test_an_infinite_change_leaves_no_trace_under_mean():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results = run_threads(3, with_an_infinity, SPARSE)
-    assert sorted(str(w.message) for w in caught) == [f"rank {r}: changes were not finite and are given up" for r in range(3)]
+    assert sorted(str(w.message) for w in caught) == [
+        f"rank {r}: changes were not finite and are given up" for r in range(3)
+    ]
     for history in results:
         (before, saved), (after, saved_after), (last, _) = history[1:]
         assert torch.equal(before, after)

@@ -189,7 +189,10 @@ def test_tensors_need_not_be_contiguous(kind):
             with handle.average_model():
                 assert torch.allclose(model.expanded, start["expanded"])
         handle.detach()
-        strides = [model.convolution.is_contiguous(memory_format=torch.channels_last), model.transposed.stride() == (1, 3)]
+        strides = [
+            model.convolution.is_contiguous(memory_format=torch.channels_last),
+            model.transposed.stride() == (1, 3),
+        ]
         return start, {name: t.clone() for name, t in model.state_dict().items()}, all(strides)
 
     results = run(2, worker)
@@ -387,7 +390,9 @@ def test_the_first_skipped_step_warns_and_many_in_a_row_are_an_error(kind):
         for _ in range(2):
             step(model, optimizer, float("inf"))
         assert handle.num_skipped == 2
-        with pytest.raises(FloatingPointError, match=r"3 steps in a row were not finite; first on rank 0, parameter 'matrix'"):
+        with pytest.raises(
+            FloatingPointError, match=r"3 steps in a row were not finite; first on rank 0, parameter 'matrix'"
+        ):
             step(model, optimizer, float("inf"))
         handle.detach()
 
@@ -435,8 +440,13 @@ def test_state_is_its_workers_own(kind):
         saved = handle.state_dict()
         handle.load_state_dict(saved)
         theirs = {f"rank{1 - comm.rank}": {**saved[f"rank{comm.rank}"]}}
-        theirs[f"rank{1 - comm.rank}"]["identity"] = {**theirs[f"rank{1 - comm.rank}"]["identity"], "rank": 1 - comm.rank}
-        with pytest.raises(ValueError, match=rf"rank {comm.rank} of 2 cannot load the state of rank {1 - comm.rank} of 2"):
+        theirs[f"rank{1 - comm.rank}"]["identity"] = {
+            **theirs[f"rank{1 - comm.rank}"]["identity"],
+            "rank": 1 - comm.rank,
+        }
+        with pytest.raises(
+            ValueError, match=rf"rank {comm.rank} of 2 cannot load the state of rank {1 - comm.rank} of 2"
+        ):
             handle.load_state_dict(theirs)
         more = {f"rank{comm.rank}": {**saved[f"rank{comm.rank}"]}}
         more[f"rank{comm.rank}"]["identity"] = {**more[f"rank{comm.rank}"]["identity"], "world_size": 4}

@@ -163,7 +163,9 @@ def test_facts_are_those_of_the_matrices(topology):
             every = matrices(topology, size)
             assert topology.is_symmetric(size) == all(np.array_equal(m, m.T) for m in every)
             assert topology.is_directed(size) == any(not np.array_equal(m > 0, m.T > 0) for m in every)
-            assert topology.is_doubly_stochastic(size) == all(np.allclose(m.sum(axis=1), 1.0, atol=1e-12) for m in every)
+            assert topology.is_doubly_stochastic(size) == all(
+                np.allclose(m.sum(axis=1), 1.0, atol=1e-12) for m in every
+            )
 
 
 @pytest.mark.parametrize("topology", FOR_PUSH_SUM, ids=str)

@@ -126,7 +126,8 @@ class ByName(Averager):
         require(len(pairs) > 0, "ByName: give at least one pattern, such as '*'")
         for pattern, averager in pairs:
             require(
-                isinstance(pattern, str) and pattern != "", f"ByName: a pattern must be a text such as '*', got {pattern!r}"
+                isinstance(pattern, str) and pattern != "",
+                f"ByName: a pattern must be a text such as '*', got {pattern!r}",
             )
             require(
                 isinstance(averager, Averager) and averager.gives_one_mean,

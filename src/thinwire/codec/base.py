@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
 
 
-
 class Codec(Algorithm, ABC):
     """Turns tensors into bytes and back; see the module's text for the contract.
 

@@ -47,7 +47,11 @@ class SocketChannel(Channel):
     """
 
     def __init__(
-        self, rank: int, sockets: dict[int, socket.socket], timeout_seconds: float, record: Callable[[int, int, int], None]
+        self,
+        rank: int,
+        sockets: dict[int, socket.socket],
+        timeout_seconds: float,
+        record: Callable[[int, int, int], None],
     ):
         self._rank, self._sockets, self._timeout, self._record = rank, sockets, timeout_seconds, record
         self._ready: deque[int] = deque()

@@ -55,7 +55,9 @@ class CompressGradients(TrainerCallback):
         if state.global_step > 0:
             folder = Path(self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
             path = self._file(folder, args)
-            require(path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=...")
+            require(
+                path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=..."
+            )
             self.handle.load_state_dict(torch.load(path, weights_only=True))
 
     def on_epoch_begin(

@@ -131,7 +131,9 @@ def canonical_codes(lengths: Sequence[int]) -> dict[int, int]:
 @kernel
 def _encode(packed: Tensor, symbols: Symbols) -> Tensor:
     bits, parts = symbols.bits, bit.split(packed, symbols.segment_nbytes)
-    codes_of_parts = [bit.from_bits(bit.unpack(p)[: n * bits], bits) for p, n in zip(parts, symbols.counts, strict=True)]
+    codes_of_parts = [
+        bit.from_bits(bit.unpack(p)[: n * bits], bits) for p, n in zip(parts, symbols.counts, strict=True)
+    ]
     values = torch.cat([packed[:0].long(), *codes_of_parts])
     lengths = code_lengths(torch.bincount(values, minlength=2**bits).tolist())
     codes = canonical_codes(lengths)

@@ -209,9 +209,7 @@ def _decode(
     for_each_coded(act, payload, outs, quantizer.bits, quantizer.bucket_size)
 
 
-def store_codes(
-    coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, residuals: list[Tensor] | None
-) -> None:
+def store_codes(coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, residuals: list[Tensor] | None) -> None:
     """Write the payload of coded segments, and the residuals."""
     codes = [bit.pack(bit.to_bits(code, bits)) for code, _, _ in coded]
     out.copy_(torch.cat([scale_bytes([scales for _, scales, _ in coded], out.device), *codes]))

@@ -55,7 +55,9 @@ class AsynchronousGossip(GossipStrategy):
             self._state = averager.init(self._live.tensors(), comm)
             self._exchange = PairwiseExchange(averager, self._state, comm)
             # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
-            dropped = finalize(self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached")
+            dropped = finalize(
+                self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached"
+            )
             dropped.atexit = False
             self._on_detach(dropped.detach)
             self._on_detach(lambda: self._exchange.close(self._broken_off_by))

@@ -70,9 +70,7 @@ def _first_attached(parameters: NamedTensors) -> tuple[str, Strategy] | None:
     return next(((name, strategy) for name, strategy in found if strategy is not None), None)
 
 
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments."""
     found = (_STRATEGY_OF.get(id(p)) for group in optimizer.param_groups for p in group["params"])
     for strategy in {id(s): s for s in found if s is not None}.values():

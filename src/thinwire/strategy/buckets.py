@@ -73,7 +73,9 @@ class GradientBuckets:
             self._launch_next()
 
 
-def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+def _partition(
+    parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int
+) -> list[list[tuple[str, nn.Parameter]]]:
     """A bucket is full as soon as it holds `bucket_bytes`, as in DDP, so that biases travel with a weight."""
     buckets, room = [], 0
     for name, p in reversed(parameters):

@@ -76,7 +76,9 @@ def consensus(
         1 128 4 0.5
         2 256 8 0.0
     """
-    require(isinstance(averager, Averager), f"consensus: averager must have rounds, such as Mix(Ring()), got {averager!r}")
+    require(
+        isinstance(averager, Averager), f"consensus: averager must have rounds, such as Mix(Ring()), got {averager!r}"
+    )
     require(isinstance(rounds, int) and rounds >= 0, f"consensus: rounds must be 0 or more, got {rounds!r}")
     require(isinstance(every, int) and every >= 1, f"consensus: every must be 1 or more, got {every!r}")
     state = averager.init(tensors, comm, seed)

@@ -129,9 +129,7 @@ def _check_options(averager: Averager, overlap: bool, staleness: int, order: str
         "gossip averager such as Choco(Ring(), TopK(0.01)), or plain Mean()",
     )
     require(order in ORDERS, f"{name}: order must be one of {', '.join(ORDERS)}, got {order!r}")
-    require(
-        isinstance(staleness, int) and staleness >= 0, f"{name}: staleness must be 0 or more, got {staleness!r}"
-    )
+    require(isinstance(staleness, int) and staleness >= 0, f"{name}: staleness must be 0 or more, got {staleness!r}")
     require(
         overlap or staleness == 0, f"{name}: staleness={staleness} needs overlap=True; otherwise a round is never late"
     )

@@ -72,7 +72,8 @@ class GossipStrategy(Strategy):
 
     def _require_own_model(self, what: str) -> None:
         require(
-            not self._holds_mean, f"{what} inside average_model() would be lost with the mean; call it after the context"
+            not self._holds_mean,
+            f"{what} inside average_model() would be lost with the mean; call it after the context",
         )
 
     def _require_own_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

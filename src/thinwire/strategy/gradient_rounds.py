@@ -40,9 +40,7 @@ class GradientRounds:
         nonfinite: what follows from rounds that are not finite.
     """
 
-    def __init__(
-        self, averager: Averager, state: Any, comm: Communicator, scaler: Any, nonfinite: NonfiniteSteps
-    ):
+    def __init__(self, averager: Averager, state: Any, comm: Communicator, scaler: Any, nonfinite: NonfiniteSteps):
         self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
         self._nonfinite = nonfinite
         self._finisher = Finisher()
@@ -56,9 +54,7 @@ class GradientRounds:
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
 
-    def launch(
-        self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool
-    ) -> torch.futures.Future[Tensor]:
+    def launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average a bucket; the future completes with `buffer` when `tensors` hold the mean.
 
         Called during backward only: when it ends, it waits for the round and raises what went wrong.

@@ -95,7 +95,9 @@ class GradientCompression(Strategy):
         """Context in which backward only accumulates; the first backward after it averages the sum."""
         if self._ddp is not None:
             return self._ddp.no_sync()
-        require(self._buckets is not None, "no_sync is that of the model in DistributedDataParallel, which has the hook")
+        require(
+            self._buckets is not None, "no_sync is that of the model in DistributedDataParallel, which has the hook"
+        )
         assert self._buckets is not None
         return self._buckets.no_sync()
 
@@ -158,9 +160,7 @@ class GradientCompression(Strategy):
 
     # ---- at work ----
 
-    def _launch(
-        self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool
-    ) -> torch.futures.Future[Tensor]:
+    def _launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         if self._warn_unused is not None:
             self._warn_unused.detach()
         self._ready()
@@ -323,4 +323,3 @@ def _ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
     )
     named = list(zip(names, bucket.gradients(), strict=True))
     return state._launch(named, bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())
-

@@ -163,7 +163,9 @@ class LocalUpdates(Strategy):
             with self._state.clock("outer"):
                 self._outer.step()
         else:
-            warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2
+            )
         if not self.averager.gives_one_mean:
             self._average(self._anchors)
         self._restart()

@@ -226,4 +226,3 @@ class Told(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
-

@@ -63,7 +63,9 @@ class ParameterRounds:
         self.to_biased()
         parameters = self.live.tensors()
         if not self._changes:
-            self._changes = [(name, debug.empty(*p.shape, dtype=_wide(p.dtype), device=p.device)) for name, p in parameters]
+            self._changes = [
+                (name, debug.empty(*p.shape, dtype=_wide(p.dtype), device=p.device)) for name, p in parameters
+            ]
         for (_, change), (_, p) in zip(self._changes, parameters, strict=True):
             change.copy_(p)
         handle = self.averager.step(self.state, self._changes, self.comm)

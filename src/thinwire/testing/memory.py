@@ -59,9 +59,7 @@ def _init(memory: Memory) -> Any:
     return memory.init([("w", torch.zeros(NUMEL))])
 
 
-def _rounds(
-    memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0
-) -> tuple[list[Tensor], Any]:
+def _rounds(memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0) -> tuple[list[Tensor], Any]:
     results = []
     for step in steps:
         gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step)) * scale

@@ -69,7 +69,10 @@ def test_a_process_that_dies_ends_the_world():
 
 def test_every_step_size_is_tried_where_there_is_one():
     sizes = (0.1, 0.5)
-    assert candidates(tw.DeepSqueeze(step_size=0.2), sizes) == [tw.DeepSqueeze(step_size=0.1), tw.DeepSqueeze(step_size=0.5)]
+    assert candidates(tw.DeepSqueeze(step_size=0.2), sizes) == [
+        tw.DeepSqueeze(step_size=0.1),
+        tw.DeepSqueeze(step_size=0.5),
+    ]
     assert candidates(tw.Moniqua(), sizes) == [tw.Moniqua(step_size=0.1), tw.Moniqua(step_size=0.5)]
     assert candidates(tw.PowerGossip(), sizes) == [tw.PowerGossip(step_size=0.1), tw.PowerGossip(step_size=0.5)]
     assert candidates(tw.PushSum(), sizes) == [tw.PushSum()]

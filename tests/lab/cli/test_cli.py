@@ -55,7 +55,9 @@ def test_a_run_leaves_its_records(finished):
     assert summary["recipe"] == "digits" and summary["workers"] == 2 and summary["seed"] == 0
     assert summary["averager"] == "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())"
     assert 0 <= summary["final"]["test_accuracy"] <= 1
-    assert summary["compression_vs_fp32"] == pytest.approx(summary["dense_fp32_bytes"] / summary["bytes_sent_per_worker"])
+    assert summary["compression_vs_fp32"] == pytest.approx(
+        summary["dense_fp32_bytes"] / summary["bytes_sent_per_worker"]
+    )
     assert summary["dense_bf16_bytes"] == summary["dense_fp32_bytes"] / 2
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with open(folder / "metrics.csv") as file:
@@ -91,7 +93,16 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
 
 
 def test_the_same_command_under_torchrun(finished):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "thinwire"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "thinwire",
+    ]
     options = (*SHORT, "--averager", SPARSE, "--name", "torchrun")
     done = run_really(launcher, *options, cwd=finished, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
@@ -175,7 +186,9 @@ def started(tmp_path) -> subprocess.Popen:
     """A long run with its workers in the middle of training."""
     command = [*COMMAND, "train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:

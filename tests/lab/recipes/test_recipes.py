@@ -158,7 +158,9 @@ IMAGE_TASKS = {
 }
 
 
-@pytest.mark.parametrize(("task", "name"), IMAGE_TASKS.items(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("task", "name"), IMAGE_TASKS.items(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_no_layer_of_a_recipe_shrinks_below_what_its_kernel_sees(task, name):
     model, sides, _ = task
     channels = 1 if isinstance(ALL[name].config.data, Digits) else 3
@@ -167,7 +169,9 @@ def test_no_layer_of_a_recipe_shrinks_below_what_its_kernel_sees(task, name):
 
 
 TWINS = {
-    (repr(model), sides[:-1] or sides): (model, sides[:-1] or sides) for model, sides, is_small in IMAGE_TASKS if is_small
+    (repr(model), sides[:-1] or sides): (model, sides[:-1] or sides)
+    for model, sides, is_small in IMAGE_TASKS
+    if is_small
 }
 
 

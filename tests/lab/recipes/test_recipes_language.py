@@ -59,7 +59,14 @@ def shrunk(name: str, folder: Path) -> RunConfig:
             model = replace(config.model, layers=1, width=16, heads=2, context=8)
     batch_size = min(config.batch_size, 2)
     return replace(
-        config, data=data, model=model, batch_size=batch_size, epochs=1, max_steps=2, log_every=1, output=folder / "runs"
+        config,
+        data=data,
+        model=model,
+        batch_size=batch_size,
+        epochs=1,
+        max_steps=2,
+        log_every=1,
+        output=folder / "runs",
     )
 
 
@@ -99,7 +106,9 @@ def test_workers_gossip_and_their_mean_is_tested_too(name, tmp_path):
 
 def test_the_base_transformer_follows_the_published_schedule():
     config = recipes()["wmt16-transformer-sgp"].config
-    rates = torch.tensor([config.optimizer.learning_rate_at(i, config.max_steps, config.workers) for i in range(20_000)])
+    rates = torch.tensor(
+        [config.optimizer.learning_rate_at(i, config.max_steps, config.workers) for i in range(20_000)]
+    )
     step = torch.arange(1, 20_001, dtype=torch.float64)
     published = 512**-0.5 * torch.minimum(step**-0.5, step * 4000**-1.5)  # Vaswani et al. 2017, equation 3
     torch.testing.assert_close(rates.double(), published, rtol=1e-6, atol=0)  # both were rounded to float32 once

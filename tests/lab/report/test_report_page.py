@@ -48,12 +48,19 @@ def everything(tmp_path_factory) -> Path:
     write_run(folder / "runs" / "broken <b>", averager=SPARSE, seed=7)
     (folder / "runs" / "broken <b>" / "summary.json").unlink()
     rows = [
-        {"averager": f"Choco(step_size={g})", "step_size": g, "round": k, "bits_sent": 1e6 * k, "squared_error": rate**k}
+        {
+            "averager": f"Choco(step_size={g})",
+            "step_size": g,
+            "round": k,
+            "bits_sent": 1e6 * k,
+            "squared_error": rate**k,
+        }
         for g, rate in ((0.5, 0.5), (1.0, 0.1))
         for k in range(8)
     ]
     rows += [
-        {"averager": "Mix()", "step_size": None, "round": k, "bits_sent": 3e7 * k, "squared_error": 0.2**k} for k in range(8)
+        {"averager": "Mix()", "step_size": None, "round": k, "bits_sent": 3e7 * k, "squared_error": 0.2**k}
+        for k in range(8)
     ]
     (folder / "consensus.json").write_text(json.dumps(rows))
     return folder
@@ -63,7 +70,9 @@ def everything(tmp_path_factory) -> Path:
 def report(everything, tmp_path_factory) -> Path:
     """Everything, reported on."""
     out = tmp_path_factory.mktemp("report")
-    write_report([everything / "runs", everything / "consensus.json"], out, title="All & more", made_by="thinwire 1.2.3")
+    write_report(
+        [everything / "runs", everything / "consensus.json"], out, title="All & more", made_by="thinwire 1.2.3"
+    )
     return out
 
 
@@ -140,7 +149,9 @@ def test_every_figure_comes_in_three_formats_with_text_in_it(report):
 
 
 def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
-    write_report([everything / "runs", everything / "consensus.json"], tmp_path, title="All & more", made_by="thinwire 1.2.3")
+    write_report(
+        [everything / "runs", everything / "consensus.json"], tmp_path, title="All & more", made_by="thinwire 1.2.3"
+    )
     for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
 
@@ -196,7 +207,13 @@ def test_phases_of_a_step_and_speeds_are_means(everything):
     runs = find([everything / "runs"]).runs
     dense = [run for run in runs if run.label == "Mean()"]
     # Four rows of so many seconds each, over 40 steps.
-    expected = {"data_seconds": 3.0, "compute_seconds": 5.0, "encode_seconds": 2.0, "wait_seconds": 2.0, "decode_seconds": 1.0}
+    expected = {
+        "data_seconds": 3.0,
+        "compute_seconds": 5.0,
+        "encode_seconds": 2.0,
+        "wait_seconds": 2.0,
+        "decode_seconds": 1.0,
+    }
     assert step_time(dense) == pytest.approx(expected)
     assert [(s.workers, s.mean, s.std) for s in speeds(dense)] == [
         (1, pytest.approx(1000.5), pytest.approx(0.5**0.5)),
@@ -259,7 +276,13 @@ def test_the_command_reports(everything, tmp_path, capsys):
     code = main(["report", str(everything / "runs"), *options])
     printed = capsys.readouterr().out
     assert code == 0
-    for words in ("Mine", "dense, 4 workers", "test accuracy (%) ↑", "not finished", str(tmp_path / "out" / "report.html")):
+    for words in (
+        "Mine",
+        "dense, 4 workers",
+        "test accuracy (%) ↑",
+        "not finished",
+        str(tmp_path / "out" / "report.html"),
+    ):
         assert words in printed
     assert "dense" in (tmp_path / "out" / "figures" / "metric-epochs.svg").read_text()
 
@@ -286,7 +309,18 @@ def test_a_mistake_is_one_line(arguments, expected, everything, capsys, tmp_path
 
 
 def test_what_training_writes_is_what_a_report_reads(tmp_path):
-    train = ["train", "digits", "--workers", "1", "--max-steps", "6", "--log-every", "2", "--output", str(tmp_path / "runs")]
+    train = [
+        "train",
+        "digits",
+        "--workers",
+        "1",
+        "--max-steps",
+        "6",
+        "--log-every",
+        "2",
+        "--output",
+        str(tmp_path / "runs"),
+    ]
     done = subprocess.run([sys.executable, "-m", "thinwire", *train], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report = write_report([tmp_path / "runs"], tmp_path / "out")

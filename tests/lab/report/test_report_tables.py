@@ -94,7 +94,11 @@ def test_groups_are_what_differs_but_for_the_seed(tmp_path):
     runs = find([tmp_path]).runs
     assert set(differing(runs)) == {"optimizer.learning_rate", "workers"}
     labels = {group.label: len(group.runs) for group in grouped(runs)}
-    assert labels == {"4 workers, learning_rate=0.05": 2, "4 workers, learning_rate=0.1": 2, "1 worker, learning_rate=0.05": 2}
+    assert labels == {
+        "4 workers, learning_rate=0.05": 2,
+        "4 workers, learning_rate=0.1": 2,
+        "1 worker, learning_rate=0.05": 2,
+    }
     assert {group.label: len(group.runs) for group in grouped(runs, ["workers"])} == {"4 workers": 4, "1 worker": 2}
     said = what_was_run(runs)
     for words in ("recipe digits", "1 and 4 workers", "40 steps (4 epochs)", "test_fraction=0.3", "seeds 0 and 1"):
@@ -230,9 +234,17 @@ def test_no_run_at_all_is_an_error(tmp_path):
     [
         ("summary.json", "{", "summary.json is damaged: Expecting property name"),
         ("summary.json", "[]", "summary.json is damaged: expected a JSON object, got list"),
-        ("summary.json", '{"averager": "Mean()", "final": {}, "seconds": "many"}', "summary.json is damaged: it does not hold"),
+        (
+            "summary.json",
+            '{"averager": "Mean()", "final": {}, "seconds": "many"}',
+            "summary.json is damaged: it does not hold",
+        ),
         ("metrics.jsonl", '{"step": 1}\nhalf', "metrics.jsonl is damaged: line 2 of metrics.jsonl cannot be read"),
-        ("metrics.jsonl", '{"step": 1, "loss": "low"}', "metrics.jsonl is damaged: line 1 of metrics.jsonl cannot be read"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "loss": "low"}',
+            "metrics.jsonl is damaged: line 1 of metrics.jsonl cannot be read",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(name, text, message, tmp_path):

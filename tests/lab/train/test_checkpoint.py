@@ -77,6 +77,7 @@ LOOSE = {
 }
 STRICT = list(configs(Path()))
 
+
 class StopAfter:
     """Asks the loop to stop after some of its calls, as a signal would."""
 
@@ -143,7 +144,9 @@ def assert_same(first: Path, second: Path) -> None:
         same = torch.equal(value, others[name]) if isinstance(value, torch.Tensor) else value == others[name]
         assert same, name
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (first, second)]
-    assert [{**summary, "seconds": 0} for summary in summaries[:1]] == [{**summary, "seconds": 0} for summary in summaries[1:]]
+    assert [{**summary, "seconds": 0} for summary in summaries[:1]] == [
+        {**summary, "seconds": 0} for summary in summaries[1:]
+    ]
 
 
 def folder_of(folder: Path, name: str) -> Path:

@@ -76,9 +76,13 @@ def test_a_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(begun, 
     config, folder = begun
     assert train(config) == folder
     assert without_times(folder) == without_times(finished)
-    columns = [[line.count(",") for line in (each / "metrics.csv").read_text().splitlines()] for each in (folder, finished)]
+    columns = [
+        [line.count(",") for line in (each / "metrics.csv").read_text().splitlines()] for each in (folder, finished)
+    ]
     assert columns[0] == columns[1] and len(columns[0]) == 10
-    models = [torch.load(each / "checkpoints" / "step-000009" / "shared.pt", weights_only=True) for each in (folder, finished)]
+    models = [
+        torch.load(each / "checkpoints" / "step-000009" / "shared.pt", weights_only=True) for each in (folder, finished)
+    ]
     assert all(torch.equal(value, models[1]["model"][name]) for name, value in models[0]["model"].items())
     summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, finished)]
     assert {**summaries[0], "seconds": 0} == {**summaries[1], "seconds": 0}
@@ -164,7 +168,9 @@ def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_p
     else:
         state["averager"]["rank0"]["memory"] = None
     torch.save(state, path)
-    with pytest.raises(ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"):
+    with pytest.raises(
+        ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"
+    ):
         train(config)
 
 
@@ -197,11 +203,20 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl", 9) == [
         *({"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}, {"step": 3, "loss": 7.0})
     ]
-    assert [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()] == ["step", "1", "2", "3"]
+    assert [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()] == [
+        "step",
+        "1",
+        "2",
+        "3",
+    ]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, round(event.value, 3)) for event in events.Scalars("loss")] == [(1, 0.333), (2, 0.667), (3, 7.0)]
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("loss")] == [
+        (1, 0.333),
+        (2, 0.667),
+        (3, 7.0),
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
@@ -213,7 +228,11 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
     whole = subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr
     killed = subprocess.Popen(
-        [*command, "--name", "killed"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--name", "killed"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     folder = tmp_path / "runs" / "killed"
     while not (latest(folder / "checkpoints") or Path()).name > "step-000002":

@@ -52,7 +52,9 @@ def test_granularity_decides_what_is_encoded_as_one():
     of_all = (1 - both.topk(20).values.sum() / both.sum()).item()
     of_each = (1 - sum(s.topk(10).values.sum() for s in squares) / both.sum()).item()
     assert found_by(tw.Mean(tw.TopK(0.1)), gradients)["variance"] == pytest.approx(of_each, rel=1e-5)
-    assert found_by(tw.Mean(tw.TopK(0.1), granularity="model"), gradients)["variance"] == pytest.approx(of_all, rel=1e-5)
+    assert found_by(tw.Mean(tw.TopK(0.1), granularity="model"), gradients)["variance"] == pytest.approx(
+        of_all, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("averager", [tw.Mean(), tw.PowerSGD(rank=1), tw.Mean(tw.SignSGD(scale=0.1))])

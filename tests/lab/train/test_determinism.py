@@ -63,7 +63,9 @@ def tasks(folder: Path) -> dict[str, RunConfig]:
         "memory-images": replace(config, data=images, model=CIFARResNet(8)),
         "folder-images": replace(config, data=files, model=CIFARResNet(8), batch_size=5),
         "text": replace(config, data=text, model=LSTMLanguageModel(16, 2, 0.3)),
-        "translation": replace(config, data=pairs, model=Transformer(1, 16, 2, 16, 0.2), batch_size=1, precision="bf16"),
+        "translation": replace(
+            config, data=pairs, model=Transformer(1, 16, 2, 16, 0.2), batch_size=1, precision="bf16"
+        ),
     }
 
 

@@ -41,7 +41,9 @@ def test_pools_count_and_the_layer_is_described():
 @pytest.mark.parametrize("side", [16, 24, 32])
 def test_the_small_images_of_the_defect_are_refused_in_bf16_on_cpus_and_named_elsewhere(side):
     shapes = [(3, 48, 48), (3, side, side)]
-    with pytest.raises(ValueError, match=rf"at images of {side}x{side} pixels, layer \S+ \(Conv2d, kernel 3x3.*33x33.*fp32"):
+    with pytest.raises(
+        ValueError, match=rf"at images of {side}x{side} pixels, layer \S+ \(Conv2d, kernel 3x3.*33x33.*fp32"
+    ):
         check_image_sizes(ResNet(18), 10, shapes, [], bf16_on_cpu=True)
     (warning,) = check_image_sizes(ResNet(18), 10, shapes, [], bf16_on_cpu=False)
     assert f"{side}x{side}" in warning and "33x33" in warning
@@ -49,7 +51,9 @@ def test_the_small_images_of_the_defect_are_refused_in_bf16_on_cpus_and_named_el
 
 
 def test_an_image_that_the_model_cannot_take_is_named_before_the_run():
-    expected = r"cannot take images of 24x24 pixels, layer 43 \(MaxPool2d\) fails \(.*\); use images of 32x32 pixels or more"
+    expected = (
+        r"cannot take images of 24x24 pixels, layer 43 \(MaxPool2d\) fails \(.*\); use images of 32x32 pixels or more"
+    )
     for train_shapes, test_shapes in (([(3, 24, 24)], []), ([(3, 32, 32)], [(3, 24, 24)])):
         with pytest.raises(ValueError, match=expected):
             check_image_sizes(VGG16(), 10, train_shapes, test_shapes, bf16_on_cpu=False)
@@ -100,7 +104,9 @@ def test_only_sizes_that_the_run_reaches_count(config):
 def test_a_model_with_its_own_sizes_is_checked_as_it_is_built():
     class Tall(Model):
         def build(self, num_classes: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(1, num_classes, (1, 5), padding=(0, 2)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            return nn.Sequential(
+                nn.Conv2d(1, num_classes, (1, 5), padding=(0, 2)), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+            )
 
     (warning,) = check_image_sizes(Tall(), 2, [(1, 9, 2)], [], bf16_on_cpu=False)
     assert "kernel 1x5" in warning and "9x2" in warning

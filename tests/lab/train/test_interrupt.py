@@ -181,7 +181,9 @@ def test_requeue_needs_a_job_and_says_what_slurm_says(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     assert requeue() == "not requeued: this is no SLURM job"
     script = tmp_path / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "Invalid job id" >&2\nexit $(cat {tmp_path}/code)\n')
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "Invalid job id" >&2\nexit $(cat {tmp_path}/code)\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "12")

@@ -104,7 +104,9 @@ def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> 
     while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
         assert time.monotonic() < deadline, "the run did not come so far"
         time.sleep(0.001)
-    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
+    ]
     os.kill(chosen.choice(children), signal.SIGKILL)
 
 
@@ -183,5 +185,7 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
 def test_a_worker_without_its_gpu_says_so(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="^backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"):
+    with pytest.raises(
+        ValueError, match="^backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"
+    ):
         train(RunConfig("digits", workers=2, backend="nccl", output=tmp_path))

@@ -7,7 +7,12 @@ import pytest
 from thinwire.lab.train.environment import PORTS, Environment, launched
 
 BATCH = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
-BATCH |= {"SLURM_NPROCS": "4", "SLURM_TASKS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_NODELIST": "n[07-08]"}
+BATCH |= {
+    "SLURM_NPROCS": "4",
+    "SLURM_TASKS_PER_NODE": "4",
+    "SLURM_JOB_NODELIST": "n[07-08]",
+    "SLURM_NODELIST": "n[07-08]",
+}
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[07-08]", "SLURM_STEP_NUM_TASKS": "4"}
 STEP |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -15,7 +20,11 @@ TORCHRUN |= {"MASTER_ADDR": "n07", "MASTER_PORT": "29400"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "1574567937"}
 OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-DAEMON = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}  # which srun started
+DAEMON = STEP | {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+}  # which srun started
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11", "PMI_JOBID": "42.0"}  # srun --mpi=pmi2
 OVER_NODES = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MASTER = {"MASTER_ADDR": "198.18.0.1", "MASTER_PORT": "4000"}
@@ -72,7 +81,8 @@ ALONE = {
     "a batch script": BATCH,
     "salloc's shell": {name: BATCH[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_JOB_NODELIST")},
     "a shell under srun": DAEMON,
-    "a batch script that was submitted from such a shell": BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    "a batch script that was submitted from such a shell": BATCH
+    | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     | {"SLURM_STEP_NODELIST": "n08"},
     "mpirun -np 1, Open MPI": OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
     "mpirun -np 1, MPICH, in a job of four tasks": BATCH | MPICH | {"PMI_SIZE": "1"},
@@ -108,7 +118,13 @@ def test_what_does_not_fit_is_one_line(case):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("vm", "vm"), ("n[01-03,7],login", "n01"), ("a,b[1-2]", "a"), ("r[1-2]n[05,9]-ib,x", "r1n05-ib"), ("n[3,7]", "n3")],
+    [
+        ("vm", "vm"),
+        ("n[01-03,7],login", "n01"),
+        ("a,b[1-2]", "a"),
+        ("r[1-2]n[05,9]-ib,x", "r1n05-ib"),
+        ("n[3,7]", "n3"),
+    ],
 )
 def test_the_first_of_slurms_hosts_has_rank_0(nodes, first):
     assert launched(STEP | {"SLURM_STEP_NODELIST": nodes}).master_address == first

@@ -68,6 +68,7 @@ def weights(training: Training) -> torch.Tensor:
 
 # Steps
 
+
 def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_once(alone):
     data, parts = CONFIG.data.load(), batches(3, 20)
     whole = [Batch((torch.cat([part.inputs[0] for part in parts]),), torch.cat([part.labels for part in parts]))]
@@ -148,6 +149,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path):
 
 
 # Tests
+
 
 def test_tests_come_every_few_epochs_and_at_the_end(tmp_path, alone):
     rows, _ = run_alone(replace(CONFIG, batch_size=400, epochs=5, evaluate_every=2), tmp_path / "run", alone)
@@ -232,6 +234,7 @@ def test_what_workers_find_together_is_what_one_finds_alone(tmp_path, cache):
 
 
 # Weights & Biases
+
 
 class Project:
     """Stands in for the package: remembers what it was told."""

@@ -171,7 +171,9 @@ def test_the_optimizer_for_gradients_that_carry_momentum_has_none_of_its_own():
     model = torch.nn.Linear(2, 3)
     optimizer = DGCSGD(0.1, 1e-4, nesterov=True).build(model)
     assert type(optimizer).__module__.startswith("thinwire.strategy")
-    assert [(group["weight_decay"], group["decay_momentum"], group["nesterov"]) for group in optimizer.param_groups] == [
+    assert [
+        (group["weight_decay"], group["decay_momentum"], group["nesterov"]) for group in optimizer.param_groups
+    ] == [
         (1e-4, 0.9, True),
         (0.0, 0.9, True),
     ]

@@ -20,6 +20,11 @@ def test_80_columns_cut_nothing(monkeypatch):
     shown.row(ROW | {"examples_per_second": 12345.0})
     shown.close()
     last = " ".join(screen.getvalue().split())  # lines are broken between words
-    for words in ("digits-mean-topk-0.01-errorfeedback-seed0", "loss 0.123", "test accuracy 92.3%", "12,345 examples/s"):
+    for words in (
+        "digits-mean-topk-0.01-errorfeedback-seed0",
+        "loss 0.123",
+        "test accuracy 92.3%",
+        "12,345 examples/s",
+    ):
         assert words in last, words
     assert "…" not in last

@@ -39,7 +39,9 @@ def test_the_order_changes_with_seed_and_epoch_alone():
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-@pytest.mark.parametrize(("num_examples", "size", "shuffled"), [(100, 4, 0.0), (103, 4, 0.1), (100, 8, 1.0), (7, 3, 0.5)])
+@pytest.mark.parametrize(
+    ("num_examples", "size", "shuffled"), [(100, 4, 0.0), (103, 4, 0.1), (100, 8, 1.0), (7, 3, 0.5)]
+)
 def test_uneven_shares_are_equal_disjoint_and_the_same_in_every_epoch(num_examples, size, shuffled):
     labels = torch.arange(num_examples) % 5
     epochs = [
@@ -264,7 +266,9 @@ def test_the_learning_rate_grows_with_the_workers_where_asked(tmp_path):
 
 
 def test_a_run_tells_variance_and_levels_where_asked_and_is_the_same_run(tmp_path):
-    config = RunConfig("digits", "Mean(ALQ(bits=3))", workers=2, batch_size=64, max_steps=4, log_every=2, output=tmp_path)
+    config = RunConfig(
+        "digits", "Mean(ALQ(bits=3))", workers=2, batch_size=64, max_steps=4, log_every=2, output=tmp_path
+    )
     silent, telling = (read_run(train(replace(config, variance=variance))).rows for variance in (False, True))
     assert [row["loss"] for row in silent] == [row["loss"] for row in telling]
     assert [row["bytes_sent"] for row in silent] == [row["bytes_sent"] for row in telling]

@@ -76,7 +76,9 @@ def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, 
     requests = spawn._Requests(workers)
     requests.receive(signal.SIGTERM, None)
     said = watched(workers, tmp_path, requests)
-    assert said.startswith("worker 1 did not stop within 1 seconds of SIGTERM and was killed; it was stopped by SIGSTOP"), said
+    assert said.startswith(
+        "worker 1 did not stop within 1 seconds of SIGTERM and was killed; it was stopped by SIGSTOP"
+    ), said
 
 
 def test_a_worker_that_fails_waiting_for_a_stopped_one_is_not_blamed(workers, tmp_path):

@@ -95,9 +95,7 @@ class Job:
         if self.merged:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))
 
-    def decode(
-        self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]
-    ) -> bool:
+    def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> bool:
         """`parts` become `weight` times the sum of the payloads, added in their order; returns whether all is finite.
 
         What a codec that `votes` makes of that sum stands for the mean. Where the codec has a `shared_key`, `keys` are

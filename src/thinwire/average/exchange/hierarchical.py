@@ -129,7 +129,9 @@ class Node:
         if num_bytes is None:
             length = torch.tensor([message.numel()], device=message.device)
             self.comm.exchange(dict.fromkeys(others, length), lengths).wait()
-        received = {leader: debug.empty(int(lengths[leader]), dtype=message.dtype, device=message.device) for leader in others}
+        received = {
+            leader: debug.empty(int(lengths[leader]), dtype=message.dtype, device=message.device) for leader in others
+        }
         self.comm.exchange(dict.fromkeys(others, message), received).wait()
         return [received.get(leader, message) for leader in self.leaders]
 

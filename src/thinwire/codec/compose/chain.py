@@ -83,7 +83,9 @@ class Chain(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         decode_sparse(self.sparsifier, self.values, payload, outs, weight, keys)
 
-    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> bool:
         return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:

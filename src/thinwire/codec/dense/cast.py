@@ -84,7 +84,9 @@ class Cast(Codec):
         return getattr(torch, self.dtype) if kernels.cast.WIDTHS[self.dtype] == 2 else None
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        payload = debug.empty(self.segments_nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device)
+        payload = debug.empty(
+            self.segments_nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device
+        )
         kernels.cast.encode(segments, payload, self.dtype, residuals)
         return payload
 

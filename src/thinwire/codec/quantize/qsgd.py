@@ -126,7 +126,9 @@ class QSGD(Codec):
         for out, n, rest in zip(outs, whole, rests, strict=True):
             out[n:].add_(rest, alpha=weight)
 
-    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> bool:
         if self.dense_last:
             return super().decode_sum_segments(payloads, outs, weight, keys)
         return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)

@@ -121,7 +121,9 @@ class Sparsifier(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         decode_sparse(self, Identity(), payload, outs, weight, keys)
 
-    def decode_sum_segments(self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> bool:
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> bool:
         return sum_sparse(self, Identity(), payloads, outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:

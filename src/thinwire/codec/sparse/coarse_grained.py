@@ -84,7 +84,9 @@ class CoarseGrainedTopK(AgreedCodec):
         counts = [self.count(n) for n in numels]
         return kernels.select.topk(parts, counts)[0].split(counts)
 
-    def support(self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None) -> Selection:
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
         sizes = as_list(size)
         nbytes = self.values_nbytes([n if isinstance(n, int) else n.numel() for n in sizes])
@@ -128,7 +130,9 @@ class AgreedChunks(Codec):
     def sum_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def support(self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None) -> Selection:
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
         return _support(self, payload, payload.numel(), as_list(size))
 

@@ -25,9 +25,7 @@ def correct(buffers: Buffers, rule: Momentum) -> None:
 
 def correct_topk(buffers: Buffers, rule: Momentum, counts: list[int]) -> tuple[Tensor, Tensor]:
     indices, values = empty_selection(sum(counts))
-    _native.momentum_correct_topk(
-        *_views(buffers), _native_rule(rule), counts, indices.numpy(), values.numpy()
-    )
+    _native.momentum_correct_topk(*_views(buffers), _native_rule(rule), counts, indices.numpy(), values.numpy())
     return indices, values
 
 

@@ -30,9 +30,7 @@ def encode(
     ternary: Ternary,
     residuals: list[Tensor] | None,
 ) -> None:
-    _native.ternary_encode(
-        views(xs), scales.numpy(), out.numpy(), keys, _native_ternary(ternary), views(residuals)
-    )
+    _native.ternary_encode(views(xs), scales.numpy(), out.numpy(), keys, _native_ternary(ternary), views(residuals))
 
 
 def decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: float, ternary: Ternary) -> None:

@@ -87,7 +87,9 @@ def _listed(tasks: list[Any]) -> str:
     from ..recipes import SMALL
 
     suffixes = ["" if task.small is None else f"[{SMALL}]" for task in tasks]
-    width = max(len(task.name(end) + suffix) for task, suffix in zip(tasks, suffixes, strict=True) for end in task.methods)
+    width = max(
+        len(task.name(end) + suffix) for task, suffix in zip(tasks, suffixes, strict=True) for end in task.methods
+    )
     lines = [f"NAME[{SMALL}]: as published under NAME, and a twin that takes minutes on two cores under NAME{SMALL}"]
     for task, suffix in zip(tasks, suffixes, strict=True):
         lines += ["", task.title]

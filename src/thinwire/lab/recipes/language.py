@@ -77,7 +77,9 @@ WIKITEXT2_METHODS = {
         small_averager="PowerGossip(Ring(), rank=1, iterations=2)",
     ),
     "dpsgd": Method("D-PSGD: whole models between neighbours on a ring (arXiv 1705.09056)", "Mix(Ring())"),
-    "choco": Method("CHOCO with signs, step size tuned to 0.8 (arXiv 1902.00340)", "Choco(Ring(), SignNorm(), step_size=0.8)"),
+    "choco": Method(
+        "CHOCO with signs, step size tuned to 0.8 (arXiv 1902.00340)", "Choco(Ring(), SignNorm(), step_size=0.8)"
+    ),
 }
 
 GPT_METHODS = {

@@ -68,7 +68,9 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
             yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
     for name, key, title, about in CURVES:
         yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
-    yield CaptionedFigure("levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels")
+    yield CaptionedFigure(
+        "levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels"
+    )
     about = _run_sentence(groups)
     title, needs = "Where a step's time goes", "seconds by phase"
     yield CaptionedFigure("step-time", title, step_times(groups), f"{STEP_TIME} {about}", needs)

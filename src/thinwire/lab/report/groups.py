@@ -11,7 +11,19 @@ from .runs import Run
 
 # Where a run lies, how its workers met and what is kept of it is no part of what was run.
 IGNORED = {
-    *("seed", "name", "output", "overwrite", "resume", "requeue", "port", "interface", "keep", "checkpoint_every", "wandb"),
+    *(
+        "seed",
+        "name",
+        "output",
+        "overwrite",
+        "resume",
+        "requeue",
+        "port",
+        "interface",
+        "keep",
+        "checkpoint_every",
+        "wandb",
+    ),
 }
 MISSING = "not set"
 
@@ -75,7 +87,9 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
         values = {key: config.get(key, MISSING) for key in fields}
         words = {key: _words(key, values[key]) for key in telling}
         members.setdefault(tuple(map(repr, values.values())), []).append((words, run))
-    _check_names(names, {word for pairs in members.values() for words, run in pairs for word in (*words.values(), run.label)})
+    _check_names(
+        names, {word for pairs in members.values() for words, run in pairs for word in (*words.values(), run.label)}
+    )
     return [_group(pairs[0][0], [run for _, run in pairs], names) for pairs in members.values()]
 
 
@@ -83,7 +97,9 @@ def _telling(configs: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[s
     """As few fields as tell all groups apart, the averager first: what follows from others need not be said."""
     chosen: list[str] = []
     for key in sorted(fields, key=lambda key: key != "averager"):
-        before, after = ({tuple(repr(c.get(k, MISSING)) for k in keys) for c in configs} for keys in (chosen, [*chosen, key]))
+        before, after = (
+            {tuple(repr(c.get(k, MISSING)) for k in keys) for c in configs} for keys in (chosen, [*chosen, key])
+        )
         chosen += [key] * (len(after) > len(before))
     return chosen
 

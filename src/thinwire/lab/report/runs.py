@@ -71,7 +71,9 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     summary, complaints = load_json_object(folder / "summary.json"), list[str]()
     rows = _read_rows(folder / "metrics.jsonl", complaints)
     complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("averager", "final", *NUMBERS))
-    require(complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again")
+    require(
+        complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again"
+    )
     require(not complaints, f"{folder / 'metrics.jsonl'} is damaged: {'; '.join(complaints)}; restore it, or run again")
     return Run(label or str(summary["averager"]), summary, rows, folder=folder)
 
@@ -196,4 +198,6 @@ def _add_consensus(path: Path, found: Found) -> None:
     if isinstance(rows, list) and rows and all(isinstance(row, dict) and needed <= row.keys() for row in rows):
         found.consensus[path] = rows
     else:
-        found.problems.append(Problem(path, "is neither a run's folder nor what thinwire consensus --json writes; left out"))
+        found.problems.append(
+            Problem(path, "is neither a run's folder nor what thinwire consensus --json writes; left out")
+        )

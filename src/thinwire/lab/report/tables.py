@@ -161,7 +161,9 @@ def as_rich(table: Comparison, title: str) -> Table:
         shown.add_column(head, justify="right", no_wrap=True)
     for line in table.lines:
         cells = [line.cells[i] for i in places]
-        shown.add_row(_escaped(line.label), str(line.num_runs), *(f"[bold]{c.text}[/]" if c.is_best else c.text for c in cells))
+        shown.add_row(
+            _escaped(line.label), str(line.num_runs), *(f"[bold]{c.text}[/]" if c.is_best else c.text for c in cells)
+        )
     return shown
 
 

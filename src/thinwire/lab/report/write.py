@@ -1,9 +1,9 @@
 """A report, whole: from folders of runs to the files of its own folder.
 
-    report.html      one page with everything
-    table.md         the table of methods, for a text
-    table.csv        the same with full precision, for other programs
-    figures/         each figure as .pdf and .svg, for print, and .png
+report.html      one page with everything
+table.md         the table of methods, for a text
+table.csv        the same with full precision, for other programs
+figures/         each figure as .pdf and .svg, for print, and .png
 """
 
 from __future__ import annotations

@@ -49,12 +49,16 @@ def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[st
     with _appears_whole(folder, step, comm) as unfinished:
         if unfinished is None:
             return
-        own = training.own_state() | {"meter": meter.state_dict()}  # first: it absorbs messages in flight into the model
+        own = training.own_state() | {
+            "meter": meter.state_dict()
+        }  # first: it absorbs messages in flight into the model
         _write(unfinished / f"worker-{comm.rank}.pt", own)
         with training.strategy.handle.average_model(comm):
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
-                write_json(unfinished / "checkpoint.json", {"step": step, "row": row, "config": training.config.as_dict()})
+                write_json(
+                    unfinished / "checkpoint.json", {"step": step, "row": row, "config": training.config.as_dict()}
+                )
 
 
 @contextmanager

@@ -28,9 +28,7 @@ from .models import (
 from .optimize import DGCSGD, SGD, Adam
 
 DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
-ModelConfig = (
-    DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
-)
+ModelConfig = DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,9 @@ class RunConfig:
         require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
-        require(not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position")
+        require(
+            not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position"
+        )
         require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
         again = self.resume and self.name is not None
         require(again or not self.requeue, "requeue starts the same command again, which needs --resume and a --name")
@@ -154,7 +154,10 @@ class RunConfig:
         if isinstance(self.model, GPT):
             context = getattr(self.data, "context", 0)
             fits = context <= self.model.context
-            require(fits, f"data.context {context} is more than the model reads at once; set model.context to it, or lower it")
+            require(
+                fits,
+                f"data.context {context} is more than the model reads at once; set model.context to it, or lower it",
+            )
 
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager object.
@@ -189,7 +192,9 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the averager as its `repr`; data, model, loss and optimizer with their `kind`."""
         parts = {name: _plain(getattr(self, name)) for name in ("data", "model", "loss", "optimizer")}
-        plain = _plain(self) | {name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()}
+        plain = _plain(self) | {
+            name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()
+        }
         return plain | {"averager": repr(self.parsed_averager())}
 
 

@@ -141,7 +141,9 @@ def choose_device(config: RunConfig) -> torch.device:
         ValueError: the configuration asks for a GPU, and there is none.
     """
     found = torch.cuda.is_available()
-    require(found or config.device != "cuda", "device 'cuda' was asked for, but PyTorch finds no GPU; leave --device out")
+    require(
+        found or config.device != "cuda", "device 'cuda' was asked for, but PyTorch finds no GPU; leave --device out"
+    )
     if not found or config.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())

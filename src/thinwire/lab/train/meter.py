@@ -67,7 +67,11 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """The part of a checkpoint: this worker's sums since the last row, and its ledger."""
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
-        took = {"seconds": now - self._began, "row_seconds": now - self._row_began, "phase_seconds": self._phases_of_row()}
+        took = {
+            "seconds": now - self._began,
+            "row_seconds": now - self._row_began,
+            "phase_seconds": self._phases_of_row(),
+        }
         sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
         return took | sums | {"ledger": ledger.state_dict()}
 

@@ -1,11 +1,11 @@
 """Writes the metrics of a run to its folder, row by row. The folder contains:
 
-    config.json       the configuration, with the `repr` of the averager
-    metrics.jsonl     a row per log step; `COLUMNS` explains the columns
-    metrics.csv       the same rows, for spreadsheets
-    tensorboard/      the same numbers as TensorBoard events
-    checkpoints/      the last checkpoints and the best, see `checkpoint.py`
-    summary.json      the result; it exists only when the run has finished
+config.json       the configuration, with the `repr` of the averager
+metrics.jsonl     a row per log step; `COLUMNS` explains the columns
+metrics.csv       the same rows, for spreadsheets
+tensorboard/      the same numbers as TensorBoard events
+checkpoints/      the last checkpoints and the best, see `checkpoint.py`
+summary.json      the result; it exists only when the run has finished
 """
 
 from __future__ import annotations

@@ -96,7 +96,11 @@ class SkipWarning:
 
 
 def _in_words(values: dict[str, float], metric: str) -> str:
-    shown = [f"{name.replace('_', ' ')} {_number(name, values[name])}" for name in (metric, f"test_{metric}") if name in values]
+    shown = [
+        f"{name.replace('_', ' ')} {_number(name, values[name])}"
+        for name in (metric, f"test_{metric}")
+        if name in values
+    ]
     return ", ".join(
         [
             f"loss {values['loss']:.3f}",

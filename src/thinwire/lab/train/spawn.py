@@ -61,7 +61,9 @@ def spawn(config: RunConfig, folder: Path) -> None:
     store = loopback_store(config.port)
     context = worker_context(PRELOADED)
     # No daemons: daemons cannot start processes, and data loaders are processes.
-    workers = [context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in range(config.workers)]
+    workers = [
+        context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in range(config.workers)
+    ]
     with _requests_passed_on(workers) as requests:
         with _for_children(config):
             for worker in workers:
@@ -155,7 +157,9 @@ def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
             signal.signal(number, handler)
 
 
-def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float) -> None:
+def _watch(
+    workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float
+) -> None:
     """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit."""
     signalled = [128 + number for number in SIGNALS]
     running, stopped_since = list(workers), dict[int, float]()
@@ -167,7 +171,9 @@ def _watch(workers: list[BaseProcess], folder: Path, requests: _Requests, store:
             raise WorkerError(_diagnosis(workers, folder, store))
         for rank, worker in enumerate(workers):
             if worker.exitcode == 0 and not store.check([f"finished/{rank}"]):
-                raise WorkerError(f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}")
+                raise WorkerError(
+                    f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}"
+                )
         running = [worker for worker in running if worker.exitcode is None]
         requests.pass_on()  # again: a worker that was still starting may have missed it
         now = time.monotonic()

@@ -72,7 +72,9 @@ def steps(
         epoch, position = divmod(i, per_epoch)
         with clock("data"):
             if position == 0 or i == done:
-                plan = data.plan(share_of(config, data, comm, epoch), config.batch_size)[: per_epoch * config.accumulate]
+                plan = data.plan(share_of(config, data, comm, epoch), config.batch_size)[
+                    : per_epoch * config.accumulate
+                ]
                 batches = data.batches(plan, config.seed, comm.rank, epoch, first=position * config.accumulate)
             taken = list(islice(batches, config.accumulate))
         ends_epoch = i + 1 in ((epoch + 1) * per_epoch, num_steps)

@@ -83,7 +83,6 @@ def attach(
         raise
 
 
-
 def _attached(
     config: RunConfig,
     model: nn.Module,

@@ -95,7 +95,12 @@ class Training:
         """The part that differs between workers."""
         averager = self.strategy.handle.state_dict()  # first: it absorbs messages in flight into the model
         model = self.model.state_dict()
-        own = {"averager": averager, "scaler": self.scaler.state_dict(), "carried": self.carried, "random": random_state()}
+        own = {
+            "averager": averager,
+            "scaler": self.scaler.state_dict(),
+            "carried": self.carried,
+            "random": random_state(),
+        }
         if self.strategy.models_differ:
             return own | {"model": model, "optimizer": self.optimizer.state_dict()}
         return own | {"buffers": {name: model[name] for name, _ in self.model.named_buffers() if name in model}}

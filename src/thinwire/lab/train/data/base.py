@@ -165,7 +165,9 @@ def sums(scores: Tensor, labels: Tensor, top5: bool = True) -> Tensor:
         [100.0, 1.0, 2.0, 2.0]
     """
     counted = labels != IGNORE
-    scores, labels = (x[counted] for x in (scores, labels)) if not counted.all() else (scores.flatten(0, -2), labels.flatten())
+    scores, labels = (
+        (x[counted] for x in (scores, labels)) if not counted.all() else (scores.flatten(0, -2), labels.flatten())
+    )
     if len(labels) == 0:
         return torch.zeros(4, dtype=torch.float64)
     scores = scores.float()

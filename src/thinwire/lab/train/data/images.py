@@ -65,7 +65,9 @@ class Images(Dataset):
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
         images, labels = (part[rank::size].split(batch_size) for part in self._test)
-        return (Batch((channels_last(self._standardised(x)),), y) for x, y in zip(images, labels, strict=True) if len(y))
+        return (
+            Batch((channels_last(self._standardised(x)),), y) for x, y in zip(images, labels, strict=True) if len(y)
+        )
 
     def _standardised(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
