@@ -26,6 +26,7 @@ FLOORS = {
     "notation": 4,
     "testing": 5,
     "strategy": 4,
+    "_public": 5,
     "integrations": 5,
     "lab.fields": 10,
     "lab.files": 10,

@@ -1,195 +1,34 @@
 """Training over a thin wire: compressed and decentralised averaging for PyTorch.
 
-The public names, in the order of a gradient's path: a strategy hands tensors to an averager, whose memory and codec
-make them small, and whose communicator sends them.
+`_public` lists the names. They load when one of them is first used, so that `import thinwire` does not import PyTorch and
+`thinwire --help` answers at once.
 """
 
-from .average import (
-    Averager,
-    ByName,
-    Choco,
-    Clip,
-    ClipByNorm,
-    ClipByValue,
-    ClipValueByGlobalNorm,
-    DeepSqueeze,
-    Mean,
-    Mix,
-    Moniqua,
-    Pairwise,
-    PowerGossip,
-    PowerSGD,
-    PushSum,
-    dgc,
-)
-from .codec import (
-    ALQ,
-    AMQ,
-    NUQSGD,
-    QSGD,
-    SVD,
-    AdaptiveCodec,
-    AdaptiveThreshold,
-    AgreedCodec,
-    BlockwiseTopK,
-    Cast,
-    CoarseGrainedTopK,
-    Codec,
-    Huffman,
-    Identity,
-    Key,
-    OneBit,
-    Quantize,
-    RandomK,
-    Rice,
-    SignNorm,
-    SignSGD,
-    TernGrad,
-    Threshold,
-    TopK,
-    TruncatedNormal,
-    TruncatedNormalMixture,
-    chain,
-)
-from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
-from .memory import EF21, ErrorFeedback, Memory, MomentumCorrection
-from .notation import parse, register
-from .schedule import GeometricWarmup, Progress, Schedule, Values
-from .strategy import (
-    DGCSGD,
-    AsynchronousGossip,
-    ConsensusRecord,
-    GradientCompression,
-    LocalUpdates,
-    ParameterGossip,
-    compress_gradients,
-    consensus,
-    gossip_asynchronously,
-    gossip_parameters,
-    gradient_hook,
-    local_updates,
-)
-from .topology import (
-    BipartiteExponential,
-    BipartiteLinear,
-    Complete,
-    DavisSouthernWomen,
-    DirectedGraph,
-    DirectedRing,
-    ErdosRenyi,
-    Exponential,
-    Graph,
-    Hierarchical,
-    Hypercube,
-    Linear,
-    Phases,
-    Ring,
-    Star,
-    Topology,
-    Torus,
-    WattsStrogatz,
-    from_networkx,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    # strategies
-    "compress_gradients",
-    "gradient_hook",
-    "GradientCompression",
-    "DGCSGD",
-    "gossip_parameters",
-    "ParameterGossip",
-    "gossip_asynchronously",
-    "AsynchronousGossip",
-    "local_updates",
-    "LocalUpdates",
-    "consensus",
-    "ConsensusRecord",
-    # averagers
-    "Averager",
-    "Mean",
-    "ByName",
-    "PowerSGD",
-    "dgc",
-    "Mix",
-    "PushSum",
-    "Choco",
-    "DeepSqueeze",
-    "PowerGossip",
-    "Moniqua",
-    "Pairwise",
-    # memory
-    "Memory",
-    "ErrorFeedback",
-    "EF21",
-    "MomentumCorrection",
-    "Clip",
-    "ClipByNorm",
-    "ClipByValue",
-    "ClipValueByGlobalNorm",
-    # codecs
-    "Codec",
-    "AgreedCodec",
-    "Key",
-    "Identity",
-    "Cast",
-    "TopK",
-    "BlockwiseTopK",
-    "CoarseGrainedTopK",
-    "RandomK",
-    "Threshold",
-    "AdaptiveThreshold",
-    "QSGD",
-    "Quantize",
-    "NUQSGD",
-    "ALQ",
-    "AMQ",
-    "TruncatedNormal",
-    "TruncatedNormalMixture",
-    "AdaptiveCodec",
-    "TernGrad",
-    "SignSGD",
-    "OneBit",
-    "Huffman",
-    "Rice",
-    "SignNorm",
-    "SVD",
-    "chain",
-    # schedules
-    "Schedule",
-    "Progress",
-    "GeometricWarmup",
-    "Values",
-    # topologies
-    "Topology",
-    "Ring",
-    "DirectedRing",
-    "Torus",
-    "Hypercube",
-    "Star",
-    "Complete",
-    "Linear",
-    "Exponential",
-    "BipartiteExponential",
-    "BipartiteLinear",
-    "DavisSouthernWomen",
-    "WattsStrogatz",
-    "ErdosRenyi",
-    "Graph",
-    "DirectedGraph",
-    "from_networkx",
-    "Phases",
-    "Hierarchical",
-    # communication
-    "Communicator",
-    "CommunicationError",
-    "ProcessGroupCommunicator",
-    "LocalWorld",
-    "ProcessWorld",
-    "Ledger",
-    # notation
-    "parse",
-    "register",
-]
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403 - the names are there
+    from ._public import __all__ as __all__
+else:  # type checkers would accept any name of a module with a `__getattr__`
+
+    def __getattr__(name: str) -> object:
+        """Import a public name or a module of the package (PEP 562)."""
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if name == "__all__" or not name.startswith("_"):
+            # Modules first: the library imports its own modules before `_public` is complete.
+            if find_spec(f"{__name__}.{name}"):
+                return import_module(f"{__name__}.{name}")
+            public = import_module(f"{__name__}._public")
+            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

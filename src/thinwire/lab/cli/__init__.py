@@ -1,7 +1,7 @@
 """The command line: `thinwire train`, `sweep`, `report`, `demo`, `consensus`, `topology` and `bench`.
 
 A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
-needs.
+needs, after it has read its options, so that `--help` does not wait for PyTorch.
 """
 
 from __future__ import annotations

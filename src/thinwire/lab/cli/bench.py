@@ -15,14 +15,14 @@ its options with --help.
 
 def bench_command(options: list[str]) -> None:
     """Run a benchmark; it prints a table."""
-    from .. import bench
-    from ..train.environment import adopt
-
-    benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
     name, *options = options or ["--help"]
     if name in ("-h", "--help"):
         print(USAGE, end="")
         return
+    from .. import bench
+    from ..train.environment import adopt
+
+    benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
     adopt()
     parsed(named(benches, name, "benchmark", "thinwire --help"), options, f"thinwire bench {name}").run()
 

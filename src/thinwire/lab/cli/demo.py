@@ -30,10 +30,10 @@ class Demo:
 
 def demo_command(options: list[str]) -> None:
     """Train four runs, and show a table and a figure."""
+    demo = parsed(Demo, options, "thinwire demo", Demo())
     from ..recipes.digits import DEMO, digits
     from ..report import accuracy_against_bytes, read_run, summary_table
 
-    demo = parsed(Demo, options, "thinwire demo", Demo())
     shared = replace(digits(), workers=demo.workers, seed=demo.seed, max_steps=demo.max_steps, overwrite=True)
     runs = []
     for label, averager in DEMO.items():

@@ -39,16 +39,16 @@ class SweepCommand:
 
 def sweep_command(options: list[str]) -> None:
     """Run a sweep, or show its state."""
-    from ..sweep import read_sweep
-    from ..sweep.file import has_begun, where_it_runs
-    from ..sweep.show import plan_table, show_failures, statuses_of, watch
-
     file, *options = options or ["--help"]
     if file in ("-h", "--help"):
         options = ["--help"]
     elif file.startswith("-"):
         raise ValueError(f"the file comes first, as in: thinwire sweep examples/sweeps/digits.toml {file}")
     asked = parsed(SweepCommand, options, "thinwire sweep FILE")
+    from ..sweep import read_sweep
+    from ..sweep.file import has_begun, where_it_runs
+    from ..sweep.show import plan_table, show_failures, statuses_of, watch
+
     sweep = read_sweep(Path(file))
     if asked.dry_run:
         show(plan_table(sweep, statuses_of(sweep.runs)))

@@ -20,15 +20,15 @@ class TopologyFacts:
 
 def topology_command(options: list[str]) -> None:
     """Print the properties of a topology and draw it."""
-    from ...topology import Topology, describe, draw
-    from ..bench.rows import as_parsed
-
     graph, *options = options or ["--help"]
     if graph in ("-h", "--help"):
         options = ["--help"]
     elif graph.startswith("-"):
         raise ValueError('the graph comes first, as in: thinwire topology "Exponential()" --workers 16')
     asked = parsed(TopologyFacts, options, "thinwire topology GRAPH")
+    from ...topology import Topology, describe, draw
+    from ..bench.rows import as_parsed
+
     topology = as_parsed(graph, Topology)
     facts = describe(topology, asked.workers)
     if asked.output is not None:

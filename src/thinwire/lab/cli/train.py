@@ -27,22 +27,24 @@ and mpirun, which then start the workers:
 Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` continues it. Exit codes: 0 finished,
 1 a worker failed, 2 an error in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
-`thinwire train RECIPE --help` shows the options and the recipe's values.
-
+`thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """
 
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
+    recipe, *options = options or ["--help"]
+    if recipe in ("-h", "--help"):
+        print(TRAIN_USAGE, end="")
+        return
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
     from ..train.environment import adopt
 
-    known = recipes()
-    recipe, *options = options or ["--help"]
-    if recipe in ("-h", "--help", "--list"):
-        print(TRAIN_USAGE * (recipe != "--list") + _listed(tasks()), end="")
+    if recipe == "--list":
+        print(_listed(tasks()), end="")
         return
+    known = recipes()
     if recipe.startswith("-"):
         raise ValueError(f"the recipe comes first, as in: thinwire train {next(iter(known))} {recipe} ...")
     default = named(known, recipe, "recipe", "thinwire train --list").config
