@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.codec.adaptive.level_search import amq, exponential_levels, uniform_levels
+from thinwire.codec.adaptive.level_search import amq
+from thinwire.codec.adaptive.level_sets import exponential_levels, uniform_levels
 from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
 
 WHEN = {"bucket_size": 64, "update_steps": (2, 3), "update_every": 5}

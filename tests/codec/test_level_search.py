@@ -15,14 +15,8 @@ import pytest
 import torch
 
 from thinwire.codec.adaptive.distributions import TruncatedNormal, TruncatedNormalMixture
-from thinwire.codec.adaptive.level_search import (
-    alq,
-    alq_gd,
-    amq,
-    coordinate_sweep,
-    exponential_levels,
-    uniform_levels,
-)
+from thinwire.codec.adaptive.level_search import alq, alq_gd, amq, coordinate_sweep
+from thinwire.codec.adaptive.level_sets import exponential_levels, uniform_levels
 from thinwire.codec.adaptive.statistics import bucket_statistics, mixture, pooled
 
 ROUNDING = 1e-12  # relative; the closed form of Psi itself is good to about 1e-11 of each term

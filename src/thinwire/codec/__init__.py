@@ -1,7 +1,8 @@
-"""Codecs: what crosses the wire. `base` has the contract; one package a family, one algorithm a file."""
+"""Codecs: what crosses the wire. `base` has the contract, each package a family, each file one algorithm."""
 
 from .adaptive import ALQ, AMQ, AdaptiveCodec, TruncatedNormal, TruncatedNormalMixture
-from .base import AgreedCodec, Codec
+from .agreed import AgreedCodec
+from .base import Codec
 from .compose import Huffman, Rice, chain
 from .dense import SVD, Cast, Identity
 from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad

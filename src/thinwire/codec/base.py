@@ -2,37 +2,37 @@
 
 A codec turns a float tensor into bytes and back. It is pure: no state, no global random numbers, no communication.
 
-Segments. `encode` takes one tensor or a list of them ("segments", one per layer). A list is encoded in one call to the
-kernels, so that a whole DDP bucket costs one call; every segment keeps its own scales and indices, and its own random
-numbers. Any shape and any float type is accepted; arithmetic is in float32.
+Segments. `encode` takes one tensor or a list of tensors ("segments", one per layer). It encodes a list in one call to
+the kernels, so a whole DDP bucket costs one call. Every segment has its own scales, indices and random numbers. Any
+shape and any float type is accepted; arithmetic is in float32.
 
-Shapes. Most codecs see a segment as a vector, and `decode`, `decode_add` and `nbytes` need the number of its elements
-only. Those with `needs_shape`, such as `SVD`, see it in its shape, and the receiver must know that shape. So wherever
-a number of elements is asked for, a `torch.Size` may be given; the number n stands for the shape (n,).
+Shapes. Most codecs treat a segment as a vector, so `decode`, `decode_add` and `nbytes` need its number of elements
+only. Codecs with `needs_shape`, such as `SVD`, use the shape of a segment, and the receiver must know that shape. Every
+argument that takes a number of elements also takes a `torch.Size`; the number n means the shape (n,).
 
-Payload. A one-dimensional uint8 tensor on the device of the input. Sub-byte values are bit-packed, indices coded,
-scales counted: the payload is all that is sent, and `docs/wire.md` says what every byte means. The receiver knows the
-codec and the number of elements, so neither is repeated in the payload.
+Payload. A one-dimensional uint8 tensor on the device of the input. Sub-byte values are bit-packed, indices are coded,
+and scales are part of the payload. Nothing else is sent; `docs/wire.md` says what every byte means. The receiver knows
+the codec and the number of elements, so the payload repeats neither.
 
 Residual. Where `residual` is given, `x - decode(encode(x))` is written into it in the same pass. It is a contiguous
-float32 tensor of as many elements as `x`, and it may be `x` itself, which then holds the residual afterwards.
+float32 tensor with as many elements as `x`. It may be `x` itself, which then holds the residual afterwards.
 
 Randomness. A pure function of `Key(seed, stream, step)` and of the element's position in its segment. The same key
 gives the same bytes from every kernel backend.
 
 Not finite. An infinite or NaN element makes at least one decoded element infinite or NaN; it is never lost.
 
-Votes. Where `votes`, workers do not average: what they agree on is `combine` of the sum of all decodings, such as the
-sign of a sum of signs. It does not grow with the input, so a loss scale is no factor of it.
+Votes. With `votes`, workers do not average. The result is `combine` of the sum of all decodings, such as the sign of
+a sum of signs. It does not grow with the input, so it is not divided by a loss scale.
 
 Facts. `unbiased`: the mean of decode(encode(x)) over keys is x. `sum_dtype`: the payload, viewed as this type, may be
 added on the wire, so an all-reduce serves ("summable"). `fixed_size`: `nbytes` is the exact size, not an upper bound.
-`needs_shape`: the payload depends on the shapes of the segments. `shared_key`: payloads are decoded with the key that
-they were encoded with, so that all workers use the same one (it says what else would have to be sent).
-`sends_floats`: the payload is the float32 elements themselves, one after the other.
+`needs_shape`: the payload depends on the shapes of the segments. `shared_key`: all workers encode and decode with the
+same key, from which the receiver computes what would otherwise be sent. `sends_floats`: the payload is the float32
+elements themselves, in order.
 
 Composition. A combinator such as `chain` is built from other codecs: `parts()` lists them and `map(fn)` replaces them.
-Whatever a caller needs to know of a codec is a method here, with a default that suits codecs without parts.
+Callers ask a codec through the methods here; their defaults suit codecs without parts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..algorithm import Algorithm, require
-from .types import Key, Selection, Size, Symbols
+from .types import Key, Selection, Size, Symbols, as_list
 
 if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
 
 
 class Codec(Algorithm, ABC):
-    """Turns tensors into bytes and back; see the module's text for the contract.
+    """Turns tensors into bytes and back; the module's docstring is the contract.
 
     Example:
         >>> import torch, thinwire as tw
@@ -63,11 +63,19 @@ class Codec(Algorithm, ABC):
         tensor([ 0., -3.,  0.,  2.])
     """
 
-    unbiased: ClassVar[bool] = False
-    fixed_size: ClassVar[bool] = True
     needs_shape: ClassVar[bool] = False
     votes: ClassVar[bool] = False
     sends_floats: ClassVar[bool] = False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of decode(encode(x)) over keys is x."""
+        return False
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether `nbytes` is the exact size of a payload, not an upper bound."""
+        return True
 
     @property
     def shared_key(self) -> bool:
@@ -178,7 +186,7 @@ class Codec(Algorithm, ABC):
         sizes = [torch.Size([s]) if isinstance(s, int) else s for s in as_list(size)]
         return self.segments_nbytes(sizes if self.needs_shape else [s.numel() for s in sizes])
 
-    # ---- what authors of codecs write: segments are contiguous float32, flat unless `needs_shape` ----
+    # ---- what a new codec implements: segments are contiguous float32, flat unless `needs_shape` ----
 
     @abstractmethod
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
@@ -187,7 +195,7 @@ class Codec(Algorithm, ABC):
         Args:
             segments: what to encode.
             keys: a 64-bit key of random numbers for each segment.
-            residuals: where given, receive what the payload fails to carry; each may be the segment itself.
+            residuals: where given, receive the part that the payload lacks; each may be the segment itself.
         """
 
     @abstractmethod
@@ -231,6 +239,10 @@ class Codec(Algorithm, ABC):
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
         return self
+
+    def _links(self) -> tuple[Algorithm, ...]:
+        """The arguments of `chain` that make this codec; the codec itself if it is no chain."""
+        return (self,)
 
     # ---- what averagers ask ----
 
@@ -310,32 +322,6 @@ class Codec(Algorithm, ABC):
         keys = [k.mixed() for k in as_list(key)]
         require(len(keys) == num_segments, f"{num_segments} segments need as many keys, got {len(keys)}")
         return keys
-
-
-class AgreedCodec(Codec):
-    """A codec whose workers first agree on some numbers, such as a common scale, so that payloads can be added.
-
-    In each step every worker sends its proposal to all others. Each worker combines the proposals in rank order, by sum
-    or by maximum. `agreed` turns the result into the codec of this step, whose payloads are added on the wire. Outside
-    of an averager the codec encodes without any agreement.
-    """
-
-    @property
-    @abstractmethod
-    def agreement(self) -> str | None:
-        """How proposals are put together: "sum" or "max"; None if this configuration needs no agreement."""
-
-    @abstractmethod
-    def propose(self, segments: list[Tensor]) -> Tensor:
-        """This worker's proposal for flat contiguous float32 segments: a float32 vector, as long on all workers."""
-
-    @abstractmethod
-    def agreed(self, total: Tensor, num_workers: int) -> Codec:
-        """The summable codec of this step, from the sum or the maximum of all proposals."""
-
-
-def as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, (Tensor, Key, Size)) else list(value)
 
 
 def _float32(x: Tensor) -> Tensor:

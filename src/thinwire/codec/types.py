@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..algorithm import require
 from ..kernels.entropy import Symbols as Symbols  # exported from here too
+from ..schedule import Schedule
 
 Size = int | torch.Size
+
+Number = TypeVar("Number", int, float)
 
 
 class Key(NamedTuple):
@@ -32,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The elements that are kept, segment after segment.
+    """The elements that a sparsifier keeps, segment after segment.
 
     Attributes:
         indices: int32, ascending within a segment and local to it.
@@ -43,3 +47,21 @@ class Selection(NamedTuple):
     indices: Tensor
     values: Tensor
     counts: list[int]
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of tensors, keys or sizes: of the single one that was given, or of all in a sequence."""
+    return [value] if isinstance(value, (Tensor, Key, Size)) else list(value)
+
+
+def number(value: Number | Schedule) -> Number:
+    """The value of a field that may also hold a schedule.
+
+    Raises:
+        ValueError: the field still holds a schedule, which has a value only at a given progress.
+    """
+    require(
+        not isinstance(value, Schedule),
+        f"{value} has no value yet: use the codec in an averager, or call thinwire.schedule.resolve(codec, progress)",
+    )
+    return value  # type: ignore[return-value]  # `require` has ruled out a schedule

@@ -1,9 +1,9 @@
 """Adaptive levels: stochastic quantization to levels that are fitted to the gradients while training.
 
-Coordinates divided by their bucket's norm are modelled by truncated normals, whose moments are measured in the round
-before an update on what is encoded. Workers pool these statistics, and the levels of least expected error are searched
-for. Between updates the codec is an ordinary `Quantize`: all workers know the levels, which do not travel with a
-payload.
+The model of coordinates divided by their bucket's norm is a truncated normal, or a mixture of them. In the round before
+an update, each worker measures the moments of the segments that it encodes. In the update, workers pool these moments
+and search for the levels of least expected error. Between updates the codec is an ordinary `Quantize`. All workers know
+the levels, so a payload does not contain them.
 
 Source: Faghri et al. 2020, Adaptive Gradient Quantization for Data-Parallel SGD, arXiv 2010.12460.
 """
@@ -20,24 +20,25 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
+from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
-from ..quantize.qsgd import check_buckets
 from ..types import Key
 from .base import AdaptiveCodec
 from .distributions import TruncatedNormal, TruncatedNormalMixture
-from .level_search import alq, alq_gd, amq, exponential_levels, fixed_multiplier
+from .level_search import alq, alq_gd, amq
+from .level_sets import exponential_levels, fixed_multiplier
 from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 
 
 @dataclass
 class LevelState:
-    """What adaptive levels remember; the same on all workers but for the sample.
+    """The state of adaptive levels; the same on all workers, except for the sample.
 
     Attributes:
-        learned: float64; the levels (ALQ), each a float32 number, or the multiplier (AMQ).
-        last_update: step of the last update, also of one that changed nothing; 0 before the first.
-        sample: statistics of every segment encoded in the round before an update, by the stream of its key: the same
-            however the segments were put into buckets, and written once if the round is repeated.
+        learned: float64; the levels (ALQ), each exactly a float32 number, or the multiplier (AMQ).
+        last_update: step of the last update, even if it changed nothing; 0 before the first.
+        sample: statistics of every segment encoded in the round before an update. The keys are the streams of random
+            keys, so they do not depend on DDP's buckets, and a repeated round overwrites its statistics.
     """
 
     learned: Tensor
@@ -45,7 +46,7 @@ class LevelState:
     sample: dict[int, BucketStatistics] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and tensors from which training continues with the same bits."""
+        """The state as numbers and tensors; training continues from it with the same bits."""
         sample = {stream: stats.to_tensor() for stream, stats in self.sample.items()}
         return {"learned": self.learned.clone(), "last_update": self.last_update, "sample": sample}
 
@@ -62,7 +63,7 @@ class LevelState:
 
 @dataclass(frozen=True, repr=False)
 class AdaptiveLevels(AdaptiveCodec):
-    """What ALQ and AMQ share: when levels are updated, and from which statistics."""
+    """The base of ALQ and AMQ: when levels are updated, and from which statistics."""
 
     bits: int = 3
     bucket_size: int = 8192
@@ -76,13 +77,13 @@ class AdaptiveLevels(AdaptiveCodec):
 
     unbiased: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         require(
             isinstance(self.bits, int) and 2 <= self.bits <= 8,
             f"{name}: bits must be an integer from 2 to 8, got {self.bits!r}; levels are fitted for one number of bits",
         )
-        check_buckets(self)
+        check_buckets(name, self.bucket_size, self.norm)
         for option, allowed in (("distribution", ("mixture", "pooled")), ("weighting", ("norm", "norm2"))):
             value = getattr(self, option)
             require(value in allowed, f"{name}: {option} must be one of {', '.join(allowed)}, got {value!r}")
@@ -103,11 +104,11 @@ class AdaptiveLevels(AdaptiveCodec):
 
     @abstractmethod
     def _start(self) -> Tensor:
-        """What `LevelState.learned` is before the first update."""
+        """The value of `LevelState.learned` before the first update."""
 
     @abstractmethod
     def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
-        """What to put in the place of `learned`."""
+        """The new value of `learned` for this distribution."""
 
     @abstractmethod
     def _levels(self, learned: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class AdaptiveLevels(AdaptiveCodec):
         stats = sample_buckets(x, self.bucket_size, self.norm, self.num_buckets, largest=is_mixture)
         if is_mixture:
             return stats.largest(min(self.num_buckets, stats.norms.numel()))
-        merged = stats.merged()  # stands for the whole segment
+        merged = stats.merged()  # one entry for the whole segment
         return replace(merged, counts=merged.counts * (x.numel() / max(1.0, stats.counts.sum().item())))
 
     def is_due(self, state: LevelState, step: int) -> bool:
@@ -148,12 +149,12 @@ class AdaptiveLevels(AdaptiveCodec):
 
     def learn(self, state: LevelState, statistics: Sequence[Tensor]) -> Tensor:
         stats = BucketStatistics.concatenate([BucketStatistics.from_tensor(flat.cpu()) for flat in statistics])
-        if not stats.informative:  # zero or not finite: nothing to learn from
+        if not stats.informative:  # all buckets are zero or not finite
             return state.learned.clone()
         is_mixture = self.distribution == "mixture"
         dist = mixture(stats, self.num_buckets, self.weighting) if is_mixture else pooled(stats)
         found = self._search(state.learned, dist)
-        # A distribution that is all but a point pulls levels together until float32 cannot tell them apart.
+        # Under a distribution that is nearly a point mass, levels may become equal in float32.
         distinct = (_float32(self._levels(found)).diff() > 0).all()
         return found if distinct else state.learned.clone()
 
@@ -164,42 +165,41 @@ class AdaptiveLevels(AdaptiveCodec):
 
 @dataclass(frozen=True, repr=False)
 class ALQ(AdaptiveLevels):
-    r"""Adaptive level quantization: all levels move to where the expected error of the gradients is least.
+    r"""Adaptive level quantization: an update moves all levels so that the expected error of the gradients is least.
 
-    Coordinates are rounded as `Quantize` does, so the codec is unbiased with any levels. Their expected squared error
-    is
+    Coordinates are rounded as by `Quantize`, so the codec is unbiased with any levels. The expected squared error is
 
         sum over buckets of norm^2 d Psi(l)
         Psi(l) = sum_j integral over [l_j, l_{j+1}] of (l_{j+1}-r)(r-l_j) f(r) dr
 
-    with f the density of a bucket's d coordinates divided by its norm: a mixture of truncated normals, one for each of
-    the buckets of largest norm of all workers (`distribution="pooled"`: one for all coordinates, the variant ALQ-N).
-    By coordinate descent each level moves to its exact optimum given its neighbours, from the present, uniform,
-    exponential and quantile levels (`search="gradient"`: all levels at once, by clipped gradient steps, the variant
-    ALQ-GD).
+    where f is the density of a bucket's d coordinates divided by its norm. The model of f is a mixture of truncated
+    normals, one for each of the buckets of largest norm of all workers. `distribution="pooled"` uses one truncated
+    normal for all coordinates; this is the variant ALQ-N. The search is coordinate descent: each level moves to its
+    exact optimum given its neighbours. It starts from the present, uniform, exponential and quantile levels.
+    `search="gradient"` moves all levels at once by clipped gradient steps; this is the variant ALQ-GD.
 
-    Levels start as `+-p^j` with the p that suits buckets of normal numbers. (With p = 1/2, as published, an encoding at
-    the defaults errs by 120 times the gradient's square, which can ruin a network before the first update.) In `Mean`
-    they are updated as rounds `update_steps` and every multiple of `update_every` begin, from what was encoded in the
-    round before, by one all-gather of 32 `num_buckets` bytes (pooled: 32) and a broadcast. Statistics that are all zero
-    or not finite leave the levels as they are. Used outside
-    of `Mean`, the codec has the levels of the start.
+    The first levels are `+-p^j`, with the p that suits buckets of normal numbers. (The paper starts with p = 1/2. With
+    the defaults here, the squared error would then be 120 times the gradient's square, which can ruin a network before
+    the first update.) In `Mean`, the rounds `update_steps` and every multiple of `update_every` begin with an update
+    from the segments encoded in the round before. It costs one all-gather of 32 `num_buckets` bytes (pooled: 32) and a
+    broadcast. Statistics that are all zero or not finite leave the levels unchanged. Outside of `Mean`, the codec keeps
+    the first levels.
 
     Args:
         bits: bits an element, 2 to 8; lower => smaller messages, more noise.
         bucket_size: elements that share a norm; larger => fewer scale bytes (4 a bucket), more noise.
-        norm: "l2" as in the paper, or "max": the largest magnitude, which suits a few bits and small buckets.
+        norm: "l2" as in the paper, or "max", the largest magnitude, which suits few bits and small buckets.
         distribution: "mixture", or "pooled" for ALQ-N.
         search: "coordinate", or "gradient" for ALQ-GD.
-        weighting: of the mixture's components, "norm" as in the paper, or "norm2", the square, with which Psi is the
-            error of the gradient.
+        weighting: weights of the mixture's components: "norm" as in the paper, or "norm2", the squared norm, with which
+            Psi is the error of the gradient.
         num_buckets: components of the mixture (20 to 350 in the paper), and buckets sampled of each tensor; higher =>
-            nearer to the gradients, slower updates.
-        symmetric: whether with each level its negative is one.
-        zero: whether zero is a level. Without it all `2^bits` codes are used, as in the paper; with it a set of
-            `2^bits - 1` levels keeps zeros.
-        update_steps: rounds that begin with an update; the paper's are 100 and 2000 ...
-        update_every: ... and then every 10000; None for no more.
+            closer to the gradients, slower updates.
+        symmetric: whether the negative of each level is a level.
+        zero: whether zero is a level. Without it there are `2^bits` levels, as in the paper. With it there are
+            `2^bits - 1` levels, and zeros stay zeros.
+        update_steps: rounds that begin with an update; 100 and 2000 in the paper.
+        update_every: also update in every multiple of this round, 10000 in the paper; None for no more updates.
 
     Raises:
         ValueError: a field out of range.
@@ -223,7 +223,7 @@ class ALQ(AdaptiveLevels):
     search: str = "coordinate"
     symmetric: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.search in ("coordinate", "gradient"),
@@ -243,14 +243,14 @@ class ALQ(AdaptiveLevels):
 
 @dataclass(frozen=True, repr=False)
 class AMQ(AdaptiveLevels):
-    """Adaptive multiplier quantization: levels `+-p^j`, of which only p adapts.
+    """Adaptive multiplier quantization: levels `+-p^j`, where only p adapts.
 
-    As `ALQ`, with p found by gradient descent on `log Psi(p)` from p = 0.1, 0.2, ..., 0.9 and the present one. With
-    `distribution="pooled"` it is the variant AMQ-N.
+    Like `ALQ`, but gradient descent on `log Psi(p)` finds p, from p = 0.1, 0.2, ..., 0.9 and the present p.
+    `distribution="pooled"` is the variant AMQ-N.
 
     Args:
         bits, bucket_size, norm, distribution, weighting, num_buckets, zero, update_steps, update_every: as in `ALQ`.
-        multiplier: p before the first update, in (0, 1); None for one that suits buckets of normal numbers.
+        multiplier: p before the first update, in (0, 1); None for the p that suits buckets of normal numbers.
 
     Raises:
         ValueError: a field out of range.
@@ -266,7 +266,7 @@ class AMQ(AdaptiveLevels):
 
     multiplier: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.multiplier is None or (isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1),

@@ -15,16 +15,15 @@ from ..types import Key, Symbols
 class AdaptiveCodec(Codec):
     """A codec that learns from gradients; between two updates it is the pure codec `at(state)`.
 
-    The averager keeps the state, which has `state_dict` and `load_state_dict`. In rounds where `observes(step)` is true
-    the averager shows `observe` everything that it encodes. Where `is_due(state, step)` is true a round begins with an
-    update: workers exchange their `statistics`, each calls `learn`, and all `adopt` what rank 0 learned. So all workers
-    hold the same bits even where their processors compute `exp` differently. Outside of an averager the codec stays as
-    it is before any update.
+    The averager keeps the state, which has `state_dict` and `load_state_dict`. If `observes(step)`, the averager calls
+    `observe` with all segments that it encodes in that round. If `is_due(state, step)`, the round begins with an update:
+    workers exchange their `statistics`, each calls `learn`, and all `adopt` the result of rank 0. So all workers hold the
+    same bits, even if their processors compute `exp` differently. Outside of an averager the codec is never updated.
     """
 
     @abstractmethod
     def init_state(self) -> Any:
-        """The state before anything was seen."""
+        """The state before the first round."""
 
     @abstractmethod
     def at(self, state: Any) -> Codec:
@@ -32,27 +31,30 @@ class AdaptiveCodec(Codec):
 
     @abstractmethod
     def observes(self, step: int) -> bool:
-        """Whether `observe` is to see the segments of round `step`."""
+        """Whether the averager must call `observe` with the segments of round `step`."""
 
     @abstractmethod
     def observe(self, state: Any, segments: Sequence[Tensor], keys: Sequence[Key]) -> None:
-        """Sample segments that are about to be encoded, any shape and float type; changes nothing but the state."""
+        """Sample the segments of a round before they are encoded; changes only the state.
+
+        The segments have any shape and any float type.
+        """
 
     @abstractmethod
     def is_due(self, state: Any, step: int) -> bool:
-        """Whether round `step` has to begin with an update that has not been made yet."""
+        """Whether round `step` must begin with an update, and that update is not made yet."""
 
     @abstractmethod
     def statistics(self, state: Any) -> Tensor:
-        """What this worker observed: a float64 vector, as long on all workers."""
+        """The observations of this worker: a float64 vector of the same length on all workers."""
 
     @abstractmethod
     def learn(self, state: Any, statistics: Sequence[Tensor]) -> Tensor:
-        """What follows from the statistics of all workers, in rank order: a float64 vector of fixed length."""
+        """The update for the statistics of all workers, in rank order: a float64 vector of fixed length."""
 
     @abstractmethod
     def adopt(self, state: Any, learned: Tensor, step: int) -> None:
-        """Make `learned` what the codec works with from round `step` on, and forget what was observed."""
+        """Use `learned` from round `step` on, and clear the observations."""
 
     @property
     def adaptive_part(self) -> AdaptiveCodec:

@@ -1,7 +1,7 @@
-"""The integrated distribution function of a mixture: the one function that a search for levels needs.
+"""The integral of a distribution function: the one function that a search for levels needs.
 
-With `H(x) = integral_low^x F`, so that `H' = F` and `H'' = f`, the variance of a level set is the error of the
-trapezoidal rule for 2H on the levels (by parts, twice):
+Let `H(x) = integral_low^x F`, so that `H' = F` and `H'' = f`. Integration by parts, twice, shows that the variance of a
+level set is the error of the trapezoidal rule for 2H on the levels:
 
     Psi(l) = sum_j (l_{j+1}-l_j) (H(l_j)+H(l_{j+1})) - 2 integral_low^high H.
 """
@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .distributions import TruncatedNormal, TruncatedNormalMixture
+from .distributions import Distribution
 from .gaussian_integrals import SQRT_2PI, kernel
 
 WIDEST = 1e3  # in half-widths of the support; balances 1e-16 * WIDEST^2 of rounding against 1 / (2 WIDEST^2) of model
@@ -22,20 +22,22 @@ EPSILON = torch.finfo(torch.float64).eps
 
 
 class CdfIntegral:
-    """`x -> (H(x), F(x), f(x))` for x in the support: one `erf` and one `exp` a point and component.
+    """`x -> (H(x), F(x), f(x))` for x in the support: one `erf` and one `exp` per point and component.
 
-    Absolute, not relative precision: near 1e-16 for means in the support and standard deviations up to its width;
-    `rounding` estimates the error of H. A component wider than 1e3 half-widths is all but log-linear there; one of that
-    width and equal slope stands for it, which moves levels by under 1e-6 and Psi by its square.
+    The absolute error is near 1e-16 for means in the support and standard deviations up to its width. `rounding`
+    estimates the error of H. A component wider than 1e3 half-widths is almost log-linear on the support. A component
+    of that width with the same slope replaces it, which moves levels by less than 1e-6 and Psi by the square of that.
 
-    >>> H, F, f = CdfIntegral(TruncatedNormal(0.0, 0.5))(torch.tensor(1.0, dtype=torch.float64))
-    >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
-    (1.0, 1.0, 0.113129)
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> H, F, f = CdfIntegral(TruncatedNormal(0.0, 0.5))(torch.tensor(1.0, dtype=torch.float64))
+        >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
+        (1.0, 1.0, 0.113129)
     """
 
-    def __init__(self, dist: TruncatedNormal | TruncatedNormalMixture) -> None:
+    def __init__(self, dist: Distribution) -> None:
         self.low, self.high = dist.low, dist.high
-        weights, mean, std = _parameters(dist)
+        weights, mean, std = dist.parameters
         self.mean, self.std = _limit_width(mean, std, dist.low, dist.high)
         self.anchor = self.mean.clamp(dist.low, dist.high)
         ends = torch.tensor([[dist.low], [dist.high]], dtype=torch.float64)
@@ -65,11 +67,13 @@ class CdfIntegral:
 
 
 class FoldedCdfIntegral:
-    """`CdfIntegral` of the magnitude |r|, density `f(r) + f(-r)` on [0, high]: what symmetric level sets see.
+    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, high]; for symmetric level sets.
 
-    >>> H, F, f = FoldedCdfIntegral(CdfIntegral(TruncatedNormal(0.3, 0.5)))(torch.tensor(1.0, dtype=torch.float64))
-    >>> round(F.item(), 9)
-    1.0
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> H, F, f = FoldedCdfIntegral(CdfIntegral(TruncatedNormal(0.3, 0.5)))(torch.tensor(1.0, dtype=torch.float64))
+        >>> round(F.item(), 9)
+        1.0
     """
 
     def __init__(self, unfolded: CdfIntegral) -> None:
@@ -81,14 +85,6 @@ class FoldedCdfIntegral:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (right, left), (above, below), (f_right, f_left) = self.unfolded(torch.stack((x, -x)))
         return right + left - 2 * self.at_zero, above - below, f_right + f_left
-
-
-def _parameters(dist: TruncatedNormal | TruncatedNormalMixture) -> tuple[Tensor, Tensor, Tensor]:
-    if isinstance(dist, TruncatedNormalMixture):
-        return dist.weights, dist.means, dist.components.std
-    if dist.mean.numel() != 1:
-        raise ValueError(f"expected one distribution, got a batch of shape {tuple(dist.mean.shape)}; use a mixture")
-    return torch.ones(1, dtype=torch.float64), dist.mean.reshape(1), dist.std.reshape(1)
 
 
 def _limit_width(mean: Tensor, std: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Level sets, and the search for the one of least variance under a distribution of normalised coordinates.
+"""Search for the level set of least variance under a distribution of normalised coordinates.
 
-A level set is a float64 vector, increasing, from the lower to the upper end of the distribution's support, [-1, 1] for
-coordinates divided by their bucket's norm. Rounding a coordinate at random to one of the two levels around it, without
-bias, costs `Psi(l)` of squared error on average (`TruncatedNormalMixture.quantization_variance`). The end levels stay.
-Every start of a search is a row of one tensor; the result depends on its arguments alone, so that workers with equal
+A level set is an increasing float64 vector from the lower to the upper end of the distribution's support. Coordinates
+divided by their bucket's norm have the support [-1, 1]. Unbiased stochastic rounding to the levels has the expected
+squared error `Psi(l)` (`TruncatedNormalMixture.quantization_variance`). A search moves all levels but the outer two.
+One tensor holds all starts of a search, one per row. The result depends on the arguments alone, so workers with equal
 statistics find equal levels.
 
 Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", arXiv 2010.12460.
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .cdf_integral import CdfIntegral, FoldedCdfIntegral
-from .distributions import TruncatedNormal, TruncatedNormalMixture, check_levels
+from .distributions import Distribution, check_levels
+from .level_sets import equidistant, exponential_levels, half, mirror, powers_of
 from .roots import increasing_root
 
-Distribution = TruncatedNormal | TruncatedNormalMixture
 Cdf = CdfIntegral | FoldedCdfIntegral
 
 SETTLED = 1e-9  # sweeps end early when no level moves by more
@@ -29,80 +29,11 @@ CLIP = 0.45  # of the nearer gap; at one half, two neighbours could meet
 SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER, LONGEST_STEP = 0.01, 0.99, 0.1
 
 
-def _count(bits: int, zero: bool) -> int:
-    if bits < 1 + zero:
-        raise ValueError(f"expected at least {1 + zero} bits for levels with zero={zero}, got {bits}")
-    return 2**bits - zero
-
-
-def _equidistant(num_levels: int) -> Tensor:
-    """From -1 to 1, exactly symmetric."""
-    return torch.arange(1 - num_levels, num_levels, 2, dtype=torch.float64) / (num_levels - 1)
-
-
-def uniform_levels(bits: int, zero: bool = False) -> Tensor:
-    """Equidistant levels on [-1, 1]: `2^bits` without zero, `2^bits - 1` with it.
-
-    Without zero is the default: symmetric sets then use every code, as in the adaptive work (arXiv 2010.12460); with
-    zero, as in QSGD (arXiv 1610.02132), small coordinates may vanish, which suits entropy coding.
-
-    Raises:
-        ValueError: for bits < 1, or < 2 with zero.
-
-    >>> uniform_levels(2).tolist(), uniform_levels(2, zero=True).tolist()
-    ([-1.0, -0.3333333333333333, 0.3333333333333333, 1.0], [-1.0, 0.0, 1.0])
-    """
-    return _equidistant(_count(bits, zero))
-
-
-def exponential_levels(bits: int, multiplier: float | Tensor = 0.5, zero: bool = False) -> Tensor:
-    """Levels `+-p^j`: `j = 0..2^(bits-1)-1` without zero, one fewer and 0 itself with it, `p = multiplier` in (0, 1).
-
-    With zero and p = 1/2 these are the levels of NUQSGD (arXiv 1908.06077).
-
-    Raises:
-        ValueError: for bits < 1, or < 2 with zero; for a multiplier outside (0, 1).
-
-    >>> exponential_levels(2).tolist(), exponential_levels(3, zero=True).tolist()
-    ([-1.0, -0.5, 0.5, 1.0], [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
-    """
-    if not 0 < multiplier < 1:
-        raise ValueError(f"expected a multiplier between 0 and 1, got {multiplier}")
-    return _mirror(_powers(torch.as_tensor(multiplier, dtype=torch.float64), _count(bits, zero) // 2), zero)
-
-
-def fixed_multiplier(dist: Distribution, bits: int, zero: bool = False) -> float:
-    """The p in 0.01, 0.02, ..., 0.99 of least variance for levels `+-p^j`: coarse, so that it is the same on any machine.
-
-    >>> fixed_multiplier(TruncatedNormal(0.0, 0.2), bits=3)
-    0.43
-    """
-    candidates = torch.arange(1, 100, dtype=torch.float64) / 100
-    levels = _mirror(_powers(candidates, _count(bits, zero) // 2), zero)
-    return candidates[torch.argmin(dist.quantization_variance(levels))].item()
-
-
-def _powers(multiplier: Tensor, count: int) -> Tensor:
-    """`p^(count-1), ..., p, 1` along a new last axis."""
-    return multiplier.unsqueeze(-1) ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
-
-
-def _mirror(positive: Tensor, zero: bool) -> Tensor:
-    middle = [torch.zeros_like(positive[..., :1])] if zero else []
-    return torch.cat([-positive.flip(-1), *middle, positive], dim=-1)
-
-
-def _half(levels: Tensor) -> Tensor:
-    """0, then the positive levels."""
-    positive = levels[..., (levels.shape[-1] + 1) // 2 :]
-    return torch.cat([torch.zeros_like(positive[..., :1]), positive], dim=-1)
-
-
 class _Search:
     """The variables of a search and the derivatives of Psi.
 
-    Symmetric sets are searched as halves `0, l_1, ..., high` under the folded distribution. Without a level at zero
-    (`mirrored`), the left neighbour of l_1 is its own mirror image -l_1.
+    For symmetric sets the variables are the half `0, l_1, ..., high`, under the folded distribution. Without a level at
+    zero (`mirrored`), the left neighbour of l_1 is -l_1.
     """
 
     def __init__(self, dist: Distribution, symmetric: bool, zero: bool) -> None:
@@ -110,16 +41,17 @@ class _Search:
         self.cdf: Cdf = FoldedCdfIntegral(CdfIntegral(dist)) if symmetric else CdfIntegral(dist)
 
     def variables(self, levels: Tensor) -> Tensor:
-        return _half(levels) if self.symmetric else levels
+        return half(levels) if self.symmetric else levels
 
     def full(self, variables: Tensor) -> Tensor:
-        return _mirror(variables[..., 1:], self.zero) if self.symmetric else variables
+        return mirror(variables[..., 1:], self.zero) if self.symmetric else variables
 
     def derivative(self, at: int, step: int, x: Tensor, levels: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
         """dPsi/dl and its slope for levels `at, at + step, ...` moved to x.
 
-        `(b-a) F(x) - (H(b)-H(a))` with neighbours a and b: zero where F(x) is the mean of F over [a, b], which is
-        `F(b) - integral over [a, b] of (r-a)/(b-a) dF`, as published. Increasing in x, so the root is the optimum.
+        The derivative is `(b-a) F(x) - (H(b)-H(a))` with neighbours a and b. It is zero where F(x) is the mean of F over
+        [a, b], which equals the published `F(b) - integral over [a, b] of (r-a)/(b-a) dF`. It increases in x, so its root
+        is the optimum.
         """
         left, right, H_left, H_right = (
             t[..., at + shift : t.shape[-1] - 1 + shift : step] for t in (levels, H) for shift in (-1, 1)
@@ -131,7 +63,7 @@ class _Search:
         return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
 
     def sweep(self, levels: Tensor) -> Tensor:
-        """Every interior level to its optimum given its neighbours: odd ones at once, then even ones."""
+        """Move every interior level to its optimum given its neighbours: first all odd ones, then all even ones."""
         for at in (1, 2):
             if levels.shape[-1] > at + 1:
                 levels = self._half_sweep(levels, at)
@@ -149,7 +81,7 @@ class _Search:
         return moved
 
     def shifted_variance(self, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Psi up to a constant of the distribution, and its gradient by the interior levels."""
+        """Psi without a constant that depends on the distribution alone, and its gradient for the interior levels."""
         H, _, _ = self.cdf(levels)
         left, H_left = levels[..., :-1].clone(), H[..., :-1].clone()
         if self.mirrored:
@@ -161,8 +93,8 @@ class _Search:
 
     def quantiles(self, num_levels: int) -> Tensor:
         """Levels at equidistant values of F."""
-        steps = _equidistant(num_levels)
-        fractions = _half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2
+        steps = equidistant(num_levels)
+        fractions = half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2
         low, high = torch.full_like(fractions, self.cdf.low), torch.full_like(fractions, self.cdf.high)
 
         def excess(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,14 +107,14 @@ class _Search:
     def starts(self, levels: Tensor) -> Tensor:
         """Rows: the given levels, uniform, exponential, quantiles."""
         num_levels, middle = levels.numel(), (self.dist.low + self.dist.high) / 2
-        uniform = _equidistant(num_levels)
-        exponential = _mirror(_powers(torch.tensor(0.5, dtype=torch.float64), num_levels // 2), bool(num_levels % 2))
+        uniform = equidistant(num_levels)
+        exponential = mirror(powers_of(torch.tensor(0.5, dtype=torch.float64), num_levels // 2), bool(num_levels % 2))
         scaled = torch.stack([uniform, exponential]) * ((self.dist.high - self.dist.low) / 2) + middle
         scaled[:, 0], scaled[:, -1] = self.dist.low, self.dist.high
         return torch.cat([levels.unsqueeze(0), scaled, self.quantiles(num_levels).unsqueeze(0)])
 
     def best(self, candidates: Tensor) -> Tensor:
-        """The candidate of least Psi (the first of equals)."""
+        """The candidate of least Psi; ties go to the first."""
         return candidates[torch.argmin(self.dist.quantization_variance(candidates))]
 
 
@@ -198,12 +130,15 @@ def _search(levels: Tensor, dist: Distribution, symmetric: bool) -> tuple[Tensor
 def coordinate_sweep(levels: Tensor, dist: Distribution, symmetric: bool = True) -> Tensor:
     """One sweep of coordinate descent: each interior level moves to its exact optimum given its neighbours.
 
-    `l_j <- F^-1( (1/(b-a)) integral over [a, b] of F )` with neighbours a and b, the odd levels first, then the even
-    ones; levels of one parity do not touch, so that moving them together is still coordinate descent and Psi cannot
-    rise. Arguments, errors and source as for `alq`; Psi rises by rounding alone (1e-15).
+    `l_j <- F^-1( (1/(b-a)) integral over [a, b] of F )` with neighbours a and b: first the odd levels, then the even
+    ones. Levels of one parity are not neighbours, so moving them together is still coordinate descent. Psi does not
+    increase, except by rounding (1e-15). The arguments, errors and source are those of `alq`.
 
-    >>> coordinate_sweep(uniform_levels(2), TruncatedNormal(0.0, 0.2)).tolist()[2] < 1 / 3
-    True
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
+        >>> coordinate_sweep(uniform_levels(2), TruncatedNormal(0.0, 0.2)).tolist()[2] < 1 / 3
+        True
     """
     levels, search = _search(levels, dist, symmetric)
     return search.full(search.sweep(search.variables(levels)))
@@ -212,29 +147,33 @@ def coordinate_sweep(levels: Tensor, dist: Distribution, symmetric: bool = True)
 def alq(levels: Tensor, dist: Distribution, symmetric: bool = True, sweeps: int = 30) -> Tensor:
     r"""Adaptive level quantization: the levels of least variance found by coordinate descent on every level.
 
-    From four starts (the given levels, uniform, exponential with p = 1/2, quantiles of F), sweeps of
-    `l_j <- F^-1( F(l_{j+1}) - integral over [l_{j-1}, l_{j+1}] of (r-l_{j-1})/(l_{j+1}-l_{j-1}) dF(r) )`;
-    the set of least Psi wins. Psi is not convex: the result is a stationary point, never worse than any start. Passing
-    the levels of `amq` makes it never worse than those.
+    There are four starts: the given levels, uniform, exponential with p = 1/2, and quantiles of F. From each, sweeps
+    repeat `l_j <- F^-1( F(l_{j+1}) - integral over [l_{j-1}, l_{j+1}] of (r-l_{j-1})/(l_{j+1}-l_{j-1}) dF(r) )`.
+    The set of least Psi is the result. Psi is not convex: the result is a stationary point, never worse than any start.
+    Pass the levels of `amq` to get a result that is never worse than those.
 
     Args:
-        levels: `[num_levels]`, strictly increasing from `dist.low` to `dist.high`; the present set. It gives the number
-            of levels and, with `symmetric`, whether zero is one of them.
+        levels: the present set `[num_levels]`, strictly increasing from `dist.low` to `dist.high`. It determines the
+            number of levels and, with `symmetric`, whether zero is one of them.
         dist: the distribution of the normalised coordinates; a mixture for ALQ, one pooled normal for ALQ-N.
-        symmetric: search among sets with `-l` for every `l`, by the density of |r|; else among all.
-        sweeps: at most so many; fewer once no level moves by more than 1e-9. Higher => nearer to the stationary point.
+        symmetric: whether to search only sets that contain `-l` for every `l`, by the density of |r|.
+        sweeps: largest number of sweeps; the search ends early once no level moves by more than 1e-9. Higher => closer to
+            the stationary point.
 
     Returns:
         float64 `[num_levels]`.
 
     Raises:
-        ValueError: for levels that are not strictly increasing, do not span the support, or are not symmetric where
-            that is asked.
+        ValueError: for levels that do not increase strictly, do not span the support, or are not symmetric although
+            `symmetric` is set.
 
-    >>> dist = TruncatedNormal(0.0, 0.2)
-    >>> levels = alq(uniform_levels(3), dist)
-    >>> bool(dist.quantization_variance(levels) < 0.5 * dist.quantization_variance(uniform_levels(3)))
-    True
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
+        >>> dist = TruncatedNormal(0.0, 0.2)
+        >>> levels = alq(uniform_levels(3), dist)
+        >>> bool(dist.quantization_variance(levels) < 0.5 * dist.quantization_variance(uniform_levels(3)))
+        True
 
     Source: arXiv 2010.12460.
     """
@@ -253,17 +192,20 @@ def alq_gd(
 ) -> Tensor:
     r"""`alq` by gradient descent on all levels at once (ALQ-GD), from the same starts.
 
-    `l_j <- l_j - sign(g_j) min(rate |g_j|, 0.45 d_j)` with `g_j = dPsi/dl_j` and `d_j` the smaller gap beside l_j, so
-    that the order is kept without a projection. A step that would raise Psi is not taken; the rate is halved instead.
+    `l_j <- l_j - sign(g_j) min(rate |g_j|, 0.45 d_j)` with `g_j = dPsi/dl_j` and `d_j` the smaller gap next to l_j. This
+    limit keeps the order of the levels. A step that would increase Psi is not taken; the rate is halved instead.
 
     Args:
-        levels, dist, symmetric: as for `alq`, and so are the result and the errors.
-        rate: step length; 1 suits Psi, whose second derivatives are near the mass between neighbouring levels.
+        levels, dist, symmetric: as for `alq`; the result and the errors are the same too.
+        rate: step length; 1 suits Psi, whose second derivatives are close to the mass between neighbouring levels.
         num_steps: steps from each start.
 
-    >>> dist = TruncatedNormal(0.0, 0.2)
-    >>> bool(dist.quantization_variance(alq_gd(uniform_levels(3), dist)) < 0.01)
-    True
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
+        >>> dist = TruncatedNormal(0.0, 0.2)
+        >>> bool(dist.quantization_variance(alq_gd(uniform_levels(3), dist)) < 0.01)
+        True
 
     Source: arXiv 2010.12460.
     """
@@ -286,24 +228,28 @@ def amq(
 ) -> float:
     r"""Adaptive multiplier quantization: the p of least variance for levels `+-p^j`, by gradient descent.
 
-    `p <- p - rate d log Psi/dp`, from p = 0.1, 0.2, ..., 0.9 and the given one; the least Psi wins. The logarithm makes
-    the rate independent of the scale of the coordinates (Psi itself shrinks with the bucket size, and a fixed rate
-    would stand still); a step is at most 0.1, and one that would raise Psi halves the rate instead of being taken.
+    `p <- p - rate d log Psi/dp`, from p = 0.1, 0.2, ..., 0.9 and the given p; the p of least Psi is the result. The
+    logarithm makes the rate independent of the scale of the coordinates: Psi itself shrinks with the bucket size, so
+    descent on Psi with a fixed rate would hardly move. A step is at most 0.1. A step that would increase Psi is not
+    taken; the rate is halved instead.
 
     Args:
         multiplier: the present p, in (0, 1). The result is never worse than it, nor than 0.1, ..., 0.9.
-        dist: on [-1, 1]; a mixture for AMQ, one pooled normal for AMQ-N.
+        dist: a distribution on [-1, 1]; a mixture for AMQ, one pooled normal for AMQ-N.
         bits, zero: as in `exponential_levels`.
-        rate, num_steps: of the descent.
+        rate: step length of the descent.
+        num_steps: steps from each start.
 
     Returns:
-        p; `exponential_levels(bits, p, zero)` are the levels.
+        p; the levels are `exponential_levels(bits, p, zero)`.
 
     Raises:
         ValueError: for a multiplier outside (0, 1), a support other than [-1, 1], or fewer bits than levels need.
 
-    >>> round(amq(0.5, TruncatedNormal(0.0, 0.2), bits=3), 3)
-    0.43
+    Example:
+        >>> from thinwire.codec import TruncatedNormal
+        >>> round(amq(0.5, TruncatedNormal(0.0, 0.2), bits=3), 3)
+        0.43
 
     Source: arXiv 2010.12460.
     """
@@ -312,18 +258,18 @@ def amq(
         raise ValueError(f"exponential levels need the support [-1, 1], got [{dist.low}, {dist.high}]")
     search, count = _Search(dist, True, zero), present.numel() // 2
     starts = torch.tensor([multiplier, *(i / 10 for i in range(1, 10))], dtype=torch.float64).unsqueeze(-1)
-    constant = dist.quantization_variance(present) - search.shifted_variance(_half(present))[0]
+    constant = dist.quantization_variance(present) - search.shifted_variance(half(present))[0]
     powers = torch.arange(count - 1, 0, -1, dtype=torch.float64)
 
     def log_variance(p: Tensor) -> tuple[Tensor, Tensor]:
-        positive = _powers(p.squeeze(-1), count)
+        positive = powers_of(p.squeeze(-1), count)
         shifted, gradient = search.shifted_variance(torch.cat([torch.zeros_like(p), positive], dim=-1))
         variance = (shifted + constant).clamp(min=torch.finfo(torch.float64).tiny)
         slope = (gradient * powers * p ** (powers - 1)).sum(dim=-1)
         return variance, (slope / variance).unsqueeze(-1)
 
     found = torch.cat([_descend(starts, log_variance, _multiplier_step, rate, num_steps), starts])
-    candidates = _mirror(_powers(found.squeeze(-1), count), zero)
+    candidates = mirror(powers_of(found.squeeze(-1), count), zero)
     return found[torch.argmin(dist.quantization_variance(candidates))].item()
 
 
@@ -338,7 +284,7 @@ def _descend(
     rate: float,
     num_steps: int,
 ) -> Tensor:
-    """Gradient descent of every row of x; a row whose value would not fall stays and halves its rate."""
+    """Gradient descent of every row of x. A row whose value would not decrease does not move and halves its rate."""
     rates = torch.full_like(x[..., :1], rate)
     value, gradient = evaluate(x)
     for _ in range(num_steps):

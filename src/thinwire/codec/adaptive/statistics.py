@@ -1,4 +1,4 @@
-"""What adaptive levels need to know of a gradient: per bucket the norm, and mean and deviation of x / norm.
+"""Statistics of a gradient for adaptive levels: the norm of each bucket, and mean and deviation of x / norm.
 
 Statistics are vectors of fixed length, so that workers can pool them by all-gather: send `to_tensor()`, rebuild each
 worker's with `from_tensor`, and `concatenate` them in rank order. Equal statistics give equal levels on all workers.
@@ -22,7 +22,7 @@ class BucketStatistics:
     """Statistics of buckets, one entry each, float64 `[num_buckets]`.
 
     Args:
-        norms: the bucket's norm; 0 for a bucket that is all zeros or not finite, which has nothing to tell.
+        norms: the bucket's norm; 0 if all its elements are zero or one is not finite.
         means, stds: mean and (population) standard deviation of the coordinates divided by the norm, in [-1, 1].
         counts: the number of coordinates; the last bucket of a tensor may have fewer than the others.
     """
@@ -34,7 +34,7 @@ class BucketStatistics:
 
     @property
     def informative(self) -> bool:
-        """Whether any bucket has a norm; without one there is nothing to adapt to."""
+        """Whether any bucket has a norm above zero, so that levels can adapt to it."""
         return bool((self.norms > 0).any())
 
     def to_tensor(self) -> Tensor:
@@ -55,7 +55,7 @@ class BucketStatistics:
         return BucketStatistics(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
 
     def largest(self, num_buckets: int) -> BucketStatistics:
-        """The `num_buckets` of largest norm, in falling order (the first of equals); zeros stand for missing ones."""
+        """The `num_buckets` buckets of largest norm, in descending order, padded with zeros; ties go to the first bucket."""
         kept = torch.sort(self.norms, descending=True, stable=True).indices[:num_buckets]
         padding = (0, num_buckets - kept.numel())
         fields = (self.norms, self.means, self.stds, self.counts)
@@ -85,9 +85,10 @@ def bucket_statistics(x: Tensor, bucket_size: int, norm: str = "l2") -> BucketSt
     Raises:
         ValueError: for a bucket size below 1 or another norm.
 
-    >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 2.0]), bucket_size=2)
-    >>> stats.norms.tolist(), stats.counts.tolist()
-    ([5.0, 0.0, 2.0], [2.0, 2.0, 1.0])
+    Example:
+        >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 2.0]), bucket_size=2)
+        >>> stats.norms.tolist(), stats.counts.tolist()
+        ([5.0, 0.0, 2.0], [2.0, 2.0, 1.0])
 
     Source: arXiv 2010.12460.
     """
@@ -115,8 +116,9 @@ def sample_buckets(x: Tensor, bucket_size: int, norm: str, num_buckets: int, lar
         num_buckets: higher => slower.
         largest: whether to take the buckets of largest norm, else evenly spaced ones.
 
-    >>> sample_buckets(torch.tensor([1.0, 0.0, 3.0, -4.0, 2.0]), 2, "l2", num_buckets=1, largest=True).norms.tolist()
-    [5.0, 2.0]
+    Example:
+        >>> sample_buckets(torch.tensor([1.0, 0.0, 3.0, -4.0, 2.0]), 2, "l2", num_buckets=1, largest=True).norms.tolist()
+        [5.0, 2.0]
     """
     flat = x.detach().reshape(-1)
     whole = flat.numel() // bucket_size
@@ -149,9 +151,10 @@ def mixture(stats: BucketStatistics, num_buckets: int, weighting: str = "norm") 
         ValueError: for num_buckets < 1, another weighting, or statistics without any non-zero bucket (see
             `BucketStatistics.informative`).
 
-    >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 12.0, 5.0]), bucket_size=2)
-    >>> [round(w, 4) for w in mixture(stats, 2).weights.tolist()]
-    [0.7222, 0.2778]
+    Example:
+        >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 12.0, 5.0]), bucket_size=2)
+        >>> [round(w, 4) for w in mixture(stats, 2).weights.tolist()]
+        [0.7222, 0.2778]
 
     Source: arXiv 2010.12460.
     """
@@ -173,9 +176,10 @@ def pooled(stats: BucketStatistics) -> TruncatedNormal:
     Raises:
         ValueError: for statistics without any non-zero bucket.
 
-    >>> dist = pooled(bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 4.0, -3.0]), bucket_size=2))
-    >>> round(dist.mean.item(), 6), round(dist.std.item(), 6)
-    (0.0, 0.707107)
+    Example:
+        >>> dist = pooled(bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 4.0, -3.0]), bucket_size=2))
+        >>> round(dist.mean.item(), 6), round(dist.std.item(), 6)
+        (0.0, 0.707107)
 
     Source: arXiv 2010.12460.
     """
@@ -185,13 +189,14 @@ def pooled(stats: BucketStatistics) -> TruncatedNormal:
 
 
 def prior(bucket_size: int, norm: str) -> TruncatedNormal:
-    """What to expect of normalised coordinates before any was seen: those of a bucket of independent normal numbers.
+    """The distribution assumed before the first observation: coordinates of a bucket of independent normal numbers.
 
-    Of d numbers the L2 norm is about `sqrt(d)` standard deviations, and the largest magnitude about the quantile of
+    The L2 norm of d numbers is about `sqrt(d)` standard deviations. Their largest magnitude is about the quantile of
     `1 - 1 / (2 (d + 1))`.
 
-    >>> round(prior(400, "l2").std.item(), 3), round(prior(400, "max").std.item(), 3)
-    (0.05, 0.331)
+    Example:
+        >>> round(prior(400, "l2").std.item(), 3), round(prior(400, "max").std.item(), 3)
+        (0.05, 0.331)
     """
     if norm == "l2":
         return TruncatedNormal(0.0, bucket_size**-0.5)

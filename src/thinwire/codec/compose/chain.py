@@ -1,4 +1,4 @@
-"""Composition by value: a sparsifier, and a codec for the values that it keeps."""
+"""`chain`: a sparsifier, then a codec for the values that it keeps, then entropy coders."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...algorithm import require
+from ...algorithm import Algorithm, require
 from ..base import Codec
-from ..sparse.base import Sparsifier, decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ..sparse.base import Sparsifier
+from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
 from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
 from .rice import GapCoded, Rice
@@ -18,9 +19,9 @@ from .rice import GapCoded, Rice
 
 @dataclass(frozen=True, repr=False)
 class Chain(Codec):
-    """What `chain(sparsifier, values)` makes: the payload is [values, as the second codec sends them][support].
+    """The result of `chain(sparsifier, values)`: the payload is [values, as the second codec sends them][support].
 
-    The residual is exact: what the sparsifier drops, and what the second codec loses of the values that are kept.
+    The residual is exact: the values that the sparsifier drops, and the error of the second codec on the others.
     """
 
     sparsifier: Sparsifier
@@ -51,7 +52,9 @@ class Chain(Codec):
         return self.sparsifier, self.values
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return Chain(fn(self.sparsifier), fn(self.values))
+        sparsifier = fn(self.sparsifier)
+        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
+        return Chain(sparsifier, fn(self.values))
 
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
@@ -68,14 +71,15 @@ class Chain(Codec):
         """The values that the sparsifier keeps."""
         flat = [s.detach().to(torch.float32).reshape(-1) for s in segments]
         kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
-        return kept.values.split(kept.counts)
+        values: tuple[Tensor, ...] = kept.values.split(kept.counts)
+        return values
 
     def __repr__(self) -> str:
-        coded, gaps = isinstance(self.values, EntropyCoded), isinstance(self.sparsifier, GapCoded)
-        links = [self.sparsifier.sparsifier if gaps else self.sparsifier]
-        links += [self.values.codec, self.values.coder] if coded else [self.values]
-        links += [self.sparsifier.coder] if gaps else []
-        return f"chain({', '.join(map(repr, links))})"
+        return f"chain({', '.join(map(repr, self._links()))})"
+
+    def _links(self) -> tuple[Algorithm, ...]:
+        first, *coders = self.sparsifier._links()
+        return (first, *self.values._links(), *coders)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return encode_sparse(self.sparsifier, self.values, segments, keys, residuals)
@@ -98,8 +102,8 @@ def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
     Args:
         first: a sparsifier such as `TopK(0.01)`, whose kept values go through the next link, or a codec such as
             `QSGD(bits=4)` whose symbols do.
-        links: a codec for the kept values, whose buckets are runs of them; last, where wanted, entropy coders, with
-            which payloads vary in size: `Huffman()` for the symbols of the codec before it, `Rice()` for the indices.
+        links: a codec for the kept values, whose buckets are runs of them. Entropy coders may follow: `Huffman()` for
+            the symbols of the codec before it, `Rice()` for the indices. With them the size depends on the data.
 
     Raises:
         ValueError: links that do not fit together.
@@ -116,23 +120,21 @@ def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
     """
     require(isinstance(first, Codec), f"chain: the first link must be a codec such as TopK(0.01), got {first!r}")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
-    if isinstance(links[-1], Rice):
-        require(isinstance(first, Sparsifier), f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
-        coded = GapCoded(first, links[-1])
-        return coded if len(links) == 1 else chain(coded, *links[:-1])
-    if isinstance(links[-1], EntropyCoder):
-        coded_codec = links[-2] if len(links) > 1 else first
-        require(
-            isinstance(coded_codec, Codec),
-            f"chain: {links[-1]} codes the symbols of the codec before it, and {coded_codec} is no codec",
-        )
-        inner = EntropyCoded(coded_codec, links[-1])
-        return inner if len(links) == 1 else chain(first, *links[:-2], inner)
-    require(len(links) == 1, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
-    (values,) = links
-    require(isinstance(first, Sparsifier), f"chain: the first link must be a sparsifier such as TopK, got {first}")
-    require(
-        isinstance(values, Codec) and not isinstance(values, (Sparsifier, Chain)) and not values.needs_shape,
-        f"chain: the second link must be a codec for the kept values, such as QSGD, got {values}",
-    )
-    return Chain(first, values)
+    *others, last = links
+    if isinstance(last, Rice):
+        if not isinstance(first, Sparsifier):
+            raise ValueError(f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
+        gap_coded = GapCoded(first, last)
+        return chain(gap_coded, *others) if others else gap_coded
+    if isinstance(last, EntropyCoder):
+        *before, coded = first, *others
+        if not isinstance(coded, Codec):
+            raise ValueError(f"chain: {last} codes the symbols of the codec before it, and {coded} is no codec")
+        entropy_coded = EntropyCoded(coded, last)
+        return chain(first, *before[1:], entropy_coded) if before else entropy_coded
+    require(not others, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
+    if not isinstance(first, Sparsifier):
+        raise ValueError(f"chain: the first link must be a sparsifier such as TopK, got {first}")
+    if not isinstance(last, Codec) or isinstance(last, (Sparsifier, Chain)) or last.needs_shape:
+        raise ValueError(f"chain: the second link must be a codec for the kept values, such as QSGD, got {last}")
+    return Chain(first, last)

@@ -17,11 +17,11 @@ from ..types import Symbols
 
 
 class EntropyCoder(Algorithm, ABC):
-    """The last link of a `chain`: codes the symbols of the codec before it, without loss, at a size that varies."""
+    """The last link of a `chain`: codes the symbols of the codec before it without loss; the size depends on the data."""
 
     @abstractmethod
     def encode(self, packed: Tensor, symbols: Symbols) -> Tensor:
-        """Code bit-packed symbols: at most one byte more than they are."""
+        """Code bit-packed symbols; the result is at most one byte longer."""
 
     @abstractmethod
     def decode(self, payload: Tensor, symbols: Symbols) -> Tensor:
@@ -30,11 +30,11 @@ class EntropyCoder(Algorithm, ABC):
 
 @dataclass(frozen=True, repr=False)
 class Huffman(EntropyCoder):
-    """A Huffman code of the symbols' own frequencies in this payload: no other prefix code of symbols is shorter.
+    """A Huffman code for the symbol frequencies of one payload: no other prefix code of symbols is shorter.
 
-    Between the entropy H of the frequencies and H + 1 bits a symbol, typically H + 0.03 for 4 bits. The code is
-    canonical, so that its lengths say all: they travel as 4 bits for each possible symbol. Codes have 12 bits at most.
-    Where the code gains nothing the symbols travel as they are, behind one byte.
+    A symbol takes between H and H + 1 bits, where H is the entropy of the frequencies; typically H + 0.03 for symbols of
+    4 bits. The code is canonical, so its lengths define it: the payload has 4 bits for each possible symbol. Codes have
+    12 bits at most. If the code saves nothing, the payload is one byte and the symbols as they are.
 
     Source: Huffman 1952, A method for the construction of minimum-redundancy codes.
 
@@ -58,14 +58,14 @@ class Huffman(EntropyCoder):
 
 @dataclass(frozen=True, repr=False)
 class EntropyCoded(Codec):
-    """What `chain(codec, coder)` makes: the payload is [the codec's scales][its symbols, coded]."""
+    """The result of `chain(codec, coder)`: the payload is [the codec's scales][its symbols, coded]."""
 
     codec: Codec
     coder: EntropyCoder
 
     fixed_size: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             self.codec.symbols([1]) is not None,
             f"chain: {self.codec} has no symbols of up to 8 bits to code; use one that quantizes, such as QSGD(bits=4)",
@@ -79,21 +79,29 @@ class EntropyCoded(Codec):
 
     @property
     def unbiased(self) -> bool:
-        """As the codec is: nothing is lost."""
+        """The same as for the codec: entropy coding loses nothing."""
         return self.codec.unbiased
 
     def __repr__(self) -> str:
-        return f"chain({self.codec}, {self.coder})"
+        return f"chain({', '.join(map(repr, self._links()))})"
+
+    def _links(self) -> tuple[Algorithm, ...]:
+        return (*self.codec._links(), self.coder)
+
+    def _symbols(self, numels: list[int]) -> Symbols:
+        symbols = self.codec.symbols(numels)
+        assert symbols is not None, "the constructor has checked that the codec has symbols"
+        return symbols
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        symbols = self.codec.symbols([s.numel() for s in segments])
+        symbols = self._symbols([s.numel() for s in segments])
         payload = self.codec.encode_segments(segments, keys, residuals)
         split = payload.numel() - symbols.nbytes
         return torch.cat([payload[:split], self.coder.encode(payload[split:], symbols)])
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
-        symbols = self.codec.symbols(numels)
+        symbols = self._symbols(numels)
         split = self.codec.segments_nbytes(numels) - symbols.nbytes
         require(
             payload.numel() > split,

@@ -10,18 +10,20 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import Algorithm, require
 from ..base import Codec
-from ..sparse.base import Sparsifier, with_length, without_length
+from ..sparse.base import Sparsifier
+from ..sparse.payload import with_length, without_length
 from ..types import Selection
 
 
 @dataclass(frozen=True, repr=False)
 class Rice(Algorithm):
-    """The last link of a `chain` that begins with a sparsifier: indices travel as a Rice code of their gaps.
+    """The last link of a `chain` that begins with a sparsifier: a Rice code of the gaps between indices.
 
-    With gaps `g_j = index_j - index_(j-1) - 1` and a width l, about `log2(n / k)`, that follows from the k indices kept
-    of n, a gap is `g_j >> l` in unary and its low l bits. Geometric gaps, those of coordinates kept independently of
-    each other, cost up to 0.1 bits an index more than their entropy; Elias-Fano, the default, costs 0.5 more. It never takes
-    more than that or a bitmap. The size of the payload depends on the data; 4 bytes say how many the codes are.
+    The gaps are `g_j = index_j - index_(j-1) - 1`. The width l is about `log2(n / k)` and follows from k, the number of
+    indices, and n, the size of the segment. A gap is coded as `g_j >> l` in unary, then its low l bits. Coordinates that
+    are kept independently of each other have geometric gaps. These cost up to 0.1 bits an index more than their entropy;
+    Elias-Fano, the default, costs 0.5 more. The code is never longer than Elias-Fano or a bitmap. The size of the
+    payload depends on the data; 4 bytes at its end say how many bytes the codes take.
 
     Source: Golomb 1966, Run-length encodings; Rice and Plaunt 1971, Adaptive variable-length coding.
 
@@ -40,25 +42,30 @@ class Rice(Algorithm):
 
 @dataclass(frozen=True, repr=False)
 class GapCoded(Sparsifier):
-    """What `chain(sparsifier, Rice())` makes: keeps what `sparsifier` keeps, and codes the indices so."""
+    """The result of `chain(sparsifier, Rice())`: selects as `sparsifier` does, and codes the indices with Rice."""
 
     sparsifier: Sparsifier
     coder: Rice
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             self.sparsifier.codes_plainly,
             f"chain: Rice codes the indices of TopK, Threshold or AdaptiveThreshold, not those of {self.sparsifier}",
         )
 
     def __repr__(self) -> str:
-        return f"chain({self.sparsifier}, {self.coder})"
+        return f"chain({', '.join(map(repr, self._links()))})"
+
+    def _links(self) -> tuple[Algorithm, ...]:
+        return self.sparsifier, self.coder
 
     def parts(self) -> tuple[Codec, ...]:
         return (self.sparsifier,)
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return replace(self, sparsifier=fn(self.sparsifier))
+        sparsifier = fn(self.sparsifier)
+        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
+        return replace(self, sparsifier=sparsifier)
 
     def topk_counts(self, numels: list[int]) -> list[int] | None:
         return self.sparsifier.topk_counts(numels)

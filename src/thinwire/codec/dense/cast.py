@@ -1,4 +1,4 @@
-"""Dense codecs: the floats themselves, or the same floats in fewer bits."""
+"""Dense codecs: float32 elements as they are, or rounded to a shorter float type."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Cast(Codec):
     Rounding is to nearest even. A finite element beyond float16's range (65504) becomes infinite, and so does a sum on
     the wire; bfloat16 has float32's range.
 
-    The 8-bit types have a range of their own for each segment, so that nothing overflows and as little as possible
-    underflows: a power of two, sent as a float32, scales the segment's largest magnitude into the top of the type's
-    range (448 for e4m3fn, 57344 for e5m2). Such payloads are not summable. If an element is not finite, neither is the
-    scale, and the segment decodes to NaN: e4m3fn has no infinity.
+    The 8-bit types scale each segment, so that nothing overflows and little underflows. The scale is a power of two,
+    sent as a float32, that moves the segment's largest magnitude to the top of the type's range (448 for e4m3fn, 57344
+    for e5m2). Such payloads are not summable. If an element is not finite, the scale is not finite either, and the
+    segment decodes to NaN, because e4m3fn has no infinity.
 
     Args:
         dtype: "bfloat16" (8 exponent bits, 8 bits of precision), "float16" (5 and 11), "float8_e4m3fn" (4 and 4) or
@@ -75,13 +75,14 @@ class Cast(Codec):
 
     dtype: str = "bfloat16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = list(kernels.cast.WIDTHS)
         require(self.dtype in names, f"Cast: dtype must be one of {names}, got {self.dtype!r}")
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        return getattr(torch, self.dtype) if kernels.cast.WIDTHS[self.dtype] == 2 else None
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype if kernels.cast.WIDTHS[self.dtype] == 2 else None
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = debug.empty(

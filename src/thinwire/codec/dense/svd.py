@@ -13,23 +13,24 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
+from ..types import number
 
 
 @dataclass(frozen=True, repr=False)
 class SVD(Codec):
     """Sends the best approximation of rank r: `C(M) = U_r diag(s_r) V_r'`, as the factors `U_r diag(s_r)` and `V_r`.
 
-    A tensor of two or more dimensions is the matrix M (n x m): n its first dimension, m the product of the others.
-    A vector, such as all tensors of a bucket put together, is folded to a nearly square matrix, zeros at its end. Costs
-    `4 r (n + m)` bytes. A matrix too small to gain, `r (n + m) >= n m`, is sent as it is.
+    A tensor of two or more dimensions is the matrix M (n x m): n is its first dimension, m the product of the others.
+    A vector, such as all tensors of a bucket together, is reshaped to a nearly square matrix, padded with zeros. The
+    payload has `4 r (n + m)` bytes. A matrix with `r (n + m) >= n m` is sent as it is.
 
     Biased: use it with a memory such as `ErrorFeedback`. Check: `|M - C(M)|_F^2` is the sum of the squares of all
     singular values but the r largest, and no matrix of rank r is closer to M (Eckart and Young 1936).
 
     The time to encode grows as `n m min(n, m)`: on one core 20 ms for 256 x 2304, 120 ms for 512 x 4608, and minutes
-    for all parameters of a large model in one vector. `PowerSGD` comes close to the same approximation at a small part
-    of the time, and its factors are summable. A finite tensor whose rows have a norm beyond float32's range decodes to
-    infinities.
+    for all parameters of a large model in one vector. `PowerSGD` comes close to the same approximation in a fraction of
+    that time, and its factors are summable. A finite tensor decodes to infinities if the norm of a row exceeds float32's
+    range.
 
     Args:
         rank: r, number of singular vectors that are sent, 1 or more; lower => smaller messages. May be a schedule.
@@ -52,7 +53,7 @@ class SVD(Codec):
 
     needs_shape: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
             f"SVD: rank must be a positive integer, got {self.rank!r}",
@@ -75,23 +76,25 @@ class SVD(Codec):
 
     def _count(self, shape: torch.Size) -> int:
         """How many floats are sent for a tensor of this shape."""
-        return min(self.rank * sum(matrix_shape(shape)), shape.numel())
+        return min(number(self.rank) * sum(matrix_shape(shape)), shape.numel())
 
     def _encode_one(self, x: Tensor) -> Tensor:
         if self._count(x.shape) == x.numel():
             return x.reshape(-1)
         if not kernels.all_finite([x]):
-            return x.new_full((self._count(x.shape),), math.nan)  # it has no singular vectors
-        left, right = best_factors(_as_matrix(x), self.rank)
+            nan: Tensor = x.new_full((self._count(x.shape),), math.nan)  # x has no singular vectors
+            return nan
+        left, right = best_factors(_as_matrix(x), number(self.rank))
         return torch.cat([left.reshape(-1), right.reshape(-1)])
 
     def _decode_one(self, part: Tensor, shape: torch.Size) -> Tensor:
         if self._count(shape) == shape.numel():
             return part.view(shape)
-        n, m = matrix_shape(shape)
-        # Copies, because a matrix product may round otherwise in memory that is aligned otherwise.
-        left, right = (f.clone().view(-1, self.rank) for f in part.split([n * self.rank, m * self.rank]))
-        return (left @ right.t()).view(-1)[: shape.numel()].view(shape)
+        (n, m), rank = matrix_shape(shape), number(self.rank)
+        # Copies, because the rounding of a matrix product may depend on the alignment of its memory.
+        left, right = (f.clone().view(-1, rank) for f in part.split([n * rank, m * rank]))
+        product: Tensor = left @ right.t()
+        return product.view(-1)[: shape.numel()].view(shape)
 
 
 def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ def _leading(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of the matrix that a tensor of this shape is seen as."""
+    """Rows and columns of the matrix that a tensor of this shape becomes."""
     numel = shape.numel()
     columns = numel // max(1, shape[0]) if len(shape) > 1 else math.isqrt(max(0, numel - 1)) + 1
     return (shape[0] if len(shape) > 1 else -(-numel // columns)), columns

@@ -14,12 +14,15 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
-from ..types import Symbols
-from .qsgd import check_buckets
+from ..types import Symbols, number
+from .checks import check_buckets
 
 
 class LevelCodec(Codec):
     """Quantizes to `level_values` times each bucket's scale; subclasses have the fields `bucket_size` and `norm`."""
+
+    bucket_size: int
+    norm: str
 
     @property
     @abstractmethod
@@ -54,9 +57,9 @@ class Quantize(LevelCodec):
 
         C(r) = h if u (h - l) < r - l else l,   u ~ U[0, 1)
 
-    Between the outer levels the mean is r; what lies beyond goes to the nearer outer level, so that the codec is
-    unbiased where the outer levels are -1 and 1. An element that lies at a level stays there. The variance of one
-    element is `(h - r)(r - l)`. Zero is a level only if it is one of `levels`.
+    Between the outer levels the mean of C(r) is r. An element beyond them is rounded to the nearer one, so the codec is
+    unbiased if the outer levels are -1 and 1. An element at a level keeps its value. The variance of one element is
+    `(h - r)(r - l)`. Zero is a level only if it is one of `levels`.
 
     Args:
         levels: 2 to 256 numbers in [-1, 1], ascending; up to 16 are fastest. More => larger messages, less noise.
@@ -81,10 +84,10 @@ class Quantize(LevelCodec):
     bucket_size: int = 512
     norm: str = "max"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(float(level) for level in self.levels))
         kernels.levels.checked_levels(self.levels)
-        check_buckets(self)
+        check_buckets("Quantize", self.bucket_size, self.norm)
 
     @property
     def level_values(self) -> tuple[float, ...]:
@@ -100,7 +103,7 @@ class Quantize(LevelCodec):
 class NUQSGD(LevelCodec):
     """Stochastic quantization to levels spaced by a factor: `0, +-p^s, ..., +-p^2, +-p, +-1`, times the scale.
 
-    `b` bits have room for `s + 1 = 2^(b-1) - 1` magnitudes and zero. Most of a gradient is near zero, where these
+    `b` bits can name `s + 1 = 2^(b-1) - 1` magnitudes and zero. Most elements of a gradient are near zero, where these
     levels are dense. Check, for p = 1/2, the L2 scale and bucket size d: an element between two magnitudes has variance
     at most r^2 / 8, one below all of them at most p^(2s) / 4, so `E|C(x)-x|^2 <= (1/8 + d p^(2s) / 4) |x|^2`.
 
@@ -128,7 +131,7 @@ class NUQSGD(LevelCodec):
 
     unbiased: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.bits, Schedule) or (isinstance(self.bits, int) and 2 <= self.bits <= 8),
             f"NUQSGD: bits must be an integer from 2 to 8, got {self.bits!r}",
@@ -137,12 +140,12 @@ class NUQSGD(LevelCodec):
             isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1,
             f"NUQSGD: multiplier must be between 0 and 1, got {self.multiplier!r}",
         )
-        check_buckets(self)
+        check_buckets("NUQSGD", self.bucket_size, self.norm)
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)
 
     @property
     def level_values(self) -> tuple[float, ...]:
         """The levels, ascending in [-1, 1]."""
-        magnitudes = [self.multiplier**j for j in range(2 ** (self.bits - 1) - 1)]
+        magnitudes = [self.multiplier**j for j in range(2 ** (number(self.bits) - 1) - 1)]
         return (*(-m for m in magnitudes), 0.0, *reversed(magnitudes))

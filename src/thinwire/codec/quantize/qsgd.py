@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
-from ..types import Symbols
+from ..types import Symbols, number
+from .checks import check_buckets
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,18 +24,19 @@ class QSGD(Codec):
 
     Each bucket of `bucket_size` consecutive elements of a segment has a float32 scale: its largest magnitude ("max",
     the QSGDinf of the paper) or its L2 norm ("l2"). An element is rounded at random to one of its two neighbouring
-    levels `scale * (2c - m) / m`, `c = 0..m`, with probabilities that make the mean right:
+    levels `scale * (2c - m) / m`, `c = 0..m`, with probabilities that keep the mean:
 
         c = floor((x / scale * m + m) / 2 + u),   u ~ U[0, 1)
 
-    With `zero` there are `m = 2^bits - 2` steps, so zero is a level and zeros stay zeros, as in the paper; this is the
-    default, because most of a gradient is near zero. Without it `m = 2^bits - 1` uses every code. One bit has only the
-    two levels -scale and scale, and needs `zero=False`.
+    With `zero` there are `m = 2^bits - 2` steps, so zero is a level and zeros stay zeros, as in the paper. This is the
+    default, because most elements of a gradient are near zero. Without `zero`, `m = 2^bits - 1` uses every code. One
+    bit has only the two levels -scale and scale, and needs `zero=False`.
 
-    Check: with the L2 scale, `s = m / 2` levels a side and bucket size d, `E|C(x)-x|^2 <= min(d/s^2, sqrt(d)/s)|x|^2`.
+    Check: with the L2 scale, `s = m / 2` levels per sign and bucket size d,
+    `E|C(x)-x|^2 <= min(d/s^2, sqrt(d)/s) |x|^2`.
 
-    With `levels = s` there are s magnitude levels a side and zero, `m = 2s`, at `ceil(log2(2s + 1))` bits an element:
-    the paper's own parameter, of which s = 255 is the classic layer-wise setting.
+    `levels = s` is the paper's own parameter: s levels per sign and zero, so `m = 2s`. An element takes
+    `ceil(log2(2s + 1))` bits. The layer-wise setting of the paper has s = 255.
 
     Args:
         bits: bits an element, 1 to 8; lower => smaller messages, more noise. May be a schedule.
@@ -42,7 +44,7 @@ class QSGD(Codec):
         norm: "max" or "l2".
         zero: whether zero is a level.
         levels: s, in place of `bits`: 1 to 32767. May be a schedule.
-        dense_last: whether an incomplete last bucket of a segment travels as float32.
+        dense_last: whether an incomplete last bucket of a segment is sent as float32.
 
     Raises:
         ValueError: a field out of range, or both or neither of `bits` and `levels`.
@@ -67,7 +69,7 @@ class QSGD(Codec):
 
     unbiased: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             (self.bits is None) != (self.levels is None),
             f"QSGD: give either bits or levels, got bits={self.bits!r} and levels={self.levels!r}",
@@ -78,9 +80,11 @@ class QSGD(Codec):
                 value is None or isinstance(value, Schedule) or (isinstance(value, int) and 1 <= value <= most),
                 f"QSGD: {name} must be an integer from 1 to {most}, got {value!r}",
             )
-        check_buckets(self)
+        check_buckets("QSGD", self.bucket_size, self.norm)
         require(self.bits != 1 or not self.zero, "QSGD: one bit has no room for a zero level; add zero=False")
-        require(self.levels is None or self.zero, "QSGD: levels are counted from zero, which is one; give bits instead")
+        require(
+            self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"
+        )
 
     @property
     def code_bits(self) -> int:
@@ -91,8 +95,9 @@ class QSGD(Codec):
     def num_steps(self) -> int:
         """Number of steps from -scale to scale: the levels less one."""
         if self.levels is not None:
-            return 2 * self.levels
-        return 2**self.bits - (2 if self.zero else 1)
+            return 2 * number(self.levels)
+        assert self.bits is not None, "either bits or levels is given"
+        return int(2 ** number(self.bits)) - (2 if self.zero else 1)
 
     @cached_property
     def _quantizer(self) -> kernels.quantize.Quantizer:
@@ -142,10 +147,3 @@ class QSGD(Codec):
     def _whole(self, numel: int) -> int:
         """Elements of a segment that are quantized: all, or those of complete buckets."""
         return numel - numel % self.bucket_size if self.dense_last else numel
-
-
-def check_buckets(codec: Any) -> None:
-    """Raise ValueError unless `bucket_size` and `norm` are right."""
-    name, size = type(codec).__name__, codec.bucket_size
-    require(isinstance(size, int) and size >= 1, f"{name}: bucket_size must be a positive integer, got {size!r}")
-    require(codec.norm in ("max", "l2"), f"{name}: norm must be 'max' or 'l2', got {codec.norm!r}")

@@ -1,4 +1,4 @@
-"""One bit an element."""
+"""Sign codecs: one bit per element."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ..base import Codec
+from .checks import check_bucket_size
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,10 +46,9 @@ class SignNorm(Codec):
 class SignSGD(Codec):
     """One bit an element; workers take a majority vote: the result is `scale * sign(sum_i sign(x_i))`.
 
-    A worker sends signs, with sign(0) = +1, and everyone counts them. A tie is 0: the element stays where it is, as
-    sign(0) = 0 says. The result is the same whatever the size of the gradients, so the learning rate, or `scale`, alone
-    sets the step. A segment's scale crosses the wire too (4 bytes), which is how a worker with an infinite or NaN
-    element makes itself heard.
+    A worker sends signs, with sign(0) = +1, and every worker counts them. A tie gives 0, so the element is not changed.
+    The result does not depend on the size of the gradients: the learning rate and `scale` alone set the step. A
+    segment also sends its scale (4 bytes), which is NaN if an element is infinite or NaN.
 
     Args:
         scale: factor of the vote, above 0.
@@ -73,14 +73,17 @@ class SignSGD(Codec):
 
     votes: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.scale, (int, float)) and 2.0**-100 <= self.scale <= 2.0**100,
             f"SignSGD: scale must be a positive number, from 2^-100 to 2^100, got {self.scale!r}",
         )
 
     def combine(self, totals: list[Tensor]) -> None:
-        """The sign of each sum, times the scale. Sums of scales are rounded, and counts of votes are integers."""
+        """The sign of each sum, times the scale.
+
+        The division rounds to the nearest integer, because counts of votes are integers and sums of scales are rounded.
+        """
         for total in totals:
             votes = (total / self.scale).round_().sign_()
             total.sub_(total).add_(votes, alpha=self.scale)  # zero, or NaN where the sum was not finite
@@ -100,7 +103,7 @@ class SignSGD(Codec):
 
 @dataclass(frozen=True, repr=False)
 class OneBit(Codec):
-    """One bit an element; negative elements become their mean, and so do the others. Two float32 a bucket.
+    """One bit per element: negative elements become their mean, all others theirs. Two float32 means per bucket.
 
         C(x_i) = mean of {x_j : x_j < 0} if x_i < 0 else mean of {x_j : x_j >= 0}
 
@@ -108,8 +111,8 @@ class OneBit(Codec):
     this one has the least error, `|x - C(x)|^2 = |x|^2 - |C(x)|^2`. The mean of a bucket is kept.
 
     Args:
-        bucket_size: elements that share two means; None for the whole segment. With a matrix's number of columns it is
-            a row, the outputs of one neuron, as in the paper.
+        bucket_size: elements that share two means; None for the whole segment. The number of columns of a matrix makes
+            each row a bucket, as in the paper.
 
     Raises:
         ValueError: bucket_size out of range.
@@ -126,12 +129,8 @@ class OneBit(Codec):
 
     bucket_size: int | None = None
 
-    def __post_init__(self):
-        size = self.bucket_size
-        require(
-            size is None or (isinstance(size, int) and size >= 1),
-            f"OneBit: bucket_size must be a positive integer or None, got {size!r}",
-        )
+    def __post_init__(self) -> None:
+        check_bucket_size("OneBit", self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])

@@ -1,4 +1,4 @@
-"""Three values an element."""
+"""Ternary quantization: three values per element."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
-from ..base import AgreedCodec, Codec
+from ..agreed import AgreedCodec
+from ..base import Codec
 from ..types import Symbols
+from .checks import check_bucket_size
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,14 +23,14 @@ class TernGrad(AgreedCodec):
 
         C(x) = scale * sign(x) * b,   P(b = 1) = min(1, |x| / scale),   scale = min(max |x|, clip * sigma)
 
-    sigma is the standard deviation of the segment (a segment whose elements are all equal is not clipped). Unbiased but
-    for what is clipped. Check: `E(C(x)-x)^2 = |x| (scale - |x|)` where `|x| <= scale`.
+    sigma is the standard deviation of the segment; a segment whose elements are all equal is not clipped. Elements that
+    are not clipped are unbiased. Check: `E(C(x)-x)^2 = |x| (scale - |x|)` where `|x| <= scale`.
 
-    With `shared` the workers first agree on the largest of their scales, and then add up their payloads on the wire:
-    each element has a digit in base `2 W + 1`, large enough for the sum of W workers, and as many digits as keep it
-    below 2^31 fill an int32. That takes 3.6 bits an element for 4 workers, 4.6 for 8 and 5.3 for 16, but is sent as an
-    all-reduce, `2(W-1)/W` times, where an all-gather sends 1.6 bits `W-1` times: it pays from about 5 workers on. What
-    one worker encodes alone, outside of an averager, is the same with and without `shared`.
+    With `shared` the workers first agree on the largest of their scales, and then add their payloads on the wire. Each
+    element is a digit in base `2 W + 1`, large enough for the sum of W workers. An int32 holds as many digits as keep it
+    below 2^31. An element takes 3.6 bits for 4 workers, 4.6 for 8 and 5.3 for 16. An all-reduce sends them `2(W-1)/W`
+    times, while an all-gather without `shared` sends 1.6 bits `W-1` times. So `shared` saves bytes from about 5 workers
+    on. Outside of an averager, the payload is the same with and without `shared`.
 
     Args:
         clip: how many standard deviations are kept; lower => less noise, more bias. None clips nothing.
@@ -53,12 +55,12 @@ class TernGrad(AgreedCodec):
     bucket_size: int | None = None
     shared: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0),
             f"TernGrad: clip must be a positive number of standard deviations or None, got {self.clip!r}",
         )
-        check_bucket_size(self)
+        check_bucket_size("TernGrad", self.bucket_size)
 
     @property
     def unbiased(self) -> bool:
@@ -104,7 +106,7 @@ class TernGrad(AgreedCodec):
 
 @dataclass(frozen=True, eq=False)
 class SharedTernary(Codec):
-    """What `TernGrad(shared=True)` is for one step: the scales are known to all, so payloads may be added.
+    """`TernGrad(shared=True)` in one step: all workers know the scales, so payloads may be added.
 
     Args:
         scales: float32, one for each bucket.
@@ -140,12 +142,3 @@ class SharedTernary(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return self._packing.nbytes(numels)
-
-
-def check_bucket_size(codec: TernGrad | Codec) -> None:
-    """Raise ValueError unless `bucket_size` is a positive integer or None."""
-    size = codec.bucket_size
-    require(
-        size is None or (isinstance(size, int) and size >= 1),
-        f"{type(codec).__name__}: bucket_size must be a positive integer or None, got {size!r}",
-    )

@@ -11,7 +11,8 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..types import Selection
-from .base import Sparsifier, check_ratio, tail
+from .base import Sparsifier, check_ratio
+from .payload import tail
 from .top_k import num_kept
 
 _MAX_BLOCK = 4096  # so that a position in a block fits 12 bits
@@ -21,15 +22,15 @@ _MAX_BLOCK = 4096  # so that a position in a block fits 12 bits
 class BlockwiseTopK(Sparsifier):
     """Keeps the `max(1, ceil(ratio * c))` largest magnitudes of each block of c consecutive elements of a segment.
 
-    Every part of a tensor sends something. An index counts from the start of its block, so it takes 12 bits at most.
-    From 4 elements of 4096 on, the Elias-Fano code of the whole segment is smaller and is used instead. The size is
-    fixed. A shorter last block of c elements keeps `ceil(ratio * c)` of them.
+    Every block of a tensor sends something. An index counts from the start of its block, so it takes at most 12 bits.
+    If a block keeps 4 elements of 4096 or more, the Elias-Fano code of the whole segment is smaller and is used
+    instead. The size is fixed. A shorter last block of c elements keeps `ceil(ratio * c)` of them.
 
     Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 <= (1 - ratio) |x|^2`, as for `TopK`.
 
     Args:
         ratio: fraction of the coordinates that is kept, in (0, 1]; lower => smaller messages.
-        block: elements of a block, 1 to 4096; larger => nearer to `TopK`.
+        block: elements of a block, 1 to 4096; larger => closer to `TopK`.
 
     Raises:
         ValueError: a field out of range.
@@ -46,7 +47,7 @@ class BlockwiseTopK(Sparsifier):
     ratio: float | Schedule
     block: int = _MAX_BLOCK
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
         require(
             isinstance(self.block, int) and 1 <= self.block <= _MAX_BLOCK,
@@ -66,7 +67,7 @@ class BlockwiseTopK(Sparsifier):
         return (self.block - 1).bit_length()
 
     def _in_words(self, count: int, numel: int) -> bool:
-        """Whether positions inside blocks, of equal width, are smaller than what `pack_indices` makes."""
+        """Whether positions inside blocks, coded in words of equal width, are smaller than Elias-Fano."""
         return kernels.words.nbytes(count, self._word_bits) < kernels.indices.nbytes(count, numel)
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:

@@ -11,23 +11,24 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..base import AgreedCodec, Codec, as_list
-from ..types import Key, Selection, Size
+from ..agreed import AgreedCodec
+from ..base import Codec
+from ..types import Key, Selection, Size, as_list
 from .base import check_ratio
 from .top_k import num_kept
 
 
 @dataclass(frozen=True, repr=False)
 class CoarseGrainedTopK(AgreedCodec):
-    """Keeps whole chunks: of the `m = ceil(n / chunk)` of a segment the `max(1, ceil(ratio * m))` of largest L1 norm.
+    """Keeps whole chunks of a segment: of `m = ceil(n / chunk)` chunks the `max(1, ceil(ratio * m))` of largest L1 norm.
 
-    Workers add up the norms of each chunk, agree on the largest sums, and all-reduce these chunks as float32. No index
-    is sent. A worker sends `4 m (W-1)` bytes for the norms, and `2 (W-1)/W 4 k chunk` for k chunks, which do not grow
-    with the number of workers. Used alone, it chooses by its own norms, and says which chunks it sent.
+    Workers add up the norms of each chunk, choose the largest sums, and all-reduce these chunks as float32. They send
+    no index. A worker sends `4 m (W-1)` bytes for the norms, and `2 (W-1)/W 4 k chunk` bytes for k chunks; the latter
+    do not grow with the number of workers. Outside of an averager a worker chooses by its own norms and sends the
+    numbers of its chunks.
 
-    Biased: use it with a memory such as `ErrorFeedback`. A segment no longer than a chunk is sent whole, so that
-    `granularity="bucket"` or "model" suits models of many small tensors. Where the last chunk is shorter it is filled
-    up with zeros.
+    Biased: use it with a memory such as `ErrorFeedback`. A segment of at most one chunk is sent whole, so
+    `granularity="bucket"` or "model" suits models of many small tensors. A shorter last chunk is padded with zeros.
 
     Args:
         ratio: fraction of the chunks that is kept, in (0, 1]; lower => smaller messages.
@@ -53,7 +54,7 @@ class CoarseGrainedTopK(AgreedCodec):
     ratio: float | Schedule
     chunk: int = 4096
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
         require(
             isinstance(self.chunk, int) and self.chunk >= 1,
@@ -71,7 +72,7 @@ class CoarseGrainedTopK(AgreedCodec):
         return AgreedChunks(self, total)
 
     def num_chunks(self, numel: int) -> int:
-        """Of a segment of `numel` elements; the last may be shorter."""
+        """The number of chunks of a segment of `numel` elements; the last may be shorter."""
         return -(-numel // self.chunk)
 
     def count(self, numel: int) -> int:
@@ -79,10 +80,11 @@ class CoarseGrainedTopK(AgreedCodec):
         return num_kept(self.ratio, self.num_chunks(numel))
 
     def choose(self, norms: Tensor, numels: list[int]) -> tuple[Tensor, ...]:
-        """The chunks to keep of each segment, ascending; the first of equals."""
+        """The chunks to keep of each segment, in ascending order; ties go to the first chunk."""
         parts = list(norms.split([self.num_chunks(n) for n in numels]))
         counts = [self.count(n) for n in numels]
-        return kernels.select.topk(parts, counts)[0].split(counts)
+        chunks: tuple[Tensor, ...] = kernels.select.topk(parts, counts)[0].split(counts)
+        return chunks
 
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
@@ -121,7 +123,7 @@ class CoarseGrainedTopK(AgreedCodec):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AgreedChunks(Codec):
-    """What `CoarseGrainedTopK` becomes once workers have agreed: payloads are the chosen chunks, and add on the wire."""
+    """`CoarseGrainedTopK` in one step, after workers have agreed: payloads are the chosen chunks, and add on the wire."""
 
     rule: CoarseGrainedTopK
     norms: Tensor
@@ -149,7 +151,7 @@ class AgreedChunks(Codec):
 
 
 def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[Size]) -> Selection:
-    """Where the payload would decode to ones if all of its values were one."""
+    """The positions of a payload: decode it with ones in place of its values."""
     ones = torch.ones(values_nbytes // 4, device=payload.device).view(torch.uint8)
     marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), list(numels))
     indices = [mark.nonzero().flatten().int() for mark in marks]

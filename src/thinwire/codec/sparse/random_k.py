@@ -1,4 +1,4 @@
-"""Random-k: coordinates that a key chooses, so that no index is sent."""
+"""Random-k: the random key determines the coordinates, so no index is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..types import Selection
-from .base import Sparsifier, check_ratio, tail
+from .base import Sparsifier, check_ratio
+from .payload import tail
 from .top_k import num_kept
 
 
@@ -19,18 +20,18 @@ from .top_k import num_kept
 class RandomK(Sparsifier):
     """Keeps `k = max(1, ceil(ratio * n))` coordinates of each segment, chosen uniformly without replacement.
 
-    The choice is a function of the key, and the receiver repeats it: with a key of its own, each worker sends eight
-    bytes a segment in place of indices. With a `shared` key all workers keep the same coordinates in a step, and other
-    ones in the next; nothing is sent but values, and these may be added on the wire, so that an all-reduce serves.
+    The choice is a function of the key, and the receiver repeats it. Each worker has its own key and sends it, eight
+    bytes a segment, in place of indices. With a `shared` key all workers keep the same coordinates in a step, and other
+    ones in the next step. Then only values are sent, and payloads may be added on the wire by an all-reduce.
 
-    As it is, it is biased, with `E|C(x) - x|^2 = (1 - k/n) |x|^2`, and wants a memory such as `ErrorFeedback`. `scaled`
-    by n/k it is unbiased, with `E|C(x) - x|^2 = (n/k - 1) |x|^2`, and takes none.
+    By default the codec is biased, with `E|C(x) - x|^2 = (1 - k/n) |x|^2`: use it with a memory such as
+    `ErrorFeedback`. With `scaled` it is unbiased, with `E|C(x) - x|^2 = (n/k - 1) |x|^2`, and needs no memory.
 
-    A NaN or infinity is seen even where its coordinate is not chosen: the first value sent of its segment is then NaN.
+    A NaN or infinity is reported even if its coordinate is not chosen: the segment's first value is then sent as NaN.
 
     Args:
         ratio: fraction of the coordinates that is kept, in (0, 1]; lower => smaller messages.
-        shared: whether all workers choose alike.
+        shared: whether all workers choose the same coordinates.
         scaled: whether values are multiplied by n/k.
 
     Raises:
@@ -52,7 +53,7 @@ class RandomK(Sparsifier):
     shared: bool = False
     scaled: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
         for name in ("shared", "scaled"):
             require(isinstance(getattr(self, name), bool), f"RandomK: {name} must be True or False")

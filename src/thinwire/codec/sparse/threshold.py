@@ -1,4 +1,4 @@
-"""Sparsifiers by magnitude, of variable size: a fixed threshold, and one that follows the largest element."""
+"""Sparsifiers by magnitude, of variable size: a fixed threshold, or a fraction of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..types import Selection
+from ..types import Selection, number
 from .base import Sparsifier
 
 _SMALLEST = 2.0**-149  # the smallest positive float32; zeros are never worth sending
 
 
 class _ByMagnitude(Sparsifier):
-    """Keeps what reaches a threshold; none or all of a segment may."""
+    """Keeps elements whose magnitude reaches a threshold: possibly none, possibly all."""
 
     @property
     def counts_travel(self) -> bool:
@@ -36,16 +36,16 @@ class _ByMagnitude(Sparsifier):
 
     @abstractmethod
     def thresholds(self, segments: list[Tensor]) -> list[float]:
-        """One for each segment."""
+        """The threshold of each segment."""
 
 
 @dataclass(frozen=True, repr=False)
 class Threshold(_ByMagnitude):
     """Keeps all `|x_i| >= value`; the size of the payload depends on the data.
 
-    Biased: use it with a memory such as `ErrorFeedback`. Check: `max |x - C(x)| < value`. Where a segment's values and
-    indices would take more than the whole segment, the whole segment is sent; so a payload is never larger than the
-    dense one but for four bytes a segment.
+    Biased: use it with a memory such as `ErrorFeedback`. Check: `max |x - C(x)| < value`. If the values and indices of
+    a segment take more bytes than the whole segment, it is sent whole. So a payload exceeds the dense size by at most
+    four bytes a segment.
 
     Args:
         value: lowest magnitude that is sent, in the units of the tensor; higher => smaller messages.
@@ -68,21 +68,21 @@ class Threshold(_ByMagnitude):
 
     value: float | Schedule = 0.001
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.value, Schedule) or (isinstance(self.value, (int, float)) and 0 < self.value < math.inf),
             f"Threshold: value must be positive and finite, got {self.value!r}",
         )
 
     def thresholds(self, segments: list[Tensor]) -> list[float]:
-        return [max(self.value, _SMALLEST)] * len(segments)
+        return [max(number(self.value), _SMALLEST)] * len(segments)
 
 
 @dataclass(frozen=True, repr=False)
 class AdaptiveThreshold(_ByMagnitude):
     """Keeps `|x_i| >= fraction * max_j |x_j|` of each segment; the size of the payload depends on the data.
 
-    Biased: use it with a memory such as `ErrorFeedback`. At least one element is kept, and none of a segment of zeros.
+    Biased: use it with a memory such as `ErrorFeedback`. At least one element is kept, but none if all are zero.
 
     Args:
         fraction: of the largest magnitude, in (0, 1]; higher => smaller messages.
@@ -102,7 +102,7 @@ class AdaptiveThreshold(_ByMagnitude):
 
     fraction: float | Schedule = 0.5
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.fraction, Schedule) or (isinstance(self.fraction, (int, float)) and 0 < self.fraction <= 1),
             f"AdaptiveThreshold: fraction must be above 0 and at most 1, got {self.fraction!r}",
@@ -110,5 +110,6 @@ class AdaptiveThreshold(_ByMagnitude):
 
     def thresholds(self, segments: list[Tensor]) -> list[float]:
         largest = kernels.select.largest(segments)
-        # Among infinities and NaN, all of them.
-        return [max(self.fraction * m, _SMALLEST) if math.isfinite(m) else math.inf for m in largest]
+        fraction = number(self.fraction)
+        # With an infinity or NaN in the segment, keep exactly the elements that are not finite.
+        return [max(fraction * m, _SMALLEST) if math.isfinite(m) else math.inf for m in largest]

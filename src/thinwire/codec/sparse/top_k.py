@@ -1,4 +1,4 @@
-"""Top-k: the largest magnitudes, exactly or by a threshold that is estimated from a sample."""
+"""Top-k: the largest magnitudes, selected exactly or by a threshold estimated from a sample."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
-from ..types import Selection
-from .base import Sparsifier, check_ratio, with_length, without_length
+from ..types import Selection, number
+from .base import Sparsifier, check_ratio
+from .payload import with_length, without_length
 
-# Of Deep Gradient Compression: which numbers of coordinates are near enough to k, and how the threshold comes down.
+# From Deep Gradient Compression: the accepted range of counts, in units of k, and how the threshold is lowered.
 _TOO_MANY, _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 1.3, 0.8, 0.8, 10
 
 
@@ -25,22 +26,22 @@ class TopK(Sparsifier):
     Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 <= (1 - k/n) |x|^2`. An index costs about
     `log2(1/ratio) + 2` bits: 12 at ratio 0.001, 8.6 at 0.01.
 
-    With `sample`, about k coordinates: those that reach a threshold that is estimated as in Deep Gradient Compression.
+    With `sample` it keeps about k coordinates: those that reach a threshold, estimated as in Deep Gradient Compression.
 
         1. sample     every (1/sample)-th element from a random start, at least 2/ratio of them
         2. estimate   the threshold: the ceil(ratio * num_samples)-th largest magnitude of the sample
         3. select     all elements that reach it
-        4. adapt      more than 1.3 k: the k largest of them; fewer than 0.8 k: the threshold falls by 0.8 and step 3 is
-                      repeated, ten times at most
+        4. adapt      more than 1.3 k: keep the k largest of them; fewer than 0.8 k: multiply the threshold by 0.8 and
+                      repeat step 3, ten times at most
 
-    The exact selection is about as fast here; `sample` is for comparison with the published method.
+    The exact selection is about as fast here; use `sample` to compare with the published method.
 
     Args:
         ratio: fraction of the coordinates that is kept, in (0, 1]; lower => smaller messages.
-        sample: fraction of the elements that is sampled, in (0, 1]; None selects exactly. The size of the payload then
-            depends on the data.
-        indices: "fixed" codes indices in a size that follows from n and k; "auto" also tries packed gaps and takes the
-            smallest, so that the size depends on the data.
+        sample: fraction of the elements that is sampled, in (0, 1]; None selects exactly. With a sample the size of the
+            payload depends on the data.
+        indices: "fixed" codes indices in a size that n and k determine. "auto" also tries packed gaps and takes the
+            smallest code, so the size depends on the data.
 
     Raises:
         ValueError: a field out of range.
@@ -59,7 +60,7 @@ class TopK(Sparsifier):
     sample: float | None = None
     indices: str = "fixed"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
         require(
             self.sample is None or (isinstance(self.sample, (int, float)) and 0 < self.sample <= 1),
@@ -112,18 +113,18 @@ class TopK(Sparsifier):
         return super().indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
 
 
-def num_kept(ratio: float, numel: int) -> int:
-    """`ceil(ratio * numel)`, at least one; none of none."""
+def num_kept(ratio: float | Schedule, numel: int) -> int:
+    """`ceil(ratio * numel)`, and at least one unless `numel` is zero."""
     # The factor keeps binary rounding from adding a coordinate: 0.07 * 100 is 7.000000000000001.
-    return min(numel, max(1, math.ceil(ratio * numel * (1 - 1e-12))))
+    return min(numel, max(1, math.ceil(number(ratio) * numel * (1 - 1e-12))))
 
 
 def sampled_thresholds(segments: list[Tensor], keys: list[int], targets: list[int], sample: float) -> list[float]:
-    """For each segment a magnitude that about `targets[i]` of its elements reach, estimated from a strided sample."""
+    """For each segment a magnitude that about `targets[i]` elements reach, estimated from a strided sample."""
     samples = [_sample(x, key, k, sample) for x, key, k in zip(segments, keys, targets, strict=True)]
     counts = [math.ceil(k / max(1, x.numel()) * s.numel()) for x, k, s in zip(segments, targets, samples, strict=True)]
     _, largest = kernels.select.topk(samples, counts)
-    # NaN is the largest magnitude; infinity lets it pass.
+    # NaN counts as the largest magnitude; as an infinite threshold it still selects NaN.
     return [float(v.abs().nan_to_num(torch.inf, torch.inf).min()) if v.numel() else 0.0 for v in largest.split(counts)]
 
 
@@ -132,7 +133,7 @@ def _sample(x: Tensor, key: int, target: int, sample: float) -> Tensor:
     if wanted >= x.numel():
         return x
     stride = x.numel() // wanted
-    stride -= stride % 2 == 0  # odd, so that it walks through all columns of a matrix of even width
+    stride -= stride % 2 == 0  # odd, so that it visits all columns of a matrix of even width
     return x[key % stride :: stride].contiguous()
 
 

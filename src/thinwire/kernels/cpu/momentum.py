@@ -11,8 +11,11 @@ from .views import Floats, empty_selection, views
 __all__ = ["correct", "correct_topk", "add_topk"]
 
 
-def _views(b: Buffers) -> list[list[Floats]]:
-    return [views(tensors) for tensors in (b.gs, b.us, b.vs, b.new_us, b.new_vs)]
+Segments = list[Floats]
+
+
+def _views(b: Buffers) -> tuple[Segments, Segments, Segments, Segments, Segments]:
+    return views(b.gs), views(b.us), views(b.vs), views(b.new_us), views(b.new_vs)
 
 
 def _native_rule(rule: Momentum) -> _native.Momentum:

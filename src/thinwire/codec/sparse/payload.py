@@ -1,0 +1,163 @@
+"""The payload of a sparsifier: it selects, sends the values through a codec, and codes the support."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ... import debug, kernels
+from ...algorithm import require
+from ..base import Codec
+from ..types import Selection
+
+if TYPE_CHECKING:
+    from .base import Sparsifier
+
+
+def with_length(codes: Tensor) -> Tensor:
+    """Append the length of the codes, so that the receiver finds their start from the end of the payload."""
+    length = torch.tensor([codes.numel()], dtype=torch.int32, device=codes.device)
+    return torch.cat([codes, length.view(torch.uint8)])
+
+
+def without_length(codec: Codec, payload: Tensor) -> tuple[Tensor, int]:
+    """Undo `with_length` at the end of a payload: the codes, and the number of bytes of codes and length."""
+    nbytes = int(kernels.payload_as(payload[-4:], torch.int32)) if payload.numel() >= 4 else -1
+    at = payload.numel() - 4 - nbytes
+    require(nbytes >= 0 and at >= 0, f"{codec}: the payload is corrupt, its indices take {nbytes} of its bytes")
+    return payload[at:-4], nbytes + 4
+
+
+def encode_sparse(
+    sparsifier: Sparsifier, values_codec: Codec, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
+) -> Tensor:
+    """Select, send the values through `values_codec`, and code the support.
+
+    A segment is sent whole if that takes fewer bytes than its values and its support.
+    """
+    numels = [s.numel() for s in segments]
+    selection = sparsifier.select(segments, keys)
+    if sparsifier.counts_travel:
+        selection = _all_where_smaller(sparsifier, values_codec, selection, segments)
+    indices, values, counts = selection
+    sent, lost = _encode_values(values_codec, values, counts, keys, gains=[sparsifier.gain(n) for n in numels])
+    if residuals is not None:
+        for x, r in zip(segments, residuals, strict=True):
+            if r.data_ptr() != x.data_ptr():
+                r.copy_(x)
+        if lost is None:
+            kernels.scatter.clear(residuals, indices, counts)
+        else:
+            kernels.scatter.write(residuals, indices, lost, counts)
+    return torch.cat([sent, sparsifier.write_support(indices, counts, numels, keys)])
+
+
+def decode_sparse(
+    sparsifier: Sparsifier,
+    values_codec: Codec,
+    payload: Tensor,
+    outs: list[Tensor],
+    weight: float,
+    keys: list[int],
+) -> Selection:
+    """Undo `encode_sparse`: add the values to `outs`, and return them with their positions."""
+    numels = [o.numel() for o in outs]
+    indices, counts, nbytes = sparsifier.read_support(payload, numels, keys)
+    sent = payload[: payload.numel() - nbytes]
+    expected = values_codec.segments_nbytes(counts)
+    require(
+        sent.numel() == expected or (sent.numel() < expected and not values_codec.fixed_size),
+        f"{sparsifier}: the payload has {sent.numel()} bytes of values, and {sum(counts)} of them take {expected}; "
+        "is it corrupt, or were sender and receiver configured differently?",
+    )
+    if values_codec.sends_floats:
+        values = kernels.payload_as(sent, torch.float32)
+    else:
+        values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
+        values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
+    kernels.scatter.add(outs, indices, values, counts, weight)
+    return Selection(indices, values, counts)
+
+
+def sum_sparse(
+    sparsifier: Sparsifier,
+    values_codec: Codec,
+    payloads: Sequence[Tensor],
+    outs: list[Tensor],
+    weight: float,
+    keys: list[int],
+) -> bool:
+    """`Codec.decode_sum`: only elements in a payload are checked to be finite, because all others are zero."""
+    for out in outs:
+        out.zero_()
+    kept = [decode_sparse(sparsifier, values_codec, payload, outs, weight, keys) for payload in payloads]
+    return kernels.all_finite([kernels.scatter.gather(outs, indices, counts) for indices, _, counts in kept])
+
+
+def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:
+    """Bytes of the payload of `encode_sparse`: exact if both codecs are of fixed size, else an upper bound."""
+    counts = [sparsifier.count(n) for n in numels]
+    return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
+
+
+def _encode_values(
+    values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
+) -> tuple[Tensor, Tensor | None]:
+    """Encode the values times `gains`; also return the values' residual, or None if it is zero."""
+    if values_codec.sends_floats and all(gain == 1.0 for gain in gains):
+        return values.view(torch.uint8), None
+    kept, lost = list(values.split(counts)), debug.empty_like(values)
+    if all(gain == 1.0 for gain in gains):
+        sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
+        return sent, lost
+    sent = values_codec.encode_segments([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
+    values_codec.decode_add_segments(sent, list(lost.zero_().split(counts)), 1.0, [])
+    return sent, values - lost
+
+
+def _all_where_smaller(
+    sparsifier: Sparsifier, values_codec: Codec, selection: Selection, segments: list[Tensor]
+) -> Selection:
+    """The selection, with all elements of a segment where that makes the payload smaller."""
+
+    def nbytes(count: int, numel: int) -> int:
+        return values_codec.segments_nbytes([count]) + sparsifier.indices_nbytes([count], [numel])
+
+    def grows(count: int, numel: int) -> bool:
+        return nbytes(count, numel) > nbytes(numel, numel)
+
+    counts = [x.numel() if grows(k, x.numel()) else k for k, x in zip(selection.counts, segments, strict=True)]
+    if counts == selection.counts:
+        return selection
+    parts = [part.split(selection.counts) for part in (selection.indices, selection.values)]
+    indices, values = [], []
+    for i, x in enumerate(segments):
+        everything = counts[i] == x.numel()
+        indices.append(torch.arange(x.numel(), dtype=torch.int32, device=x.device) if everything else parts[0][i])
+        values.append(x if everything else parts[1][i])
+    return Selection(torch.cat(indices), torch.cat(values), counts)
+
+
+def count_bytes(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
+
+
+def split_counts(payload: Tensor, numels: list[int]) -> tuple[Tensor, list[int]]:
+    """Split a payload into the bytes before the counts, and the counts."""
+    nbytes = 4 * len(numels)
+    counts = kernels.payload_as(tail(payload, nbytes), torch.int32).tolist()
+    require(
+        all(0 <= k <= n for k, n in zip(counts, numels, strict=True)),
+        f"the payload is corrupt: its counts are {counts}, for segments of {numels} elements",
+    )
+    return payload[: payload.numel() - nbytes], counts
+
+
+def tail(payload: Tensor, nbytes: int) -> Tensor:
+    """The last `nbytes` bytes of a payload; ValueError if it is shorter."""
+    have = payload.numel()
+    require(have >= nbytes, f"the payload is cut short: its indices take {nbytes} bytes, and it has only {have}")
+    return payload[payload.numel() - nbytes :]
