@@ -1,8 +1,7 @@
 """Schedules: a number that changes while training, in place of a field's constant.
 
-`TopK(GeometricWarmup(0.001, 5))` is an algorithm like any other. What it is at one moment is `resolve(algorithm, progress)`:
-the same algorithm with every schedule replaced by its value. Progress is counted alike on all workers, so the
-value is the same on all of them.
+`TopK(GeometricWarmup(0.001, 5))` is an algorithm like any other. `resolve(algorithm, progress)` replaces every schedule in
+it by its value at one moment. All workers count progress alike, so they all get the same value.
 """
 
 from __future__ import annotations
@@ -10,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .algorithm import Algorithm, require
+
+AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm)
 
 
 class Progress(NamedTuple):
@@ -32,14 +33,16 @@ class Schedule(Algorithm, ABC):
 
 @dataclass(frozen=True, repr=False)
 class GeometricWarmup(Schedule):
-    """Approaches `final` by equal factors over the first `num` epochs (or steps): `start * (final/start)^((e+1)/(num+1))`.
+    """Moves from `start` to `final` by equal factors, over the first `num` epochs (or steps).
+
+    The value in epoch (or step) e < num is `start * (final/start)^((e+1)/(num+1))`.
 
     With the defaults this is Deep Gradient Compression's warm-up of the ratio, `r^((e+1)/6)` over five epochs.
 
     Args:
-        final: the value from epoch `num` on.
+        final: the value from epoch or step `num` on.
         num: how many epochs or steps the warm-up takes.
-        start: the value that it comes from.
+        start: the value before the first epoch or step.
         unit: "epoch" or "step".
 
     Raises:
@@ -71,7 +74,7 @@ class GeometricWarmup(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class Values(Schedule):
-    """Takes one value after the other, each for `every` epochs (or steps); the last one stays.
+    """Piecewise constant: each value holds for `every` epochs (or steps), and the last one stays.
 
     Args:
         values: such as (0.25, 0.063, 0.015, 0.004, 0.001).
@@ -103,16 +106,24 @@ class Values(Schedule):
         return self.values[min(now // self.every, len(self.values) - 1)]
 
 
-def resolve(value: Any, progress: Progress) -> Any:
-    """`value` with every schedule in it replaced by its number at this moment."""
+def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
+    """The algorithm at one moment: every schedule in it is replaced by its value.
+
+    Example:
+        >>> import thinwire as tw
+        >>> resolve(tw.QSGD(bits=tw.Values((8, 4))), tw.Progress(epoch=1))
+        QSGD(bits=4)
+    """
+    fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
+    changed = {name: new for name, old in fields.items() if (new := _resolved(old, progress)) is not old}
+    return dataclasses.replace(algorithm, **changed) if changed else algorithm
+
+
+def _resolved(value: object, progress: Progress) -> object:
     if isinstance(value, Schedule):
         return value.at(progress)
-    if not isinstance(value, Algorithm):
-        return value
-    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    changed = {name: new for name, old in fields.items() if (new := resolve(old, progress)) is not old}
-    return dataclasses.replace(value, **changed) if changed else value
+    return resolve(value, progress) if isinstance(value, Algorithm) else value
 
 
-def _check_unit(schedule: Any) -> None:
+def _check_unit(schedule: GeometricWarmup | Values) -> None:
     require(schedule.unit in Progress._fields, f"{schedule}: unit must be 'epoch' or 'step', got {schedule.unit!r}")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.average.exchange import COSTS, EXCHANGES, Load, cheapest
+from thinwire.average.exchange.base import pack, unpack
 from thinwire.average.exchange.scatter_reduce import shard_nbytes
 
 SPARSE, QUANTIZED = tw.TopK(0.1), tw.QSGD(bits=4)
@@ -394,6 +395,17 @@ def test_costs_are_the_bytes_that_leave_a_node(size, nodes):
     assert COSTS["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
 
 
+# ---- messages ----
+
+
+@pytest.mark.parametrize("offset", range(5))
+def test_messages_may_start_at_any_address(offset):
+    message = pack(torch.tensor([1.0, -2.0, 3.0]), torch.tensor([7, 8, 9], dtype=torch.uint8))
+    received = torch.cat([torch.zeros(offset, dtype=torch.uint8), message])[offset:]
+    dense, payload = unpack(received, 3)
+    assert dense.tolist() == [1.0, -2.0, 3.0] and payload.tolist() == [7, 8, 9]
+
+
 # ---- auto ----
 
 
@@ -450,8 +462,8 @@ def test_torchrun_says_how_many_workers_share_a_node():
     assert spawn(4, init_worker, averager, ["2"] * 4) == [2] * 4
     for sizes, message in (
         (["2", "2", "2", "4"], "workers per node.*rank 3"),
-        (["3"] * 4, "4 workers cannot be nodes of 3"),
-        (["many"] * 4, "4 workers cannot be nodes of many"),
+        (["3"] * 4, "4 workers cannot form nodes of 3"),
+        (["many"] * 4, "4 workers cannot form nodes of many"),
         (None, "torchrun.*LOCAL_WORLD_SIZE"),
     ):
         for error in spawn(4, init_worker, averager, sizes, return_errors=True):
@@ -507,7 +519,7 @@ def test_auto_needs_more_than_the_size_of_one_node(monkeypatch):
     ("build", "message"),
     [
         (lambda: tw.Mean(workers_per_node=0), "workers_per_node must be a positive integer or None, got 0"),
-        (lambda: tw.Mean(exchange="all_gather", workers_per_node=2), "workers_per_node=2 means nothing"),
+        (lambda: tw.Mean(exchange="all_gather", workers_per_node=2), "does not use workers_per_node=2"),
         (lambda: tw.Mean(exchange="scatter"), "exchange must be one of auto, all_reduce, all_gather, scatter_reduce"),
     ],
 )
@@ -518,7 +530,7 @@ def test_mistakes(build, message):
 
 def test_workers_that_cannot_be_split_into_nodes():
     def worker(comm):
-        with pytest.raises(ValueError, match="3 workers cannot be nodes of 2 each"):
+        with pytest.raises(ValueError, match="3 workers cannot form nodes of 2 each"):
             mean_of(SPARSE, "hierarchical", 2).init(gradients(comm.rank, 0), comm)
 
     tw.LocalWorld(3).run(worker)

@@ -296,7 +296,7 @@ def test_a_state_that_does_not_fit_is_refused():
         def state(name="w", shape=(9, 9), **options):
             return tw.PowerSGD(**options).init([(name, torch.zeros(shape))], comm)
 
-        with pytest.raises(ValueError, match="has a memory and this averager has none"):
+        with pytest.raises(ValueError, match="only one of the saved state and this averager has a memory"):
             state(memory=None).load_state_dict(state().state_dict())
         with pytest.raises(ValueError, match=r"does not fit this model: \['v', 'w'\]"):
             state("v").load_state_dict(state().state_dict())

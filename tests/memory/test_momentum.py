@@ -228,15 +228,15 @@ def test_without_momentum_and_masking_it_is_error_feedback():
 class Unfused(MomentumCorrection):
     """Momentum correction in separate passes."""
 
-    def compensate_topk(self, *arguments):
-        return None
+    def compensate_all(self, state, tensors, scale=1.0, counts=None):
+        return super().compensate_all(state, tensors, scale)
 
 
 class UnfusedFeedback(tw.ErrorFeedback):
     """Error feedback in separate passes."""
 
-    def compensate_topk(self, *arguments):
-        return None
+    def compensate_all(self, state, tensors, scale=1.0, counts=None):
+        return super().compensate_all(state, tensors, scale)
 
 
 PAIRS = [

@@ -40,7 +40,8 @@ class ByNameState:
     @property
     def progress(self) -> Progress:
         """Rounds and epochs, the same for all children."""
-        return self.children[0].progress
+        progress: Progress = self.children[0].progress
+        return progress
 
     @progress.setter
     def progress(self, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""CHOCO: gossip on public copies, which compressed differences keep up to date."""
+"""CHOCO: gossip on public copies of the values, which workers update by compressed differences."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from ..comm import Communicator
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
-from .gossip_base import (
-    Change,
-    Gossip,
-    GossipState,
-    Round,
-    check_codec,
-    check_fixed_undirected,
-    check_number,
-    tensor_keys,
-)
+from .gossip_base import Gossip
+from .gossip_checks import check_codec, check_fixed_undirected, check_number
+from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
 
 @dataclass
 class ChocoMemory:
-    """The own public copy `h_i`, and `s_i = sum_j P_ij h_j`, the weighted sum of the neighbours' and it, both flat."""
+    """The worker's public copy `h_i`, and `s_i = sum_j P_ij h_j` over its neighbours and itself.
+
+    Attributes:
+        layout: where each tensor lies in the flat vectors.
+        public: h_i, flat.
+        weighted_sum: s_i, flat.
+    """
 
     layout: Layout
     public: Tensor
@@ -48,34 +47,35 @@ class ChocoMemory:
 
 @dataclass(frozen=True, repr=False)
 class Choco(Gossip):
-    """CHOCO-Gossip: with the public copies `h_i`, known to i's neighbours, and `s_i = sum_j P_ij h_j`,
+    """CHOCO-Gossip. Neighbours know each worker's public copy `h_i`; worker i also keeps `s_i = sum_j P_ij h_j`:
 
         q_i = C(x_i - h_i)   is sent;   h_i += q_i;   s_i += sum_j P_ij q_j;   x_i += step_size (s_i - h_i)
 
-    Differences shrink as copies catch up, so that even coarse codecs reach the exact mean. The mean over workers is
-    kept. With `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in
-    one step; memory is two float32 copies of the tensors, whatever the number of neighbours. The topology must be
-    static and undirected.
+    The differences shrink as the copies approach the values, so even coarse codecs reach the exact mean. A round keeps
+    the mean over workers. With `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload to each
+    neighbour in one step. Memory is two float32 copies of the tensors, for any number of neighbours. The topology must
+    be static and undirected.
 
-    The codec must lose less than it carries, `E|C(x) - x|^2 < |x|^2`, as sparsifiers, `SignNorm` and fine quantizers
-    do. `QSGD(bits=2)` with its buckets of 512 does not, and diverges at any step size; smaller buckets make it fine.
+    The codec's error must be smaller than its input, `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and
+    fine quantizers. It does not hold for `QSGD(bits=2)` with its buckets of 512, which diverges at any step size; smaller
+    buckets help.
 
-    The copies start at zero, as in the paper; where all workers hold the same bits at `init`, as when training starts,
-    they start at those, which saves the rounds that a sparse codec would need to send the initial values.
+    The copies start at zero, as in the paper. If all workers hold the same bits at `init`, as when training starts, the
+    copies start at these values. A sparse codec would need many rounds to send them.
 
-    A payload with an infinite or NaN element, such as from a diverged worker, enters neither copy, at either end: it
-    makes the tensors of sender and neighbours non-finite, but restored parameters go on with sound memory.
+    A payload with an infinite or NaN element changes no copy, at either end. It makes the tensors of the sender and its
+    neighbours non-finite. After their parameters are restored, training goes on with finite memory.
 
     Args:
-        topology: who talks to whom.
-        codec: what crosses the wire; tensors are its segments.
-        step_size: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
-            the default is stable on a ring of 8 down to `TopK(0.01)`, where 0.05 diverges slowly; `QSGD(bits=4)`
-            takes 0.5 and more, `TopK(0.1)` 0.2.
+        topology: who talks to whom, with which weights.
+        codec: encodes the differences; tensors are its segments.
+        step_size: in (0, 1]; higher => faster, until it diverges. A coarser codec needs a lower one. The default is
+            stable on a ring of 8 down to `TopK(0.01)`, where 0.05 diverges slowly. `TopK(0.1)` is stable at 0.2, and
+            `QSGD(bits=4)` at 0.5 and above.
 
     Raises:
-        ValueError: step_size out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
-            topology.
+        ValueError: step_size is out of range, or the codec's payloads vary in size. In `init`: a directed or
+            time-varying topology.
 
     Source: Koloskova et al. 2019, arXiv 1902.00340; for deep learning arXiv 1907.09356.
 
@@ -89,7 +89,7 @@ class Choco(Gossip):
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
     step_size: float = 0.02
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self, self.codec)
         check_number(self, "step_size", self.step_size)
@@ -125,7 +125,7 @@ class Choco(Gossip):
 def _absorb(
     state: GossipState, codec: Codec, payload: Tensor, into: list[tuple[Tensor, float]], poisoned: Tensor
 ) -> None:
-    """Add a decoded payload to the copies that it is meant for, or, if it is not finite, to `poisoned` instead."""
+    """Add a decoded payload to its copies; or, if it is not finite, to `poisoned` only."""
     q = torch.zeros_like(poisoned)
     codec.decode_add(payload, state.layout.split(q))
     if not kernels.all_finite([q]):

@@ -1,4 +1,4 @@
-"""DeepSqueeze: gossip on compressed values, whose error each worker adds to its next ones."""
+"""DeepSqueeze: gossip on compressed values; each worker adds the codec's error to its next value."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from ..comm import Communicator
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
-from .gossip_base import (
-    Change,
-    Gossip,
-    GossipState,
-    Round,
-    check_codec,
-    check_fixed_undirected,
-    check_number,
-    tensor_keys,
-)
+from .gossip_base import Gossip
+from .gossip_checks import check_codec, check_fixed_undirected, check_number
+from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
 
 @dataclass
 class DeepSqueezeMemory:
-    """What the last payload failed to carry, `d_i`, flat."""
+    """What the last payload did not carry, `d_i`.
+
+    Attributes:
+        layout: where each tensor lies in the flat vector.
+        lost: d_i, flat.
+    """
 
     layout: Layout
     lost: Tensor
@@ -44,29 +42,29 @@ class DeepSqueezeMemory:
 
 @dataclass(frozen=True, repr=False)
 class DeepSqueeze(Gossip):
-    """Error-compensated gossip, with memory `d_i` from zero:
+    """Error-compensated gossip, with a memory `d_i` that starts at zero:
 
         v_i = x_i + d_i;   C(v_i) is sent;   d_i = v_i - C(v_i);   x_i += step_size sum_j P_ij (C(v_j) - C(v_i))
 
-    The mean over workers is kept. It is the values themselves that are compressed, not their differences, so that the
-    codec's error does not vanish as workers agree: disagreement settles at a level that falls with step_size. With
-    `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload, p bytes, to each neighbour, in one step;
-    memory is one float32 copy of the tensors. The topology must be static and undirected.
+    A round keeps the mean over workers. It compresses the values, not their differences, so the codec's error does not
+    vanish as workers agree: disagreement settles at a level that falls with step_size. With `Identity()` and step_size 1
+    it is `Mix`. A worker sends the codec's payload to each neighbour in one step. Memory is one float32 copy of the
+    tensors. The topology must be static and undirected.
 
-    The codec must lose less than it carries, `E|C(x) - x|^2 < |x|^2`, as sparsifiers, `SignNorm` and fine quantizers
-    do. `QSGD(bits=2)` with its buckets of 512 does not, and stalls.
+    The codec's error must be smaller than its input, `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and
+    fine quantizers. It does not hold for `QSGD(bits=2)` with its buckets of 512, which makes no progress.
 
-    The error is kept only where it is finite: non-finite parameters spread, but leave memory as it was.
+    A round with a non-finite vector leaves memory as it was. Non-finite parameters spread, as in any gossip.
 
     Args:
-        topology: who talks to whom.
-        codec: what crosses the wire; tensors are its segments.
-        step_size: step size in (0, 1]; higher => faster, until it diverges. The coarser the codec, the lower it must be;
-            the default is stable on a ring of 8 down to `TopK(0.01)`, and `QSGD(bits=4)` takes 0.05 and more.
+        topology: who talks to whom, with which weights.
+        codec: encodes the values; tensors are its segments.
+        step_size: in (0, 1]; higher => faster, until it diverges. A coarser codec needs a lower one. The default is
+            stable on a ring of 8 down to `TopK(0.01)`; `QSGD(bits=4)` is stable at 0.05 and above.
 
     Raises:
-        ValueError: step_size out of range, a codec whose payloads vary in size; in `init`, a directed or time-varying
-            topology.
+        ValueError: step_size is out of range, or the codec's payloads vary in size. In `init`: a directed or
+            time-varying topology.
 
     Source: Tang et al. 2019, arXiv 1907.07346.
 
@@ -80,7 +78,7 @@ class DeepSqueeze(Gossip):
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
     step_size: float = 0.005
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self, self.codec)
         check_number(self, "step_size", self.step_size)

@@ -90,7 +90,7 @@ class Layout:
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
         """Overwrite the flat vector by what `named` returned."""
         differing = sorted(set(self.names) ^ saved.keys())
-        require(not differing, f"saved memory does not fit these tensors: {differing[:5]} stand on one side only")
+        require(not differing, f"saved memory does not fit these tensors: {differing[:5]} are only in one of them")
         for name, part in zip(self.names, self.split(flat), strict=True):
             require(
                 part.shape == saved[name].shape,

@@ -1,28 +1,30 @@
-"""The mean of all workers, encoded: one exchange, the same bits everywhere.
+"""The mean of all workers, encoded: one exchange, and the same bits on every worker.
 
 The path of a gradient through `step` and `wait`:
 
-    0. adapt        at some rounds: fit levels to the gradients     codec, workers together
-    1. compensate   clip; add what earlier steps lost               clip, memory
-    2. encode       floats -> bytes                                 codec
-    3. exchange     the bytes meet                                  exchange/, communicator
-    4. decode       bytes -> floats, added in rank order            codec
-    5. commit       keep what this step lost, if all was finite     memory
+    0. adapt        in some rounds: fit levels to the gradients       codec, on all workers together
+    1. compensate   clip; add what earlier steps lost                 clip, memory
+    2. encode       floats -> bytes                                   codec
+    3. exchange     send and receive the bytes                        exchange/, communicator
+    4. decode       bytes -> floats, added in rank order              codec
+    5. commit       keep what this step lost, if all was finite       memory
+
+Fused top-k. Where the codec keeps exactly the k largest elements, memory selects them while it compensates. The codec
+says how many (`topk_counts`), memory returns the selection (`compensate_all`), and the codec encodes it
+(`with_selection`).
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import debug, kernels
+from .. import kernels
 from ..algorithm import require
-from ..clock import Clock
-from ..codec import Codec, Identity, Key, Selection
+from ..codec import Codec, Identity, Selection
 from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -39,48 +41,16 @@ from .exchange import (
     agree_on_nodes,
     agreed_all_reduce,
     cheapest,
+    copy_changed,
     flatten,
     init_owner_memory,
     launched_nodes,
+    result_buffers,
     split_like,
 )
+from .mean_state import MeanState
 
 _GRANULARITIES = ("layer", "bucket", "model")
-
-
-@dataclass
-class MeanState:
-    """What changes while `Mean` runs; and what `init` has chosen for good, `exchange` and `workers_per_node`."""
-
-    seed: int
-    memory: Any
-    exchange: str
-    workers_per_node: int = 1
-    owner_memory: Any = None
-    codec: Any = None
-    progress: Progress = Progress()
-    finite: bool = True
-    clock: Clock = field(default_factory=Clock)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, keyed by parameter name; it differs between workers, so each saves its own."""
-        memories = {name: None if m is None else m.state_dict() for name, m in self._memories().items()}
-        return {"step": self.progress.step, "epoch": self.progress.epoch} | memories
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name, memory in self._memories().items():
-            require(
-                (saved[name] is None) == (memory is None),
-                f"only one of the saved state and this averager has {name}; use the averager it was saved with, on as "
-                "many workers",
-            )
-            if memory is not None:
-                memory.load_state_dict(saved[name])
-        self.progress = Progress(saved["step"], saved["epoch"])
-
-    def _memories(self) -> dict[str, Any]:
-        return {"memory": self.memory, "owner_memory": self.owner_memory, "codec": self.codec}
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,23 +58,22 @@ class Mean(Averager):
     """Every worker gets `1/W sum_i C(x_i + e_i)`, bit for bit the same.
 
     Args:
-        codec: what crosses the wire.
-        memory: what happens to what was lost, such as `ErrorFeedback()`; None forgets it.
-        granularity: what is encoded as one: each tensor ("layer"), all tensors of one call ("bucket", under DDP one of
-            its buckets), or all tensors of the model ("model", which leaves nothing to overlap with the backward pass).
-        exchange: "all_reduce", "all_gather", "scatter_reduce", "hierarchical", or "auto": the cheapest of those that
-            suit. For unbiased codecs on 5 workers or more that may be "scatter_reduce", which encodes the mean a second
-            time. `docs/algorithms.md` gives the rule, and steps and bytes for each.
-        min_ndim: tensors of fewer dimensions travel dense as float32; higher => more travels dense. The default of 2
-            spares biases and norms, as Deep Gradient Compression does; 0 encodes everything.
-        workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" and "auto". None takes what
-            the launcher says in LOCAL_WORLD_SIZE; "auto" uses it where all nodes have equally many workers.
-
-        clip: how each worker clips its own gradients first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
+        codec: encodes what is sent.
+        memory: keeps what the payload did not carry, such as `ErrorFeedback()`; None drops it.
+        granularity: what is encoded as one segment. "layer": each tensor. "bucket": all tensors of one call; under DDP
+            that is one of its buckets. "model": all tensors of the model, which overlaps with no backward pass.
+        exchange: "all_reduce", "all_gather", "scatter_reduce", "hierarchical", or "auto". "auto" takes the cheapest
+            that suits the codec. For unbiased codecs on 5 workers or more that may be "scatter_reduce", which encodes
+            the mean a second time. `docs/algorithms.md` has the rule, and the steps and bytes of each.
+        min_ndim: tensors with fewer dimensions travel dense as float32; higher => more travels dense. The default of 2
+            keeps biases and norms dense, as Deep Gradient Compression does; 0 encodes everything.
+        workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" and "auto". None reads the
+            launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
+        clip: clips each worker's own gradients first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
 
     Raises:
-        ValueError: an unknown word, an all-reduce of payloads that cannot be added, or workers that cannot be split
-            into such nodes.
+        ValueError: an unknown word, or an all-reduce of payloads that cannot be added. In `init`: workers that cannot
+            be split into such nodes.
 
     Example:
         >>> import torch, thinwire as tw
@@ -127,7 +96,7 @@ class Mean(Averager):
     workers_per_node: int | None = None
     clip: Clip | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
         require(
             self.memory is None or isinstance(self.memory, Memory),
@@ -155,9 +124,8 @@ class Mean(Averager):
         )
         require(
             nodes is None or self.exchange in ("auto", "hierarchical"),
-            f"Mean: workers_per_node={nodes} means nothing to exchange={self.exchange!r}; use 'hierarchical' or 'auto'",
+            f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
         )
-
         require(
             self.memory is None or not self.memory.needs_support or (self.exchange != "hierarchical" and nodes is None),
             f"Mean: with exchange='hierarchical' a worker does not learn which coordinates its node sent, and "
@@ -191,7 +159,7 @@ class Mean(Averager):
         return state
 
     def _choose(self, tensors: NamedTensors, comm: Communicator) -> tuple[str, int]:
-        """The exchange of this run, and the workers of a node: chosen once, for all rounds and buckets alike."""
+        """The exchange and the workers per node, for all rounds and buckets."""
         needs_nodes = self.exchange == "hierarchical" or self.workers_per_node is not None
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
         if self.exchange != "auto":
@@ -227,12 +195,12 @@ class Mean(Averager):
             clock=state.clock,
             tensors=x,
             names=[name for name, _ in encoded],
-            keys=[_key(state, name, 0 if self.codec.shared_key else comm.rank) for name, _ in encoded],
+            keys=[state.key(name, 0 if self.codec.shared_key else comm.rank) for name, _ in encoded],
             merged=self.granularity != "layer",
             keep_residual=self.memory is not None,
             dense=flatten([g for _, g in dense], tensors[0][1].device),
-            # What memory keeps is unscaled, and so is what was sent from it; the result leaves as the gradients came.
-            # A vote has a size of its own.
+            # Memory is unscaled, so what it sends is too; the result must be scaled as the gradients were.
+            # The size of a vote does not depend on the gradients.
             scale=scale if self.memory is not None or self.codec.votes else 1.0,
             owner_memory=state.owner_memory,
             workers_per_node=state.workers_per_node,
@@ -250,7 +218,7 @@ class Mean(Averager):
         return codec if state.codec is None else codec.adapted(state.codec)
 
     def _adapt(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Observe | None:
-        """Update a codec that adapts where a round begins for which it is due; return how to show it this round."""
+        """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None."""
         part, step, device = self.codec.adaptive_part, state.progress.step, tensors[0][1].device
         if part is None:
             return None
@@ -266,7 +234,10 @@ class Mean(Averager):
     def commit(self, state: MeanState) -> bool:
         finite = state.finite
         for memory, memory_state in self._memories(state):
-            (memory.commit if finite else memory.discard)(memory_state)
+            if finite:
+                memory.commit(memory_state)
+            else:
+                memory.discard(memory_state)
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite = True
         return finite
@@ -277,16 +248,17 @@ class Mean(Averager):
         state.finite = True
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
-        pairs = [(self.memory, state.memory), (OWNER_MEMORY, state.owner_memory)]
-        return [(memory, memory_state) for memory, memory_state in pairs if memory_state is not None]
+        """Each memory with its state: that of the gradients, and that of the second encoding."""
+        own = [] if self.memory is None else [(self.memory, state.memory)]
+        return own if state.owner_memory is None else [*own, (OWNER_MEMORY, state.owner_memory)]
 
     def _is_dense_round(self, codec: Codec) -> bool:
-        """Whether all tensors travel dense, added on the wire, so that momentum is applied to the mean."""
+        """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
         return self.has_momentum and codec.lossless
 
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
-        """Those that are encoded, and those that travel dense."""
-        # Identity sends float32 either way: one collective serves for all.
+        """The tensors that are encoded, and those that travel dense."""
+        # A codec that sends plain float32 takes all tensors, so that one collective is enough.
         min_ndim = 0 if codec.sends_floats else self.min_ndim
         is_encoded = [not self._is_dense_round(codec) and t.ndim >= min_ndim for _, t in tensors]
         parts = list(zip(tensors, is_encoded, strict=True))
@@ -295,30 +267,27 @@ class Mean(Averager):
     def _compensate(
         self, state: MeanState, codec: Codec, encoded: NamedTensors, scale: float
     ) -> tuple[list[Tensor], Selection | None]:
-        """What should be sent; and what the codec will select of it, where memory finds that in the same pass."""
+        """The values to send, and the codec's selection of them if memory made it in the same pass."""
+        gradients = [g for _, g in encoded]
         if self.memory is None:
-            return [t for _, t in encoded], None
-        names, gradients = [name for name, _ in encoded], [g for _, g in encoded]
-        counts = codec.topk_counts([g.numel() for g in gradients])
-        if counts and self.granularity == "layer" and state.exchange == "all_gather":
-            fused = self.memory.compensate_topk(state.memory, names, gradients, scale, counts)
-            if fused is not None:
-                x, selected = fused
-                return _shaped(x, gradients), Selection(*selected, counts)
-        x = [self.memory.compensate(state.memory, name, g, scale) for name, g in encoded]
-        return _shaped(x, gradients), None
+            return gradients, None
+        selects = self.granularity == "layer" and state.exchange == "all_gather"
+        counts = codec.topk_counts([g.numel() for g in gradients]) if selects else None
+        x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
+        return _shaped(x, gradients), selection
 
     def _masked(self, state: MeanState, encoded: NamedTensors) -> list[Tensor]:
+        """The buffers that memory wants zeroed wherever something was sent."""
         if self.memory is None or not self.memory.needs_support:
             return []
-        return [self.memory.masked(state.memory, name).view(g.shape) for name, g in encoded]
+        return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 
     def _finish(
         self, state: MeanState, job: Job, finish: Finish, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
-        """Add up what came, and put it where it belongs."""
+        """Wait for the exchange, and write the means into the tensors."""
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
-        totals, dense_total = _accumulators(outs), torch.zeros_like(job.dense)
+        totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
         finite = finish(totals, dense_total)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
@@ -327,31 +296,10 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, total, scale)
                 for (name, _), mean in zip(dense, means, strict=True):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
-            _store(totals, outs)
-            _store(means, dense_outs)
+            copy_changed(totals, outs)
+            copy_changed(means, dense_outs)
             state.finite = state.finite and finite and kernels.all_finite([dense_total])
-
-
-def _key(state: MeanState, name: str, rank: int) -> Key:
-    """Random numbers of this tensor on this worker in this step, whatever bucket it lies in.
-
-    Under a `shared_key` all workers draw those of rank 0.
-    """
-    return Key(state.seed, zlib.crc32(name.encode()) | rank << 32, state.progress.step)
-
-
-def _accumulators(tensors: list[Tensor]) -> list[Tensor]:
-    """Where to add up: the tensors themselves where that is possible, else new memory."""
-    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     return [x.view(t.shape) for x, t in zip(flat, like, strict=True)]
-
-
-def _store(results: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copy results into the tensors, where they are not there already."""
-    for result, t in zip(results, tensors, strict=True):
-        if result.data_ptr() != t.data_ptr():
-            t.copy_(result)

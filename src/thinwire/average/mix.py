@@ -1,4 +1,4 @@
-"""D-PSGD: every worker takes a weighted mean of its neighbours and itself."""
+"""D-PSGD: every worker takes a weighted mean of its neighbours' values and its own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import torch
 from torch import Tensor
 
 from ..topology import Ring, Topology
-from .gossip_base import Change, Gossip, GossipState, Round, check_doubly_stochastic
+from .gossip_base import Gossip
+from .gossip_checks import check_doubly_stochastic
+from .gossip_round import Change, GossipState, Round
 
 
 @dataclass(frozen=True, repr=False)
 class Mix(Gossip):
     """Plain gossip, uncompressed: `x_i <- sum_j P_ij x_j`, computed as `x_i + sum_j P_ij (x_j - x_i)`.
 
-    The mean over workers is kept, and disagreement shrinks by `1 - spectral_gap` a round in the long run. A worker
-    sends `4n` bytes to each neighbour, n the number of elements, in one step (`8n` where a tensor is float64). Any doubly
-    stochastic topology serves, directed or time-varying ones too: `Mix(Exponential())` reaches the mean of `W = 2^k`
-    workers in k rounds.
+    A round keeps the mean over workers. In the long run each round multiplies disagreement by `1 - spectral_gap`. A
+    worker sends `4n` bytes to each neighbour in one step, n the number of elements, or `8n` if a tensor is float64. The
+    topology must be doubly stochastic; it may be directed or time-varying. `Mix(Exponential())` reaches the mean of
+    `W = 2^k` workers in k rounds.
 
     Args:
         topology: who talks to whom, with which weights.
 
     Raises:
-        ValueError: in `init`, a topology that does not keep the mean, or that cannot connect this many workers.
+        ValueError: in `init`, if the topology does not keep the mean, or cannot connect this many workers.
 
     Source: Lian et al. 2017, Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv 1705.09056.
 

@@ -10,39 +10,42 @@ from torch import Tensor
 from .. import debug, kernels
 from ..algorithm import require
 from ..topology import Ring, Topology
-from .gossip_base import Change, Gossip, GossipState, Round, check_doubly_stochastic, check_number
+from .gossip_base import Gossip
+from .gossip_checks import check_doubly_stochastic, check_number
+from .gossip_round import Change, GossipState, Round
 
 
 @dataclass(frozen=True, repr=False)
 class Moniqua(Gossip):
-    """Gossip modulo B. While neighbours differ by at most theta in every element, with `B = 2 theta / (1 - 2 delta)`,
+    """Gossip modulo `B = 2 theta / (1 - 2 delta)`, for neighbours that differ by at most theta in every element:
 
-        c_i = Q(x_i mod B)                           is sent: `bits` bits an element
+        c_i = Q(x_i mod B)                           is sent, `bits` bits an element
         x^_j - x_i = (c_j - x_i) mod B               what i recovers of its neighbour j
         x^_i - x_i = c_i - (x_i mod B)               what i's neighbours recover of i
         x_i += step_size sum_j P_ij (x^_j - x^_i)
 
-    where `mod B` takes values in [-B/2, B/2). Q rounds to the `2^bits` levels evenly spaced from -B/2 to B/2, at
-    random and unbiased, so `|Q(y) - y| <= delta B` with `delta = 1 / (2^bits - 1)`: 1/3 for 2 bits, where B is 6 theta.
-    The random numbers are the same on all workers, so that equal values are sent as equal codes and agreement is kept.
+    `mod B` takes values in [-B/2, B/2). Q rounds at random and without bias to `2^bits` levels, evenly spaced from -B/2
+    to B/2. So `|Q(y) - y| <= delta B` with `delta = 1 / (2^bits - 1)`. For 2 bits, delta is 1/3 and B is 6 theta. All
+    workers use the same random numbers, so equal values give equal codes, and workers that agree go on agreeing.
 
-    Check: where theta holds, `|x^_j - x_j| <= delta B`, all recover the same, and the mean over workers is kept. Where
-    it does not hold, differences are off by multiples of B, and nothing tells: give theta some room. Errors do not
-    vanish as workers agree: disagreement settles at a level that grows with step_size and theta. So step_size (the slack
-    matrix `step_size P + (1 - step_size) I` of the paper) is below 1 by default. At 2 bits, 1 outgrows any theta.
+    Check: while theta holds, `|x^_j - x_j| <= delta B`, all workers recover the same values, and a round keeps the mean.
+    If theta does not hold, differences are wrong by multiples of B, and no error is raised: choose theta with a margin.
+    The rounding error does not vanish as workers agree: disagreement settles at a level that grows with step_size and
+    theta. So step_size is below 1 by default; at 2 bits, step_size 1 exceeds any theta. In the paper's notation it is the
+    slack matrix `step_size P + (1 - step_size) I`.
 
-    A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour, in one step: B/2 as a float32, then the codes
-    of all tensors and of B/2 itself. There is no memory. Any doubly stochastic topology serves. A vector with a NaN or
-    infinite element makes all elements of the neighbours non-finite.
+    A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour in one step: B/2 as float32, then the codes of all
+    n elements and of B/2 itself. There is no memory. The topology must be doubly stochastic. A vector with a NaN or
+    infinite element makes all elements of its neighbours non-finite.
 
     Args:
-        topology: who talks to whom.
-        theta: bound on the difference between neighbours in any element; lower => more precise, until it is wrong.
-        bits: bits an element, 2 to 8; lower => smaller messages, coarser.
-        step_size: step size in (0, 1]; higher => faster, and noisier.
+        topology: who talks to whom, with which weights.
+        theta: bound on the difference between neighbours in any element; lower => more precise, until it is exceeded.
+        bits: bits an element, 2 to 8; lower => smaller messages, larger rounding error.
+        step_size: in (0, 1]; higher => faster, and more disagreement in the end.
 
     Raises:
-        ValueError: a field out of range; in `init`, a topology that does not keep the mean.
+        ValueError: a field is out of range. In `init`: a topology that does not keep the mean.
 
     Source: Lu and De Sa 2020, Moniqua: Modulo Quantized Communication in Decentralized SGD, arXiv 2002.11787.
 
@@ -58,7 +61,7 @@ class Moniqua(Gossip):
     bits: int = 2
     step_size: float = 0.1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require(
             isinstance(self.theta, (int, float)) and 0 < self.theta < float("inf"),
@@ -73,11 +76,11 @@ class Moniqua(Gossip):
     @property
     def num_steps(self) -> int:
         """Steps from the lowest level to the highest."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     @property
     def delta(self) -> float:
-        """Bound of the rounding error, as a part of the modulus."""
+        """Bound of the rounding error, as a fraction of the modulus."""
         return 1.0 / self.num_steps
 
     @property
@@ -114,7 +117,7 @@ class Moniqua(Gossip):
         return torch.remainder(x + half, self.modulus).sub_(half)
 
     def _encode(self, wrapped: Tensor, key: int) -> Tensor:
-        # The kernel's scale is the largest magnitude; an element of B/2 at the end fixes it.
+        # The kernel scales by the largest magnitude, so an extra element of B/2 sets the scale.
         x = torch.cat([wrapped, wrapped.new_tensor([self.modulus / 2])])
         quantizer = kernels.quantize.Quantizer(self.bits, self.num_steps, x.numel())
         payload = debug.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)

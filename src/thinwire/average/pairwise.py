@@ -64,12 +64,12 @@ class PairwiseState:
         """A copy of x, to be sent."""
         with self.lock, self.clock("average"):
             self.asked += 1
-            return self.published + self.pending
+            return self._x()
 
     def answer(self, theirs: Tensor) -> Tensor:
         """Return x, to be sent back, and then move x half way towards `theirs`."""
         with self.lock, self.clock("average"):
-            own = self.published + self.pending
+            own = self._x()
             self._move(theirs, own)
             return own
 
@@ -98,6 +98,10 @@ class PairwiseState:
         with self.lock:
             self.layout.load(self.pending, saved["pending"])
             self.asked, self.averaged, self.published = saved["asked"], saved["averaged"], None
+
+    def _x(self) -> Tensor:
+        assert self.published is not None, "a worker averages after its first `publish`"
+        return self.published + self.pending
 
     def _move(self, theirs: Tensor, own: Tensor) -> None:
         self.pending.add_(theirs - own, alpha=0.5)
@@ -133,7 +137,7 @@ class Pairwise(Algorithm):
 
     topology: Bipartite = field(default_factory=BipartiteExponential)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.topology, Bipartite),
             f"Pairwise: one side asks and the other answers; use BipartiteExponential() or BipartiteLinear(), got "
@@ -158,6 +162,9 @@ class Pairwise(Algorithm):
     def gives_one_mean(self) -> bool:
         """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
         return False
+
+    def set_epoch(self, state: PairwiseState, epoch: int) -> None:
+        """Do nothing: it has no schedules; see `Averager.set_epoch`."""
 
     def init(self, tensors: NamedTensors, comm: Communicator) -> PairwiseState:
         """Make the state for these tensors, after checking that all workers have the same averager and tensors."""

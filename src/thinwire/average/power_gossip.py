@@ -15,15 +15,23 @@ from ..algorithm import require
 from ..comm import Communicator
 from ..topology import Ring, Topology
 from .base import NamedTensors
-from .gossip_base import Change, Gossip, GossipState, Round, check_fixed_undirected, check_number
+from .gossip_base import Gossip
+from .gossip_checks import check_fixed_undirected, check_number
+from .gossip_round import Change, GossipState, Round
 from .layout import Layout
 
-Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that the coming half step multiplies
+Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that the next half step multiplies
 
 
 @dataclass
 class PowerGossipMemory:
-    """Half steps so far, and for each neighbour the directions that the last one left; none where p is always fresh."""
+    """What `PowerGossip` remembers.
+
+    Attributes:
+        layout: where each tensor lies in the flat vector.
+        half_steps: half steps so far.
+        directions: neighbour -> the directions for its next half step; empty if p is always drawn afresh.
+    """
 
     layout: Layout
     half_steps: int = 0
@@ -40,7 +48,7 @@ class PowerGossipMemory:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         differing = sorted(set(self.layout.names) ^ saved["directions"].keys())
-        require(not differing, f"saved directions do not fit these tensors: {differing[:5]} stand on one side only")
+        require(not differing, f"saved directions do not fit these tensors: {differing[:5]} are only in one of them")
         self.half_steps, self.directions = saved["half_steps"], {}
         for name, by_peer in saved["directions"].items():
             for peer, p in by_peer.items():
@@ -49,40 +57,41 @@ class PowerGossipMemory:
 
 @dataclass(frozen=True, repr=False)
 class PowerGossip(Gossip):
-    """Each edge moves along a rank-r approximation of its difference `D = M_i - M_j`, found without knowing D.
+    """Each edge moves along a rank-r approximation of its difference `D = M_i - M_j`, found without sending M.
 
-    A tensor of two or more dimensions is a matrix M, (n, m) with n its first dimension. Both ends of an edge know the
-    same p, with r orthonormal columns. A half step multiplies on one side, the next one on the other:
+    A tensor of two or more dimensions is a matrix M (n, m), n its first dimension. Both ends of an edge know the same p,
+    with r orthonormal columns. Even half steps multiply on the left side, odd ones on the right:
 
         even:  p is (n, r);   q = D' p = M_i' p - M_j' p;   D ~ p q'
         odd:   p is (m, r);   q = D p  = M_i p  - M_j p ;   D ~ q p'
 
-    The ends swap their products, m r or n r floats; then each moves by `step_size P_ij` times the approximation towards
-    the other, by exactly opposite changes, so the mean over workers is kept. q is the next half step's p ("warm
-    start"): this is power iteration, which finds the largest differences. Vectors and scalars mix densely, as `Mix`
-    does, in the first half step of a round. There is nothing to tune: step size 1 is stable wherever `Mix` is. At full
-    rank on square matrices (or in those half steps whose p lies on the smaller side) it equals `Mix`.
+    The ends exchange their products, m r or n r floats. Then each moves towards the other by `step_size P_ij` times the
+    approximation. The two changes are exactly opposite, so the mean over workers is kept. The next half step starts from
+    q ("warm start"): this is power iteration, which finds the largest differences. Vectors and scalars mix densely, as in
+    `Mix`, in the first half step of a round. Nothing needs tuning: step size 1 is stable wherever `Mix` is. With full
+    rank on square matrices it equals `Mix`; on others, half steps with p on the smaller side do.
 
-    Bytes to each neighbour: `4 r m` per matrix in even half steps and `4 r n` in odd ones, `4 r (n + m)` in a whole
-    power iteration, r at most `min(n, m)`; and 4 per element of vectors and scalars, each round. One message for each
-    half step; those after the first of a round are exchanged in `wait`. The topology must be static and undirected.
+    Bytes to each neighbour: per matrix `4 r m` in even half steps and `4 r n` in odd ones, so `4 r (n + m)` in a full
+    power iteration, with r at most `min(n, m)`. Each round adds 4 bytes per element of vectors and scalars. A half step
+    is one message. Half steps after the first of a round run in `wait`. The topology must be static and undirected.
 
-    Where q is zero or not finite it is no direction, and a fresh p is drawn instead; both ends decide alike, because
-    they hold the same bits of q. So non-finite parameters spread, but no edge remembers them. Both ends must round
-    alike, which they do on equal hardware; elsewhere the two changes are opposite up to rounding. While all workers
-    agree there is nothing to find: a strategy steps first when parameters have first been updated.
+    If q is zero or not finite, a fresh p is drawn instead. Both ends hold the same bits of q, so they decide alike. So
+    non-finite parameters spread, but no edge remembers them. Both ends must round alike, which equal hardware does; on
+    other hardware the two changes are opposite up to rounding. While all workers agree, all differences are zero: so a
+    strategy starts its first round after the first update of the parameters.
 
     Args:
-        topology: who talks to whom.
+        topology: who talks to whom, with which weights.
         rank: columns of p; higher => better approximations, larger messages.
-        iterations: half steps a round, each with its own message; higher => faster agreement per round, more bytes.
-        warm_start: whether p is the last q of its edge; else it is drawn afresh for each half step.
-        shared_p: the same fresh p for all edges, so that one product serves all neighbours; needs `warm_start=False`.
-        sign_p: p is rounded to signs, `sign(p) / sqrt(n)`; needs rank 1.
-        step_size: in (0, 1].
+        iterations: half steps a round, one message each; higher => faster agreement per round, more bytes.
+        warm_start: whether p is the last q of its edge; if not, p is drawn afresh for each half step.
+        shared_p: whether all edges share one fresh p, so that one product serves all neighbours; needs
+            `warm_start=False`.
+        sign_p: whether p is rounded to signs, `sign(p) / sqrt(n)`; needs rank 1.
+        step_size: in (0, 1]; higher => faster.
 
     Raises:
-        ValueError: a field out of range, options that exclude each other; in `init`, a directed or time-varying
+        ValueError: a field is out of range, or options exclude each other. In `init`: a directed or time-varying
             topology.
 
     Source: Vogels et al. 2020, PowerGossip, arXiv 2008.01425.
@@ -108,7 +117,7 @@ class PowerGossip(Gossip):
     sign_p: bool = False
     step_size: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("rank", "iterations"):
             value = getattr(self, name)
@@ -141,12 +150,15 @@ class PowerGossip(Gossip):
 
 
 class _HalfStep:
-    """One exchange along all edges: begun by the constructor, ended by `finish`.
+    """One exchange along all edges: the constructor begins it, `finish` ends it.
 
     Args:
-        x: the worker's flat vector, which `finish` moves.
-        change: flat vector to which `finish` adds the same.
-        with_vectors: whether tensors that are no matrices travel too.
+        averager: the configuration.
+        state: of this worker; `finish` updates its memory.
+        round: the neighbours and weights.
+        x: this worker's flat vector; `finish` moves it.
+        change: flat vector; `finish` adds the same change to it.
+        with_vectors: whether vectors and scalars take part.
     """
 
     def __init__(
@@ -172,7 +184,7 @@ class _HalfStep:
         self.state.memory.half_steps += 1
 
     def _side(self, matrix: Tensor) -> Tensor:
-        """The matrix as (rows that p multiplies, others)."""
+        """The matrix, transposed if p multiplies its columns."""
         return matrix if self.left else matrix.t()
 
     def _all_directions(self) -> dict[int, Directions]:
@@ -188,13 +200,13 @@ class _HalfStep:
 
     def _direction(self, peer: int, name: str, side: Tensor, warm: Tensor | None) -> Tensor:
         p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
-        if p is None or not kernels.all_finite([p.reshape(-1)]):  # the direction of nothing is not finite
+        if p is None or not kernels.all_finite([p.reshape(-1)]):  # `_orthonormal` of zero is not finite
             shape = (side.shape[0], min(self.averager.rank, *side.shape))
             p = _orthonormal(self._draw(peer, name, shape, side.device), self.averager.sign_p)
         return p
 
     def _draw(self, peer: int, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Entries uniform in [-1, 1), from the common seed, the edge, the tensor and the half step."""
+        """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
         low, high = sorted((self.round.comm.rank, peer))
         edge = 0 if self.averager.shared_p else 1 + low * self.round.comm.size + high
         stream = zlib.crc32(name.encode()) | edge << 32
@@ -202,7 +214,7 @@ class _HalfStep:
         return kernels.uniform(key, math.prod(shape), device).mul_(2.0).sub_(1.0).view(shape)
 
     def _messages(self) -> dict[int, Tensor]:
-        """To each neighbour: vectors and scalars, then the products of all matrices with the edge's p."""
+        """The message to each neighbour: vectors and scalars, then each matrix times the edge's p."""
         products: dict[int, list[Tensor]] = {peer: [t.reshape(-1) for t, _ in self.vectors] for peer in self.p}
         for name, matrix, _ in self.matrices:
             for peer, product in self._products(name, self._side(matrix).t()).items():
@@ -210,7 +222,7 @@ class _HalfStep:
         return {peer: torch.cat(parts) if parts else self.x[:0] for peer, parts in products.items()}
 
     def _products(self, name: str, transposed: Tensor) -> dict[int, Tensor]:
-        """The matrix is read once for all neighbours, and with a shared p multiplied once."""
+        """The matrix times each edge's p, in one product for all neighbours; with a shared p, that product serves all."""
         if not self.p:
             return {}
         ps = [directions[name] for directions in self.p.values()]
@@ -220,7 +232,7 @@ class _HalfStep:
         return dict(zip(self.p, products.split([p.shape[1] for p in ps], dim=1), strict=True))
 
     def _move(self, peer: int, theirs: Tensor) -> None:
-        # Both ends subtract in the same order, that of ranks, so that they hold the same bits of q.
+        # Both ends subtract the higher rank from the lower, so that they hold the same bits of q.
         sign = 1.0 if self.round.comm.rank < peer else -1.0
         difference = (self.sent[peer] - theirs).mul_(sign)
         weight, offset = self.round.receives[peer] * -sign, 0
@@ -251,11 +263,13 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _orthonormal(p: Tensor, signs: bool) -> Tensor:
-    """The columns of p made orthonormal, or rounded to signs; not finite where p is zero or not finite."""
+    """The columns of p made orthonormal, or rounded to signs; not finite if p is zero or not finite."""
+    norm: Tensor = torch.linalg.vector_norm(p)
     if signs:
         rounded = torch.where(p < 0, -1.0, 1.0) / math.sqrt(p.shape[0])
-        return rounded / (p.norm() > 0) + p.norm() * 0.0
+        return rounded / (norm > 0) + norm * 0.0
     if p.shape[1] == 1:
-        return p / torch.linalg.vector_norm(p)
-    # Householder reflections give an orthonormal basis even where columns depend on each other.
-    return torch.linalg.qr(p).Q / (p.norm() > 0)
+        return p / norm
+    # Householder reflections give an orthonormal basis even if columns depend on each other.
+    basis: Tensor = torch.linalg.qr(p).Q
+    return basis / (norm > 0)

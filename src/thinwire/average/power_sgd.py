@@ -1,19 +1,20 @@
-"""PowerSGD: the mean of all workers, by one step of power iteration, in two sums on the wire.
+"""PowerSGD: the mean of all workers, by one step of power iteration and two all-reduces.
 
-A tensor of two or more dimensions is a matrix M (n x m), n its first dimension. W workers, rank r. Per call of `step`:
+A tensor of two or more dimensions is a matrix M (n x m), n its first dimension. For W workers and rank r, each call of
+`step` does:
 
     1. compensate   M_i = g_i + e_i                                   memory
     2. P            P = sum_i M_i Q, all matrices in one all-reduce, the dense tensors with them
-    3. orthogonal   P <- orthonormal basis of its columns, on every worker for itself
+    3. orthogonal   P <- orthonormal basis of its columns, computed by every worker
     4. Q            Q_i = M_i' P; Q = 1/W sum_i Q_i, all matrices in one all-reduce
     5. decode       every worker gets P Q'
     6. commit       e_i = M_i - P Q_i', and the next step starts from Q, if all was finite
 
-Steps 2 to 5 run in `wait`, so that all collectives of a worker come from one thread in the order of the steps.
+Phases 2 to 5 run in `wait`, so that one thread issues all collectives of a worker, in the order of the calls of `step`.
 
-What a worker keeps is what *it* failed to send, `M_i - P Q_i'`, where the authors' code keeps `M_i - P Q'`, Q the mean.
-All is linear, so that the mean of the memories, and with it every result, is the same in exact arithmetic. But the
-latter drift apart without bound, since what distinguishes workers is never sent; the former stay below M_i.
+Memory. A worker keeps what *it* did not send, `M_i - P Q_i'`. The authors' code keeps `M_i - P Q'`, with Q the mean. Both
+have the same mean over workers, so every result is the same in exact arithmetic. But the authors' memories drift apart
+without bound, because the differences between workers are never sent; ours stay below M_i.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ from .base import Averager, NamedTensors, check_agreement
 
 @dataclass
 class PowerSGDState:
-    """What changes while `PowerSGD` runs. `q` holds Q' (r, m) of each matrix, its rows scaled to a peak of 1."""
+    """What changes while `PowerSGD` runs.
+
+    Attributes:
+        seed: the seed of all random numbers of the run.
+        memory: the state of `PowerSGD.memory`; None without a memory.
+        q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
+        pending_q: Q' of this round.
+        progress: rounds so far, and the epoch as the training loop counts it.
+        finite: whether all results of the round so far were finite.
+    """
 
     seed: int
     memory: Any
@@ -49,7 +59,7 @@ class PowerSGDState:
     clock: Clock = field(default_factory=Clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, keyed by parameter name; memory differs between workers, so each saves its own."""
+        """Plain values and tensors, keyed by parameter name. Memory differs between workers, so each saves its own."""
         return {
             "step": self.progress.step,
             "epoch": self.progress.epoch,
@@ -61,10 +71,10 @@ class PowerSGDState:
         """Restore what `state_dict` returned."""
         require(
             (saved["memory"] is None) == (self.memory is None),
-            "the saved state has a memory and this averager has none, or the reverse; use the one it was saved with",
+            "only one of the saved state and this averager has a memory; use the averager it was saved with",
         )
         differing = sorted(self.q.keys() ^ saved["q"].keys())
-        require(not differing, f"the saved state does not fit this model: {differing[:5]} stand on one side only")
+        require(not differing, f"the saved state does not fit this model: {differing[:5]} are only in one of them")
         for name, q in self.q.items():
             rows = saved["q"][name].shape[1]
             require(rows == q.shape[1], f"the saved Q of {name!r} has {rows} rows, expected {q.shape[1]}")
@@ -77,41 +87,47 @@ class PowerSGDState:
 
 @dataclass
 class _Item:
-    """One tensor of a call of `step`: `x` (n, m) is what should be sent, and `target` where the mean belongs."""
+    """One tensor of a call of `step`.
+
+    Attributes:
+        name: of the tensor.
+        x: the values to send, (n, m).
+        target: receives the mean.
+        scale: target over x: the loss scale if x is unscaled, else 1.
+        remembers: whether x is memory's buffer for what was not sent.
+    """
 
     name: str
     x: Tensor
     target: Tensor
-    scale: float  # of target over x: the loss scale if x is unscaled
-    remembers: bool  # x is memory's buffer for what is lost
-    q: Tensor | None = None  # Q' (r, m), of the last step; None if it travels dense
-    p: Tensor | None = None  # P (n, r), orthonormal
+    scale: float
+    remembers: bool
 
 
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Averager):
     """Every worker gets `P Q'`, a rank-r approximation of `1/W sum_i (g_i + e_i)`, for each matrix-shaped tensor.
 
-    One step of power iteration, warm-started with the last step's Q: on a matrix that stays the same it converges to
-    the best approximation of rank r. Sums over workers, so bytes do not grow with their number: in two dependent
-    all-reduces (4(W-1) steps) a worker sends
+    It does one step of power iteration from the last step's Q. On a constant matrix it converges to the best
+    approximation of rank r. It needs sums only, so bytes do not grow with the number of workers. In two all-reduces, one
+    after the other (4(W-1) steps), a worker sends
 
         2(W-1)/W * 4 * (sum over matrices of r (n + m)  +  number of dense elements)    bytes per step.
 
-    Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`. The first Q is drawn at random
-    from the seed, the tensor's name and the column, alike on all workers.
+    Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`. The first Q is random, from the seed,
+    the tensor's name and the column, and the same on all workers.
 
-    Results have the same bits on all workers if they have the same processor type and PyTorch build: each
-    orthogonalises P, by Householder's QR, and multiplies P by Q' for itself, from bits that are the same everywhere.
+    Results have the same bits on all workers with the same processor type and PyTorch build. Each worker orthogonalises
+    P by Householder's QR, and multiplies P by Q'; the inputs have the same bits everywhere.
 
     Args:
-        rank: r, columns of P and Q; higher => more bytes, better approximation. May be a schedule of integers: where it
-            falls, Q loses its last columns; where it rises, new ones are drawn. A huge rank sends everything dense.
-        memory: what happens to what a worker did not send, such as `ErrorFeedback()`; None forgets it. It sees the
-            matrices only. A memory with momentum is refused.
+        rank: r, columns of P and Q; higher => more bytes, better approximation. It may be a schedule of integers. If it
+            falls, Q loses its last columns; if it rises, new ones are drawn. A huge rank sends everything dense.
+        memory: keeps what a worker did not send, such as `ErrorFeedback()`; None drops it. It sees the matrices only,
+            and must have no momentum.
 
     Raises:
-        ValueError: rank is no positive integer, or memory is no memory without momentum.
+        ValueError: rank is not a positive integer, or memory is not a memory, or has momentum.
 
     Source: Vogels et al. 2019, PowerSGD, arXiv 1905.13727.
 
@@ -131,7 +147,7 @@ class PowerSGD(Averager):
     rank: int | Schedule = 4
     memory: Memory | None = field(default_factory=ErrorFeedback)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
             f"PowerSGD: rank must be a positive integer, got {self.rank!r}",
@@ -153,12 +169,13 @@ class PowerSGD(Averager):
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
         rank = resolve(self, state.progress).rank
+        assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"
         with state.clock("compensate"):
             items = [self._compensate(state, name, t.detach(), scale) for name, t in tensors]
-        for item in items:
-            if _gains(item.target, rank):
-                item.q = _warm_start(state, item.name, rank)
-        return Handle(lambda: self._finish(state, items, comm))
+        matrices = [i for i in items if _gains(i.target, rank)]
+        dense = [i for i in items if not _gains(i.target, rank)]
+        qs = [_warm_start(state, i.name, rank) for i in matrices]
+        return Handle(lambda: self._finish(state, matrices, qs, dense, comm))
 
     def commit(self, state: PowerSGDState) -> bool:
         finite = state.finite
@@ -177,7 +194,7 @@ class PowerSGD(Averager):
         state.finite = True
 
     def _compensate(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Item:
-        """Float32 and contiguous: memory's buffer where there is one, the tensor itself where possible."""
+        """The values to send, contiguous float32: memory's buffer if there is one, else the tensor itself if possible."""
         remembers = self.memory is not None and name in state.q
         if self.memory is not None and remembers:
             x = self.memory.compensate(state.memory, name, t, scale)
@@ -185,26 +202,27 @@ class PowerSGD(Averager):
             x = t.to(torch.float32).contiguous()
         return _Item(name, x.view(-1, _columns(t)), t, scale if remembers else 1.0, remembers)
 
-    def _finish(self, state: PowerSGDState, items: list[_Item], comm: Communicator) -> None:
-        """Steps 2 to 5 of the module's text."""
-        clock = state.clock
-        matrices, dense = ([i for i in items if (i.q is None) == is_dense] for is_dense in (False, True))
+    def _finish(
+        self, state: PowerSGDState, matrices: list[_Item], qs: list[Tensor], dense: list[_Item], comm: Communicator
+    ) -> None:
+        """Phases 2 to 5 of the module's docstring."""
+        clock, items = state.clock, [*matrices, *dense]
         with clock("encode"):
             # Q is kept transposed: with rows of length m, BLAS takes a tenth of the time for both products with x.
-            parts = [i.x @ i.q.t() for i in matrices] + [i.x for i in dense]
+            parts = [i.x @ q.t() for i, q in zip(matrices, qs, strict=True)] + [i.x for i in dense]
         sums = _all_reduce(parts, comm, clock)()
         with clock("encode"):
-            for i, p in zip(matrices, sums, strict=False):
-                i.p = torch.linalg.qr(p).Q  # orthonormal whatever the rank of p; the unit vectors where p is zero
-            own_qs = [i.p.t() @ i.x for i in matrices]
+            # An orthonormal basis whatever the rank of P; the unit vectors if P is zero.
+            ps: list[Tensor] = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
+            own_qs = [p.t() @ i.x for p, i in zip(ps, matrices, strict=True)]
         wait = _all_reduce(own_qs, comm, clock)
-        with clock("encode"):  # while the sums are under way
-            _keep_what_is_lost(matrices, own_qs, dense)
-        qs = wait()
+        with clock("encode"):  # while the all-reduce runs
+            _keep_unsent(matrices, ps, own_qs, dense)
+        new_qs = wait()
         with clock("decode"):
-            for i, q in zip(matrices, qs, strict=True):
-                state.pending_q[i.name] = _rescaled(q, i.q)
-                _store_product(i.target, i.p, q * (i.scale / comm.size))
+            for i, p, q, new_q in zip(matrices, ps, qs, new_qs, strict=True):
+                state.pending_q[i.name] = _rescaled(new_q, q)
+                _store_product(i.target, p, new_q * (i.scale / comm.size))
             for i, total in zip(dense, sums[len(matrices) :], strict=True):
                 i.target.copy_((total * (i.scale / comm.size)).view(i.target.shape))
             if self.memory is not None:
@@ -214,7 +232,7 @@ class PowerSGD(Averager):
 
 
 def _columns(t: Tensor) -> int:
-    """m, of the matrix that a tensor is seen as."""
+    """m of the matrix that a tensor is seen as."""
     return max(1, t[0].numel() if t.ndim > 1 and len(t) else 1)
 
 
@@ -224,7 +242,7 @@ def _gains(t: Tensor, rank: int) -> bool:
 
 
 def _warm_start(state: PowerSGDState, name: str, rank: int) -> Tensor:
-    """Q' of the last step (r, m); rows that it lacks are drawn, each from a key of its own."""
+    """Q' of the last step (r, m); missing rows are drawn, each from its own key."""
     q = state.q[name]
     stream = zlib.crc32(name.encode())
     keys = [Key(state.seed, stream, row).mixed() for row in range(len(q), rank)]
@@ -233,17 +251,17 @@ def _warm_start(state: PowerSGDState, name: str, rank: int) -> Tensor:
 
 
 def _rescaled(q: Tensor, old: Tensor) -> Tensor:
-    """Rows of Q' with a peak of 1, which leaves their span alone and keeps P as large as the gradient.
+    """Q' with rows scaled so that their largest magnitude is 1. Their span stays the same.
 
-    Left as it is, Q would be as large as the gradient, and P as its square: out of float32's range below 1e-19. A row
-    that came out zero would stay so for ever; it takes its old value.
+    Unscaled, Q would be as large as the gradient, and P as large as its square, which underflows float32 below 1e-19. A
+    row of zeros would stay zero for ever, so it takes its old value.
     """
     peak = q.abs().amax(dim=1, keepdim=True)
     return torch.where(peak > 0, q / peak, old)
 
 
 def _all_reduce(parts: list[Tensor], comm: Communicator, clock: Clock) -> Callable[[], list[Tensor]]:
-    """Start to sum `parts` over all workers, in one message; call the result for the sums."""
+    """Start one all-reduce of all parts; returns a function that waits and returns the sums."""
     if not parts:
         return list
     with clock("exchange"):
@@ -257,18 +275,18 @@ def _all_reduce(parts: list[Tensor], comm: Communicator, clock: Clock) -> Callab
     return wait
 
 
-def _keep_what_is_lost(matrices: list[_Item], own_qs: list[Tensor], dense: list[_Item]) -> None:
-    """Leave in memory's buffers what the worker itself did not send."""
-    for i, own_q in zip(matrices, own_qs, strict=True):
+def _keep_unsent(matrices: list[_Item], ps: list[Tensor], own_qs: list[Tensor], dense: list[_Item]) -> None:
+    """Leave in memory's buffers what this worker did not send."""
+    for i, p, own_q in zip(matrices, ps, own_qs, strict=True):
         if i.remembers:
-            i.x.addmm_(i.p, own_q, alpha=-1.0)
+            i.x.addmm_(p, own_q, alpha=-1.0)
     for i in dense:
         if i.remembers:
             i.x.zero_()
 
 
 def _store_product(target: Tensor, p: Tensor, q: Tensor) -> None:
-    """`target <- P Q'`, in place where its memory allows."""
+    """`target <- P Q'`, in place if target is contiguous float32."""
     if target.dtype == torch.float32 and target.is_contiguous():
         torch.mm(p, q, out=target.view(len(p), -1))
     else:

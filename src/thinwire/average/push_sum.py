@@ -1,4 +1,4 @@
-"""Push-sum (SGP): gossip on directed and time-varying graphs, with a weight that travels along."""
+"""Push-sum (SGP): gossip on directed and time-varying graphs, with a weight beside the values."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..topology import Exponential, Topology
-from .gossip_base import Change, Gossip, GossipState, Round, pack_weighted, unpack_weighted
+from .gossip_base import Gossip
+from .gossip_nodes import pack_weighted, unpack_weighted
+from .gossip_round import Change, GossipState, Round
 
 
 @dataclass(frozen=True, repr=False)
 class PushSum(Gossip):
     """Stochastic Gradient Push: `x_i <- sum_j P_ij x_j`, `w_i <- sum_j P_ij w_j`; `z_i = x_i / w_i` is the estimate.
 
-    P need only be column-stochastic: each worker chooses alone how it divides its value, which every topology allows,
-    directed and time-varying. The tensors hold the *biased* x, and the sum of x over workers is kept; `state.weight`
-    is w, from 1.0, and the sum of w is W. A model's forward pass reads `z = x * averager.debias_factor(state)`, and
-    its gradient there updates x. Where P is doubly stochastic w stays 1 but for rounding.
+    P must be column-stochastic only: each worker divides its own value, so every topology suits, directed and
+    time-varying ones too. The tensors hold the *biased* x, and rounds keep the sum of x over workers. `state.weight` is w;
+    it starts at 1.0, and the sum of w is W. A model's forward pass reads `z = x * averager.debias_factor(state)`, and the
+    gradient at z updates x. If P is doubly stochastic, w stays 1 up to rounding.
 
-    A worker sends `4n + 8` bytes to each neighbour: x as float32 and w as float64, in one step; `8n + 8` where a tensor is
-    float64.
+    A worker sends `4n + 8` bytes to each neighbour in one step: x as float32 and w as float64. It sends `8n + 8` if a
+    tensor is float64.
 
     Args:
         topology: who sends to whom.
 
     Raises:
-        ValueError: in `init`, a topology that cannot connect this many workers.
+        ValueError: in `init`, if the topology cannot connect this many workers.
 
     Source: Assran et al. 2019, Stochastic Gradient Push, arXiv 1811.10792; Kempe et al. 2003 (push-sum).
 

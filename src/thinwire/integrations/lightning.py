@@ -15,15 +15,15 @@ from .state import AllWorkersState
 class CompressGradients(pl.Callback):
     """Averages the gradients of a DDP training with `averager`.
 
-    The callback attaches when training begins and tells schedules the epoch. It logs bytes and waiting time every
-    `log_every_n_steps` of the trainer, bytes also in the progress bar. It keeps the memory of all workers in the
-    trainer's checkpoints. Lightning itself registers communication hooks on CUDA only; this callback works on every
-    device. With one device there is nothing to average, and the callback does nothing.
+    The callback attaches when training begins, and tells schedules the epoch. It logs bytes and waiting time every
+    `log_every_n_steps` of the trainer, and shows bytes in the progress bar. It saves the memory of all workers in the
+    trainer's checkpoints. Lightning registers communication hooks on CUDA only; this callback works on every device.
+    With one device there is nothing to average, and the callback does nothing.
 
     Args:
         averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
         seed: seed of the codec's random numbers; the same on all workers.
-        on_nonfinite: what a step does whose gradients are not finite; see `compress_gradients`.
+        on_nonfinite: what to do if the gradients of a step are not finite; see `compress_gradients`.
 
     Raises:
         ValueError: when training begins, if the model is sharded, or if averager and optimizer both apply momentum.
@@ -45,8 +45,10 @@ class CompressGradients(pl.Callback):
         if trainer.world_size == 1:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # only mixed precision in float16 has one
+        model = trainer.strategy.model
+        assert model is not None, "Lightning sets up its strategy before on_fit_start"
         self.handle = compress_gradients(
-            trainer.strategy.model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
+            model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
         )
         for optimizer in trainer.optimizers:
             self.handle.check_optimizer(optimizer)
@@ -65,8 +67,8 @@ class CompressGradients(pl.Callback):
         """Log this worker's bytes and waiting time."""
         if self.handle is not None:
             values = numbers(self.handle)
-            self.log("thinwire/sent_mb", values.pop("thinwire/sent_mb"), prog_bar=True)
-            self.log_dict(values)
+            pl_module.log("thinwire/sent_mb", values.pop("thinwire/sent_mb"), prog_bar=True)
+            pl_module.log_dict(values)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

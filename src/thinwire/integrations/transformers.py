@@ -53,8 +53,7 @@ class CompressGradients(TrainerCallback):
         model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
         self.handle = compress_gradients(model, self._averager, scaler=scaler, **self._options)
         if state.global_step > 0:
-            folder = Path(self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
-            path = self._file(folder, args)
+            path = self._file(Path(self._resume_from or self._folder(args, state)), args)
             require(
                 path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=..."
             )
@@ -85,7 +84,7 @@ class CompressGradients(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save this worker's memory beside the trainer's checkpoint."""
         if self.handle is not None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder = self._folder(args, state)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(self.handle.state_dict(), self._file(folder, args))
 
@@ -95,6 +94,12 @@ class CompressGradients(TrainerCallback):
         """Stop averaging."""
         if self.handle is not None:
             self.handle.detach()
+
+    @staticmethod
+    def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+        """The trainer's checkpoint folder at this step."""
+        assert args.output_dir is not None, "TrainingArguments fills in its default"
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
     @staticmethod
     def _file(folder: Path, args: TrainingArguments) -> Path:

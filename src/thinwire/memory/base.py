@@ -2,7 +2,7 @@
 
 The contract of a round:
 
-    compensate    the values to send, made of the gradient and of memory      before encode
+    compensate    the values to send, made of the gradient and of memory      before encode, in `compensate_all`
     decoded       may turn the decoded mean into the result                   after decode, optional
     commit        keep what this round changed                                at the end, if all results are finite
     discard       forget what this round changed                              at the end otherwise
@@ -18,6 +18,9 @@ nothing for such a memory: all tensors travel dense, and `decoded` applies momen
 Units. Under a loss scaler gradients arrive multiplied by `scale`. Memory and what `compensate` returns are unscaled, so
 the loss scale may change between rounds.
 
+Fused selection. Where the codec sends exactly the k largest values, `compensate_all` receives k for each tensor. A memory
+may then select them in the pass that makes them, and return the selection.
+
 Memory is keyed by parameter name. The guide's page "Add a memory" writes one in four steps.
 """
 
@@ -31,50 +34,57 @@ import torch
 from torch import Tensor
 
 from ..algorithm import Algorithm, require
+from ..codec import Selection
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 class Memory(Algorithm, ABC):
-    """What a worker remembers between rounds; the text of this module is the contract."""
+    """What a worker keeps between rounds; the module's docstring is the contract."""
 
     has_momentum: ClassVar[bool] = False
 
     @property
     def needs_support(self) -> bool:
-        """Whether it must learn which coordinates were sent, through `masked`."""
+        """Whether it must know which positions were sent; see `masked`."""
         return False
 
     @abstractmethod
     def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> Any:
-        """The state for `tensors`, which are encoded, and `dense`, which never are: zero memory."""
+        """Zero memory for `tensors`, which are encoded, and for `dense`, which never are."""
 
     @abstractmethod
     def compensate(self, state: Any, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        """What should be sent for `gradient`, which comes multiplied by the loss scale."""
+        """The values to send for `gradient`, which is multiplied by the loss scale: a flat float32 buffer."""
 
     @abstractmethod
     def commit(self, state: Any) -> None:
-        """Keep what was lost since the last commit."""
+        """Keep what changed since the last commit."""
 
     @abstractmethod
     def discard(self, state: Any) -> None:
-        """Forget what was lost since the last commit."""
+        """Forget what changed since the last commit."""
 
-    def compensate_topk(
-        self, state: Any, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
-    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]] | None:
-        """`compensate` for many tensors, and in the same pass the `counts[i]` largest magnitudes of each.
+    def compensate_all(
+        self, state: Any, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
+    ) -> tuple[list[Tensor], Selection | None]:
+        """`compensate` for many tensors; it may also select what the codec will send.
+
+        Args:
+            state: this worker's memory.
+            tensors: the gradients, multiplied by the loss scale.
+            scale: the loss scale.
+            counts: how many of the largest magnitudes of each tensor the codec will send; None if it does not send
+                exactly these.
 
         Returns:
-            What should be sent, and its (indices, values) as from `kernels.select.topk`; None where there is no such pass.
+            The values to send, one flat buffer per tensor; and the selection, or None to let the codec select.
         """
-        return None
+        return [self.compensate(state, name, gradient, scale) for name, gradient in tensors], None
 
-    def masked(self, state: Any, name: str) -> Tensor | None:
-        """With `needs_support`, the flat buffer that is to be zeroed wherever something was sent of what `compensate`
-        returned for `name`."""
-        return None
+    def masked(self, state: Any, name: str) -> Tensor:
+        """With `needs_support`: the flat buffer that the averager zeroes at every position that was sent."""
+        raise NotImplementedError(f"{self} masks nothing: needs_support is False")
 
     def decoded(self, state: Any, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
         """Turn the decoded mean over all workers into the result, in place; by default the mean is the result.
@@ -97,7 +107,7 @@ def load_buffers(buffers: dict[str, Tensor], saved: dict[str, Tensor], what: str
         ValueError: names or sizes differ.
     """
     differing = sorted(buffers.keys() ^ saved.keys())
-    require(not differing, f"saved {what} does not fit this model: {differing[:5]} stand on one side only")
+    require(not differing, f"saved {what} does not fit this model: {differing[:5]} are only in one of them")
     for name, buffer in buffers.items():
         require(
             buffer.numel() == saved[name].numel(),

@@ -1,4 +1,4 @@
-"""Error feedback: what was lost is added to the next gradient."""
+"""Error feedback: what a payload did not carry is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..codec import Selection
 from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
 
 
 @dataclass
 class ErrorFeedbackState:
-    """What error feedback keeps: for each parameter name a flat float32 tensor, in unscaled units."""
+    """What error feedback keeps, by parameter name: flat float32 tensors, in unscaled units.
+
+    Attributes:
+        residual: the committed memory.
+        spare: the values to send; after encoding, the memory of the next commit.
+        pending: names of the tensors that were compensated since the last commit.
+    """
 
     residual: dict[str, Tensor]
     spare: dict[str, Tensor]
@@ -31,10 +38,10 @@ class ErrorFeedbackState:
 
 @dataclass(frozen=True, repr=False)
 class ErrorFeedback(Memory):
-    """Adds what was lost in earlier steps to the next gradient: send `C(g + e)`, keep `e = g + e - C(g + e)`.
+    """Adds what earlier payloads did not carry to the next gradient: send `C(g + e)`, keep `e = g + e - C(g + e)`.
 
-    Check: what was sent so far plus e is the sum of all gradients; nothing is lost, only late. Costs two float32 copies
-    of what is encoded: the memory and the pending one.
+    Check: what was sent so far plus e is the sum of all gradients, so nothing is lost, only late. It costs two float32
+    copies of what is encoded: the committed memory and the pending one.
 
     Source: Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847.
 
@@ -59,13 +66,17 @@ class ErrorFeedback(Memory):
         state.pending.add(name)
         return x
 
-    def compensate_topk(
-        self, state: ErrorFeedbackState, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
-    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    def compensate_all(
+        self, state: ErrorFeedbackState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
+    ) -> tuple[list[Tensor], Selection | None]:
+        if not counts:
+            return super().compensate_all(state, tensors, scale)
+        names = [name for name, _ in tensors]
         state.pending.update(names)
-        flat = [g.detach().reshape(-1).float() for g in gradients]
+        flat = [g.detach().reshape(-1).float() for _, g in tensors]
         residuals, xs = [state.residual[name] for name in names], [state.spare[name] for name in names]
-        return xs, kernels.momentum.add_topk(flat, residuals, xs, 1.0 / scale, counts)
+        indices, values = kernels.momentum.add_topk(flat, residuals, xs, 1.0 / scale, counts)
+        return xs, Selection(indices, values, counts)
 
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:

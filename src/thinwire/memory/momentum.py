@@ -1,13 +1,13 @@
-"""Momentum correction: momentum is applied before gradients are accumulated, so that late ones keep their weight.
+"""Momentum correction: momentum is applied before gradients accumulate, so that late gradients keep their weight.
 
-Each worker keeps a momentum u and a velocity v for every tensor that is encoded, and sends from the velocity:
+Each worker keeps a momentum u and a velocity v for every encoded tensor, and sends from the velocity:
 
     plain       u = m u + g          v = v + u
     Nesterov    u = m (u + g)        v = v + u + g
 
-Afterwards v keeps what was not sent, and with masking u = 0 at every coordinate that was sent. A tensor that travels
-dense keeps u alone: with g the mean of all workers its update is u (plain) or u + g (Nesterov). So the optimizer that
-gets the averaged result applies no momentum.
+Afterwards v keeps what was not sent. With masking, u = 0 at every coordinate that was sent. A tensor that travels dense
+keeps only u: with g the mean over workers, its update is u (plain) or u + g (Nesterov). So the optimizer that gets the
+result must not apply momentum.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from torch import Tensor
 
 from .. import kernels
 from ..algorithm import require
+from ..codec import Selection
 from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
 
 
 @dataclass
 class Pair:
-    """A committed flat float32 buffer, and the one that a commit puts in its place."""
+    """A committed flat float32 buffer, and the buffer that the next commit swaps in."""
 
     kept: Tensor
     spare: Tensor
     is_pending: bool = False
 
     def commit(self) -> None:
-        """Make what was written to the spare buffer since the last commit the kept one."""
+        """Swap the buffers if the spare one was written since the last commit."""
         if self.is_pending:
             self.kept, self.spare, self.is_pending = self.spare, self.kept, False
 
@@ -50,7 +51,7 @@ class MomentumState:
     velocity: dict[str, Pair] = field(default_factory=dict)
 
     def pairs(self) -> dict[str, Pair]:
-        """All buffers, under the names that they are saved by."""
+        """All buffers, under their saved names."""
         momenta = {f"{name}.momentum": pair for name, pair in self.momentum.items()}
         return momenta | {f"{name}.velocity": pair for name, pair in self.velocity.items()}
 
@@ -67,21 +68,21 @@ class MomentumState:
 
 @dataclass(frozen=True, repr=False)
 class MomentumCorrection(Memory):
-    """Sends `C(v)` of the velocity `v = v + u`, `u = m u + g`, and keeps what it loses: Deep Gradient Compression.
+    """Sends `C(v)` of the velocity `v = v + u`, `u = m u + g`, and keeps the rest: Deep Gradient Compression.
 
-    With Nesterov's momentum `u = m (u + g)` and `v = v + u + g`. A gradient that waits in v meanwhile gains the
-    momentum that it would have gained in the parameters. Tensors that travel dense, and all tensors where the codec
-    loses nothing, get ordinary momentum on the averaged gradient instead, and v waits. Check: a lossless codec, or
-    `masking=False` with everything sent, is momentum SGD.
+    With Nesterov's momentum, `u = m (u + g)` and `v = v + u + g`. A gradient that waits in v gains the same momentum as
+    it would in the parameters. Tensors that travel dense get ordinary momentum on the averaged gradient instead, and so
+    do all tensors under a lossless codec; v then stays as it is. Check: a lossless codec, or `masking=False` with
+    everything sent, is momentum SGD.
 
-    The optimizer must have no momentum of its own; under `compress_gradients` its step raises if it has. Costs four
-    float32 copies of what is encoded: u and v, and the pending ones.
+    The optimizer must have no momentum of its own; under `compress_gradients` its step raises an error if it has. It
+    costs four float32 copies of what is encoded: u and v, committed and pending.
 
     Args:
         momentum: m, in [0, 1).
-        nesterov: which of the two forms.
-        masking: whether u becomes 0 at every coordinate that was sent, which stops stale momentum. With a codec that
-            sends every coordinate, such as `QSGD`, that is all of u: use `masking=False` there.
+        nesterov: whether to use Nesterov's momentum.
+        masking: whether u becomes 0 at every coordinate that was sent, which stops stale momentum. A codec such as
+            `QSGD` sends every coordinate, so it would clear all of u: use `masking=False` with it.
 
     Raises:
         ValueError: a value out of range.
@@ -120,18 +121,20 @@ class MomentumCorrection(Memory):
         return MomentumState(momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
 
     def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        kernels.momentum.correct(self._buffers(state, [name], [gradient]), self._rule(scale))
+        kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))
         return state.velocity[name].spare
 
-    def compensate_topk(
-        self, state: MomentumState, names: list[str], gradients: list[Tensor], scale: float, counts: list[int]
-    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        buffers = self._buffers(state, names, gradients)
-        selection = kernels.momentum.correct_topk(buffers, self._rule(scale), counts)
-        return [state.velocity[name].spare for name in names], selection
+    def compensate_all(
+        self, state: MomentumState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
+    ) -> tuple[list[Tensor], Selection | None]:
+        if not counts:
+            return super().compensate_all(state, tensors, scale)
+        buffers = self._buffers(state, tensors)
+        indices, values = kernels.momentum.correct_topk(buffers, self._rule(scale), counts)
+        return [state.velocity[name].spare for name, _ in tensors], Selection(indices, values, counts)
 
-    def masked(self, state: MomentumState, name: str) -> Tensor | None:
-        return state.momentum[name].spare if self.masking else None
+    def masked(self, state: MomentumState, name: str) -> Tensor:
+        return state.momentum[name].spare
 
     def decoded(self, state: MomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
         """Apply ordinary momentum to the mean of a tensor that travelled dense."""
@@ -159,12 +162,12 @@ class MomentumCorrection(Memory):
     def _rule(self, scale: float) -> kernels.momentum.Momentum:
         return kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
 
-    def _buffers(self, state: MomentumState, names: list[str], gradients: list[Tensor]) -> kernels.momentum.Buffers:
+    def _buffers(self, state: MomentumState, tensors: NamedTensors) -> kernels.momentum.Buffers:
         """Gradients, u and v as flat segments, and the buffers for the new u and v."""
-        us, vs = [state.momentum[name] for name in names], [state.velocity[name] for name in names]
+        us, vs = [state.momentum[name] for name, _ in tensors], [state.velocity[name] for name, _ in tensors]
         for pair in (*us, *vs):
             pair.is_pending = True
-        flat = [g.detach().reshape(-1).float() for g in gradients]
+        flat = [g.detach().reshape(-1).float() for _, g in tensors]
         return kernels.momentum.Buffers(
             flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
         )

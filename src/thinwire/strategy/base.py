@@ -1,21 +1,21 @@
-"""What all strategies share: one averager at work on the parameters of one model.
+"""The base of all strategies: one averager that works on the parameters of one model.
 
 A strategy
-    owns the communicator, unless it was given one;
-    attaches to its parameters, each of which takes part in one strategy only (`attached.py`), and detaches again;
+    owns its communicator, unless the user gave one;
+    attaches to its parameters and detaches again; a parameter belongs to one strategy at most (`attached.py`);
     counts bytes (`ledger`) and time (`seconds`);
     tells schedules the epoch;
-    saves its state under the worker's identity, and loads no other worker's;
-    says what happens to steps that are not finite (`nonfinite.py`).
+    saves its state with the worker's identity, and refuses another worker's state;
+    handles steps that are not finite (`nonfinite.py`).
 
-A class derived from it adds what is its own:
+A derived class defines:
     `call`                       the public function that makes it, for messages
-    `__init__`                   checks its options, and attaches within `self._attaching()`
+    `__init__`                   check options, and attach within `self._attaching()`
     `_state`                     the averager's state
-    `_own_state`, `_load_own`    what it saves
-    `_ready`                     waits until the communicator is free for the caller
+    `_own_state`, `_load_own`    what it saves and restores
+    `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
-    `self._on_detach(undo)`      each hook that it sets registers how to take it off
+    `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..algorithm import Algorithm, require
+from ..algorithm import require
+from ..average.base import Averager
+from ..average.pairwise import Pairwise
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
@@ -40,18 +42,18 @@ from .optimizer_step import Arguments
 
 
 class Strategy(ABC):
-    """An averager at work on one model; see the module's text.
+    """An averager that works on one model; see the module's docstring.
 
     Args:
-        model: whose parameters take part.
-        parameters: those that do, with their names.
+        model: the model.
+        parameters: the parameters that take part, with their names.
         averager: how workers agree.
-        comm: how to communicate; None for a process group of its own, which the strategy then closes.
+        comm: how to communicate; None makes a new process group, which `detach` closes.
         on_nonfinite: "skip", "raise" or "apply"; see `nonfinite.py`.
         max_nonfinite: with "skip", how many steps in a row may be skipped before an error.
 
     Raises:
-        ValueError: a model on the meta device or sharded, parameters that overlap in memory, wrong options.
+        ValueError: the model is on the meta device or sharded, its parameters share memory, or an option is wrong.
     """
 
     call: ClassVar[str]
@@ -60,7 +62,7 @@ class Strategy(ABC):
         self,
         model: nn.Module,
         parameters: NamedParameters,
-        averager: Algorithm,
+        averager: Averager | Pairwise,
         comm: Communicator | None,
         on_nonfinite: str = "skip",
         max_nonfinite: int = 100,
@@ -77,14 +79,14 @@ class Strategy(ABC):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator at work."""
+        """The communicator of this strategy."""
         require(self._comm is not None, f"{self.call}: not connected yet; the first backward pass connects the workers")
         assert self._comm is not None
         return self._comm
 
     @property
     def ledger(self) -> Ledger:
-        """Every byte that this worker sent and received, with the dense sizes beside them."""
+        """The bytes that this worker sent and received, and what a dense all-reduce would have sent."""
         return self.comm.ledger
 
     @property
@@ -94,15 +96,15 @@ class Strategy(ABC):
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were skipped because they were not finite."""
+        """Number of steps that were skipped because they were not finite."""
         return self._nonfinite.num_skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell schedules that count epochs, such as `GeometricWarmup`, which epoch begins. All workers call it.
+        """Tell schedules such as `GeometricWarmup` which epoch begins. All workers call it.
 
         Raises:
-            ValueError: on all workers together, if they name different epochs.
-            CommunicationError: if one of them does not call it.
+            ValueError: on all workers, if their epochs differ.
+            CommunicationError: a worker does not call it.
         """
         require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
         self._ready()
@@ -110,9 +112,9 @@ class Strategy(ABC):
         self.averager.set_epoch(self._state, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state, under a key that names its rank: workers differ, and each saves and loads its own.
+        """This worker's state, under a key with its rank. Workers differ, and each saves and loads its own state.
 
-        It may go into `torch.distributed.checkpoint`, which keeps one value for each key, or into a file for each worker.
+        Save it in a file for each worker, or with `torch.distributed.checkpoint`, which keeps one value for each key.
 
         Returns:
             `{"rank3": {"identity": ..., ...}}`: tensors by parameter name, and plain values.
@@ -124,15 +126,15 @@ class Strategy(ABC):
         """Restore what this worker's `state_dict` returned.
 
         Raises:
-            ValueError: it is another worker's, another number of workers', or another configuration's.
+            ValueError: the state is of another worker, another number of workers, or another configuration.
         """
         self._ready()
         self._load_own(check_identity(self.call, saved, self._identity()))
 
     def detach(self) -> None:
-        """Stop averaging, take off all hooks, and close the communicator if it is the strategy's own.
+        """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.
 
-        Calling it again does nothing. While an exception is on its way, such as in a `finally`, it waits for nobody.
+        Calling it again does nothing. While an exception propagates, as in a `finally`, it waits for no other worker.
         """
         if self._is_detached:
             return
@@ -173,26 +175,26 @@ class Strategy(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """End what is in flight, together with the other workers."""
+        """End what is in flight, with the other workers."""
 
     @abstractmethod
     def _abandon(self, error: BaseException) -> None:
-        """Break off what is in flight, because of `error`, without waiting for anyone."""
+        """Abort what is in flight because of `error`, without waiting for other workers."""
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        """Called before each step of any optimizer over these parameters; returns the step's arguments."""
+        """Run before each step of any optimizer over these parameters; return the step's arguments."""
         return args, kwargs
 
     # ---- what a derived class uses ----
 
     @contextmanager
     def _attaching(self, group: Any = None) -> Iterator[Communicator]:
-        """Context of all that attaching does: connects before, registers the parameters after, undoes it on an error.
+        """Context for attaching: connect before, register the parameters after, and detach on an error.
 
         Args:
-            group: the process group whose workers to connect, where no communicator was given; None for all.
+            group: the process group of the workers, if no communicator was given; None for all workers.
         """
         require_unattached(self.call, self.parameters)
         if self._comm is None:
@@ -205,7 +207,7 @@ class Strategy(ABC):
             raise
 
     def _on_detach(self, undo: Callable[[], Any]) -> None:
-        """Call `undo` when the strategy detaches; the last one first."""
+        """Call `undo` when the strategy detaches, in reverse order of registration."""
         self._undo.callback(undo)
 
     def _identity(self) -> dict[str, Any]:

@@ -1,32 +1,49 @@
-"""Buckets and hooks of our own, for modules that are not wrapped in DDP.
+"""Our own buckets and hooks, for modules that are not wrapped in DDP.
 
-Parameters are put into buckets in the reverse of their order, which is about the order in which their gradients arrive.
-A bucket is launched when all of its gradients have been accumulated and all buckets before it have been launched, so that
-the order is the same on all workers. When backward ends, buckets that still miss a gradient are launched with
-zeros in its place.
+Buckets take parameters in reverse order, which is about the order in which their gradients arrive. A bucket is launched
+when all of its gradients have been accumulated and all buckets before it have been launched. So all workers launch buckets
+in the same order. At the end of backward, the remaining buckets are launched with zeros for missing gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..algorithm import require
+from ..average.base import NamedTensors
+from .models import NamedParameters
+
+
+class Launch(Protocol):
+    """Starts to average one bucket: its gradients with their names, and whether it is the first and the last one.
+
+    `buffer` is any tensor of the bucket; the result's future resolves to it.
+    """
+
+    def __call__(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> object: ...
 
 
 class GradientBuckets:
-    """Calls `launch(tensors, buffer, first, last)` for each bucket of every backward pass, in a fixed order."""
+    """Calls `launch` for each bucket of every backward pass, in a fixed order.
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: Callable, bucket_bytes: int):
+    Args:
+        parameters: with their names, in the order of the model.
+        launch: see `Launch`.
+        bucket_bytes: a bucket is full as soon as it holds this many bytes; smaller => more messages, sent earlier.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: Launch, bucket_bytes: int):
         require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
         self._launch = launch
         self._buckets = _partition(parameters, bucket_bytes)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
         self._syncing = True
-        self._graph_task = None
+        self._graph_task: int | None = None
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters]
 
     @contextmanager
@@ -46,7 +63,7 @@ class GradientBuckets:
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._syncing:
             return
-        # A backward pass that an error broke off leaves no trace but its number: a new number begins a new round.
+        # A failed backward pass only leaves its number behind, so a new number begins a new round.
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
@@ -73,11 +90,10 @@ class GradientBuckets:
             self._launch_next()
 
 
-def _partition(
-    parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int
-) -> list[list[tuple[str, nn.Parameter]]]:
+def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[NamedParameters]:
     """A bucket is full as soon as it holds `bucket_bytes`, as in DDP, so that biases travel with a weight."""
-    buckets, room = [], 0
+    buckets: list[NamedParameters] = []
+    room = 0
     for name, p in reversed(parameters):
         if room <= 0:
             buckets.append([])

@@ -1,4 +1,4 @@
-"""What is left to the optimizer where the averager applies momentum: the step, and weight decay."""
+"""The optimizer for averagers that apply momentum themselves: it does the step and weight decay."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..algorithm import require
 
 
 class DGCSGD(torch.optim.Optimizer):
-    """Gradient descent whose weight decay has a momentum buffer of its own, for gradients that carry momentum already.
+    """Gradient descent for gradients that contain momentum already; only its weight decay has a momentum buffer.
 
     With the averaged result g of `tw.dgc`, weights w and decay d = weight_decay * w:
 
         plain       b = m b + d        w = w - lr (g + b)
         Nesterov    b = m b + d        w = w - lr (g + d + m b)
 
-    The decay is the same on all workers and dense, so its momentum needs no correction. Check: where g is momentum
-    SGD's `u`, this is `torch.optim.SGD(momentum=m, weight_decay=weight_decay)`.
+    The decay is dense and the same on all workers, so its momentum needs no correction. Check: if g is the `u` of
+    momentum SGD, this is `torch.optim.SGD(momentum=m, weight_decay=weight_decay)`.
 
     Args:
         params: parameters or parameter groups, as for any optimizer.
         lr: learning rate.
         weight_decay: higher => smaller weights.
-        momentum: m of the decay term alone; 0 => ordinary weight decay.
+        momentum: m of the decay term only; 0 => ordinary weight decay.
         nesterov: whether the averager's momentum is Nesterov's.
 
     Raises:
@@ -55,28 +55,28 @@ class DGCSGD(torch.optim.Optimizer):
         require(lr >= 0, f"DGCSGD: lr must be 0 or more, got {lr}")
         require(weight_decay >= 0, f"DGCSGD: weight_decay must be 0 or more, got {weight_decay}")
         require(0 <= momentum < 1, f"DGCSGD: momentum must be at least 0 and below 1, got {momentum}")
-        # Not called "momentum" in the groups: gradients get none, and schedulers that cycle momentum must not find it.
+        # Not called "momentum" in the groups, so that schedulers that cycle momentum leave it alone.
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay_momentum": momentum, "nesterov": nesterov}
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; `closure`, if given, computes them and the loss it returns."""
+        """Update the parameters that have a gradient; `closure`, if given, computes gradients and returns the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(self._with_decay(p, group), alpha=-group["lr"])
+                    p.add_(self._with_decay(p, p.grad, group), alpha=-group["lr"])
         return loss
 
-    def _with_decay(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+    def _with_decay(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         if group["weight_decay"] == 0:
-            return p.grad
+            return grad
         decay = p * group["weight_decay"]
-        buffer = self.state[p].setdefault("decay_buffer", torch.zeros_like(p))
+        buffer: Tensor = self.state[p].setdefault("decay_buffer", torch.zeros_like(p))
         buffer.mul_(group["decay_momentum"]).add_(decay)
-        return p.grad + (decay + buffer * group["decay_momentum"] if group["nesterov"] else buffer)
+        return grad + (decay + buffer * group["decay_momentum"] if group["nesterov"] else buffer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:

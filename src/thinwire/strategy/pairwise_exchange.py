@@ -1,11 +1,11 @@
-"""The background thread of asynchronous averaging. Each worker has one, and only this thread uses the channel.
+"""The background thread of asynchronous averaging. Each worker has one, and only it uses the channel.
 
 During training
     active (odd rank)     after each step of its own: send ASK with x to a passive worker; absorb the ANSWER. One ASK is in
                           flight at a time.
     passive (even rank)   on ASK: send ANSWER with its own x. An ASK that comes before its first step waits for that step.
 
-All workers end together, and a worker that is done early goes on averaging with the others:
+All workers end together. A worker that is done early goes on averaging with the others:
     1. an active worker that is done sends FINISHED to all passive ones, and goes on asking at its usual pace;
     2. a passive worker that is done, and has FINISHED from all active ones, sends FINISHED to all of them;
     3. an active worker that has FINISHED from all passive ones, and nothing in flight, sends GOODBYE and stops;
@@ -30,8 +30,8 @@ from torch import Tensor
 from ..average.pairwise import Pairwise, PairwiseState
 from ..comm import CommunicationError, Communicator, Message
 
-LINGER_SECONDS = 5.0  # at most, for partners to read why this worker stops; they hang up as soon as they have read it
-DEFAULT_PACE_SECONDS = 0.1  # of a worker that has not made two steps
+LINGER_SECONDS = 5.0  # at most, so that partners can read why this worker stops; they hang up once they have read it
+DEFAULT_PACE_SECONDS = 0.1  # for a worker that has made fewer than two steps
 
 
 class Kind(IntEnum):
@@ -61,7 +61,8 @@ class PairwiseExchange:
         self._error: CommunicationError | None = None
         self._abort_reason: str | None = None
         self._is_dropped = False
-        self._pace_seconds, self._last_step = DEFAULT_PACE_SECONDS, None
+        self._pace_seconds = DEFAULT_PACE_SECONDS
+        self._last_step: float | None = None
         self._flight = threading.Condition()  # guards the two below
         self._may_ask, self._is_in_flight = True, False
         self.start()
@@ -147,7 +148,9 @@ class PairwiseExchange:
             self._ended.set()
 
     def _serve_active(self) -> None:
-        done, sent, was_told = set(), None, False
+        done: set[int] = set()
+        sent: Tensor | None = None
+        was_told = False
         while not (self._is_finished and len(done) == len(self._partners) and sent is None):
             if self._is_finished and not was_told:
                 was_told = self._tell_all(Kind.FINISHED)
@@ -160,6 +163,7 @@ class PairwiseExchange:
             elif message.kind == Kind.FINISHED:
                 done.add(message.source)
             else:
+                assert sent is not None, f"rank {message.source} answered, and nothing was asked"
                 self._state.absorb(sent, message.payload.view(sent.dtype))
                 sent = None
                 self._land()
@@ -184,7 +188,8 @@ class PairwiseExchange:
         return x
 
     def _serve_passive(self) -> None:
-        left, finished, asks, was_told = set(self._partners), set(), [], False
+        left, finished, was_told = set(self._partners), set[int](), False
+        asks: list[Message] = []
         while left or not self._is_finished:
             message = self._receive(left)
             if message is None:

@@ -9,7 +9,7 @@ Both add the same bits. The thread lives for one round. Half steps after the fir
 node (`Hierarchical`) also run in it. It is a daemon, so that a process can exit while its neighbours are silent.
 
 Push-sum. While a round or the optimizer works on them, the parameters are the biased x. At all other times they are
-`z = x / w`. `to_biased` and `to_debiased` convert between the two in place. w is that of the rounds absorbed so far.
+`z = x / w`. `to_biased` and `to_debiased` convert between the two in place. w includes all rounds absorbed so far.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ParameterRounds:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round has been begun and not been absorbed."""
+        """Whether a round has begun and has not been absorbed."""
         return self._flight is not None
 
     @property
     def weight(self) -> float:
-        """Push-sum's w of the rounds absorbed so far, 1.0 for all other averagers."""
+        """Push-sum's w after the rounds absorbed so far; 1.0 for all other averagers."""
         return 1.0 / self._debias_factor
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class ParameterRounds:
         self.settle()
         self.to_biased()
         for (_, p), (_, change) in zip(self.live.tensors(), self._changes, strict=True):
-            p.copy_(p + change)  # half precision is added to in float32
+            p.copy_(p + change)  # the sum of half precision and float32 is float32
         self._flight = None
         self._commit()
 
@@ -119,7 +119,7 @@ class ParameterRounds:
 
 
 class Flight:
-    """A round that was begun. A thread of its own waits for it."""
+    """A round that has begun, and the thread that waits for it."""
 
     def __init__(self, handle: Handle, device: torch.device):
         self._handle, self._device = handle, device
@@ -139,15 +139,15 @@ class Flight:
             if self._ready is None:
                 self._handle.wait()
             else:
-                self._wait_on_stream()
+                self._wait_on_stream(self._ready)
         except BaseException as error:  # for `wait`
             self._error = error
 
-    def _wait_on_stream(self) -> None:
-        """On a stream of its own, so that the training's kernels do not wait for messages."""
+    def _wait_on_stream(self, ready: torch.cuda.Event) -> None:
+        """Wait on a separate stream, so that the training's kernels do not wait for messages."""
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
+            stream.wait_event(ready)
             self._handle.wait()
             stream.synchronize()
 

@@ -1,9 +1,9 @@
-"""How encoded gradients meet: the exchanges of `Mean`. `base` has the contract; one exchange, one file.
+"""The exchanges of `Mean`: how workers exchange payloads. `base.py` has the contract; each exchange has a file.
 
-Steps, and bytes that one of W workers sends, for a payload of p bytes and d bytes of dense vectors:
+Steps, and the bytes that one of W workers sends, for a payload of p bytes and d bytes of dense vectors:
 
     all_reduce        2(W-1) steps    2(W-1)/W (p + d)    payloads that may be added on the wire (Identity, Cast)
-                      and 1 step      (W-1) a before      codecs that first agree on numbers of a bytes (TernGrad)
+                      + 1 step        + (W-1) a           codecs that first agree on a bytes of numbers (TernGrad)
     all_gather        1 step          (W-1) (p + d)       any codec
     scatter_reduce    2 steps         2(W-1)/W (p + d)    any codec; the mean is encoded again
     hierarchical      1 + 2 steps     (L-1) (p + d)       any codec; from one of L nodes to the others, 2 steps inside
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from .agree import agreed_all_reduce
 from .all_gather import all_gather
 from .all_reduce import all_reduce
-from .base import Finish, Job, Observe, flatten, split_like
+from .base import Finish, Job, Observe, copy_changed, flatten, result_buffers, split_like
 from .cost import COSTS, Load, cheapest
 from .hierarchical import agree_on_nodes, hierarchical, launched_nodes
 from .scatter_reduce import OWNER_MEMORY, init_owner_memory, scatter_reduce
@@ -31,7 +31,7 @@ EXCHANGES: dict[str, Callable[[Job], Finish]] = {
 }
 
 ONE_STEP = ("all_reduce", "all_gather")
-"""Those that have sent everything before they return."""
+"""The exchanges that send everything before they return."""
 
 __all__ = [
     "COSTS",
@@ -45,8 +45,10 @@ __all__ = [
     "agree_on_nodes",
     "agreed_all_reduce",
     "cheapest",
+    "copy_changed",
     "flatten",
     "init_owner_memory",
     "launched_nodes",
+    "result_buffers",
     "split_like",
 ]

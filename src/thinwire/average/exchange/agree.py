@@ -1,7 +1,7 @@
-"""What comes before the all-reduce of an `AgreedCodec`: 1 step, 4 (W-1) bytes per worker for each number proposed.
+"""The agreement before the all-reduce of an `AgreedCodec`: 1 step, 4 (W-1) bytes per worker and proposed number.
 
-Each worker sends its proposal to all others, takes the sum or the maximum in rank order, and encodes with the codec
-that results. All collectives are issued in `finish`, so that they come in the order of the steps.
+Each worker sends its proposal to all others. It combines all proposals in rank order, by sum or by maximum, and encodes
+with the resulting codec. `finish` issues all collectives, so that all workers issue them in the order of the steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .base import Finish, Job, flatten
 
 
 def agreed_all_reduce(job: Job) -> Finish:
-    """Codecs that need an agreement. The result is `1/W decode(sum_i encode(x_i))` with the codec agreed upon."""
-    own = [t.to(torch.float32, copy=True).contiguous() for t in job.tensors]  # the tensors may be overwritten
+    """The result is `1/W decode(sum_i encode(x_i))`, with the codec that workers agree on."""
+    own = [t.to(torch.float32, copy=True).contiguous() for t in job.tensors]  # the caller may overwrite the tensors
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
-        codec: Codec = Identity()  # where nothing is encoded
+        codec: Codec = Identity()  # if there is nothing to encode
         if own:
             proposal = job.codec.propose([flatten(own, job.dense.device)] if job.merged else [t.view(-1) for t in own])
             with job.clock("wait"):
@@ -37,7 +37,7 @@ def agreed_all_reduce(job: Job) -> Finish:
 
 
 def _sum(proposals: Tensor) -> Tensor:
-    """Added in rank order."""
+    """The sum of the rows, added in rank order."""
     total = torch.zeros_like(proposals[0])
     for proposal in proposals:
         total += proposal

@@ -1,6 +1,6 @@
-"""Everyone sends its message to everyone: 1 step, (W-1)(p + d) bytes per worker.
+"""Each worker sends its message to all others: 1 step, (W-1)(p + d) bytes per worker.
 
-Where the codec's size is not fixed, sizes travel first: 2 steps, (W-1)(p + d + 8) bytes.
+If the codec's size is not fixed, workers first send sizes: 2 steps, (W-1)(p + d + 8) bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .base import Finish, Job, pack, unpack
 
 
 def all_gather(job: Job) -> Finish:
-    """Any codec; what each worker sends is encoded once. The result is `1/W sum_i C(x_i)`."""
+    """The result is `1/W sum_i C(x_i)`, for any codec; each worker encodes once."""
     message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
     with job.clock("exchange"):
         handle = job.comm.all_gather(message, variable=not job.codec.fixed_size)

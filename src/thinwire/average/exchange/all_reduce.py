@@ -1,4 +1,4 @@
-"""Payloads are added on the wire, by the backend: 2(W-1) steps, 2(W-1)/W (p + d) bytes per worker."""
+"""The backend adds payloads in an all-reduce: 2(W-1) steps, 2(W-1)/W (p + d) bytes per worker."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from .base import Finish, Job
 
 
 def all_reduce(job: Job) -> Finish:
-    """Codecs whose payloads are summable. The result is `1/W decode(sum_i encode(x_i))`."""
+    """The result is `1/W decode(sum_i encode(x_i))`, for codecs with summable payloads."""
+    sum_dtype = job.codec.sum_dtype
+    assert sum_dtype is not None, f"{job.codec} is not summable"  # `Mean` refuses it
     payload = job.encode(job.tensors, job.keys, job.masked)
     with job.clock("exchange"):
-        handles = [job.comm.all_reduce(part) for part in (payload.view(job.codec.sum_dtype), job.dense) if part.numel()]
+        handles = [job.comm.all_reduce(part) for part in (payload.view(sum_dtype), job.dense) if part.numel()]
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
         with job.clock("wait"):

@@ -1,15 +1,19 @@
-"""The contract of an exchange: one call of `Mean.step`, and how what is encoded in it meets.
+"""The contract of an exchange: how workers exchange the payloads of one call of `Mean.step`.
 
-An exchange is a function of a `Job`. It encodes, and returns `finish(totals, dense_total)`, which adds up what all
-workers sent, in rank order, so that every worker computes the same sums in the same order. Both leave holding the mean,
-times `job.scale`; `totals` come holding anything, `dense_total` zeroed. It returns whether all of `totals` is finite,
-which the decoder knows without reading them again. Before `finish` is called the tensors of the job may be overwritten
-by others, and with `keep_residual` they hold what the payload failed to carry once `finish` has returned.
+An exchange is a function of a `Job`. It encodes the job's tensors and returns `finish(totals, dense_total)`:
 
-An exchange of one step sends before it returns; one of several issues all of its collectives in `finish`. So they come
-from one thread, in the order of the steps, on all workers; a run uses one exchange only.
+    finish         waits, decodes all payloads and adds them in rank order, so that all workers have the same bits
+    totals         one buffer per tensor, in any state before; afterwards the mean times `job.scale`
+    dense_total    zeroed before; afterwards the mean of the dense vectors
+    returns        whether all of `totals` is finite; the decoder knows it without another pass
 
-Message    [dense float32][payload], so that the floats are aligned.
+The caller may overwrite the job's tensors before it calls `finish`. With `keep_residual`, they hold what the payload did
+not carry after `finish` has returned.
+
+Order. An exchange of one step sends before it returns. An exchange of several steps issues all of its collectives in
+`finish`. So all workers issue them from one thread, in the order of the calls of `step`. A run uses one exchange only.
+
+Message    [dense float32][payload]
 """
 
 from __future__ import annotations
@@ -32,21 +36,24 @@ Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
 
 @dataclass
 class Job:
-    """One call of `Mean.step`: what is to meet.
+    """One call of `Mean.step`.
 
     Args:
-        tensors: what is to be encoded; with `keep_residual` contiguous float32 buffers that receive the residual.
-        names: their names.
-        keys: the random key of each of them.
-        merged: whether they are encoded as one segment, with the first key, instead of each for itself.
+        comm: all workers.
+        codec: the codec of this round.
+        clock: measures the seconds of each phase.
+        tensors: the values to encode; with `keep_residual`, contiguous float32 buffers that receive the residual.
+        names: the name of each tensor.
+        keys: the random key of each tensor.
+        merged: whether all tensors are encoded as one segment, with the first key, or each as its own.
         keep_residual: whether there is a memory.
-        masked: empty, or a contiguous float32 buffer for each tensor that is zeroed wherever something of it was sent.
-        selection: what the codec, a sparsifier, selects of `tensors`, if that is known already.
-        observe: is shown codec, segments and keys before they are encoded, if a codec is to learn from them.
-        dense: float32 vector of what travels unencoded.
-        scale: factor by which the mean of what is encoded leaves: memory is unscaled, and gradients are not.
-        owner_memory: the memory of a second encoding, for exchanges that encode twice.
+        dense: float32 vector of all tensors that are not encoded.
+        scale: factor of the encoded result, since memory is unscaled and gradients may be scaled.
+        owner_memory: the memory of the second encoding, for exchanges that encode twice.
         workers_per_node: how many consecutive ranks share a node.
+        masked: empty, or for each tensor a contiguous float32 buffer to be zeroed wherever something was sent.
+        selection: what the codec selects of `tensors`, if memory has selected already.
+        observe: receives codec, segments and keys before they are encoded, so that an adaptive codec can learn.
     """
 
     comm: Communicator
@@ -66,9 +73,12 @@ class Job:
     observe: Observe | None = None
 
     def encode(self, parts: Sequence[Tensor], keys: Sequence[Key], masked: Sequence[Tensor] = ()) -> Tensor:
-        """The payload of `parts`, from one call to the codec; the residual is left in them if it is kept.
+        """Encode `parts` with one call to the codec; with `keep_residual`, leave the residual in them.
 
-        `masked`, if not empty, is zeroed wherever something was sent.
+        Args:
+            parts: the tensors to encode.
+            keys: the key of each part.
+            masked: empty, or for each part a buffer to be zeroed wherever something was sent.
         """
         with self.clock("encode"):
             if not parts:
@@ -96,10 +106,15 @@ class Job:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))
 
     def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> bool:
-        """`parts` become `weight` times the sum of the payloads, added in their order; returns whether all is finite.
+        """Overwrite `parts` with `weight` times the sum of the payloads; return whether all of it is finite.
 
-        What a codec that `votes` makes of that sum stands for the mean. Where the codec has a `shared_key`, `keys` are
-        those that the parts were encoded with.
+        A codec with `votes` combines the unweighted sum, and its result takes the place of the mean.
+
+        Args:
+            payloads: what workers sent, added in this order.
+            parts: contiguous float32 buffers.
+            weight: factor of the sum.
+            keys: the keys that the parts were encoded with; a codec without `shared_key` ignores them.
         """
         with self.clock("decode"):
             if not parts:
@@ -117,25 +132,30 @@ class Job:
             return finite
 
     def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
-        """Size of the message of a dense vector and encoded parts: a bound where the codec's size is not fixed."""
+        """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""
         return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)
 
 
 def message_nbytes(codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, merged: bool) -> int:
-    """Size of one message, whose parts are encoded as one segment or each for itself."""
+    """Bytes of one message; an upper bound if the codec's size is not fixed."""
     if not shapes:
         return 4 * dense_numel
     return codec.nbytes([sum(s.numel() for s in shapes)] if merged else list(shapes)) + 4 * dense_numel
 
 
 def pack(dense: Tensor, payload: Tensor) -> Tensor:
-    """The message of a dense float32 vector and a payload."""
+    """Join a dense float32 vector and a payload into one message."""
     return torch.cat([dense.view(torch.uint8), payload]) if dense.numel() else payload
 
 
 def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
-    """The dense vector and the payload of a message."""
-    return message[: 4 * dense_numel].view(torch.float32), message[4 * dense_numel :]
+    """Split a message into its dense vector and its payload. The message may start at any address.
+
+    Example:
+        >>> unpack(pack(torch.ones(2), torch.tensor([7], dtype=torch.uint8)), 2)
+        (tensor([1., 1.]), tensor([7], dtype=torch.uint8))
+    """
+    return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 
 def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -149,3 +169,16 @@ def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of consecutive pieces of `flat`, in the shapes of `parts`."""
     pieces = flat.split([p.numel() for p in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
+    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
+    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
+
+
+def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each result into its tensor, unless they are the same memory."""
+    for result, t in zip(results, tensors, strict=True):
+        if result.data_ptr() != t.data_ptr():
+            t.copy_(result)

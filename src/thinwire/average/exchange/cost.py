@@ -1,7 +1,7 @@
 """What each exchange costs, and which one is cheapest.
 
-A message is m = p + d bytes: the payload and the dense vectors of one worker. Of W workers, N share a node. The wire
-that is slow is the one between nodes, so the cost is what a node sends to all others; with N = 1, what a worker sends.
+A message is m = p + d bytes: the payload and the dense vectors of one worker. N of the W workers share a node. The slow
+network is the one between nodes, so the cost is what a node sends to all other nodes. With N = 1, a node is a worker.
 
     exchange          steps       bytes that leave a node    with N = 1
     all_reduce        2(W-1)      2(W-1)/W m                 2(W-1)/W m     a ring passes each node once
@@ -9,7 +9,7 @@ that is slow is the one between nodes, so the cost is what a node sends to all o
     scatter_reduce    2           2N(W-N)/W m                2(W-1)/W m     m: W times the message of the largest shard
     hierarchical      1 + 2       (W/N-1) m                  (W-1) m        2 steps inside the node, if N > 1
 
-Latency is the steps times that of one message; it decides where messages are small.
+Latency is the number of steps times the latency of one message. It dominates when messages are small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .scatter_reduce import shard_nbytes
 
 
 class Cost(NamedTuple):
-    """Formulas of W workers, N of them in a node, and a message of m bytes."""
+    """Formulas for W workers, N per node, and a message of m bytes."""
 
     steps: Callable[[int, int], int]
     num_bytes: Callable[[int, int, int], float]
@@ -39,18 +39,18 @@ COSTS: dict[str, Cost] = {
     "hierarchical": Cost(lambda w, n: (w > n) + 2 * (n > 1), lambda w, n, m: (w // n - 1) * m),
 }
 
-# How many times fewer bytes `scatter_reduce` must send before it is chosen: the variance of its second encoding counts.
+# `scatter_reduce` must send this many times fewer bytes to be chosen, since its second encoding adds variance.
 SECOND_LOSS_FACTOR = 2
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is averaged in a round.
+    """What one round averages.
 
     Args:
-        codec: what crosses the wire.
-        shapes: of each tensor that is encoded.
-        dense_numel: elements that travel unencoded, as float32.
+        codec: the codec of the round.
+        shapes: the shape of each encoded tensor.
+        dense_numel: number of elements that travel dense, as float32.
         size: number of workers, W.
         workers_per_node: N.
         merged: whether all tensors are encoded as one segment.
@@ -71,7 +71,7 @@ class Load:
         return message_nbytes(self.codec, shapes, self.dense_numel, self.merged)
 
     def cost(self, exchange: str) -> float:
-        """Bytes that leave a node in one round; with nodes of one worker, bytes that a worker sends.
+        """Bytes that leave a node in one round.
 
         Example:
             >>> import torch, thinwire as tw
@@ -83,12 +83,16 @@ class Load:
 
 
 def cheapest(load: Load) -> str:
-    """The exchange for "auto": the cheapest of those that suit, the first named one of equals.
+    """The exchange for "auto": the cheapest that suits. Ties go to the order of this list.
 
-    `all_reduce` suits summable codecs; `hierarchical` nodes of several workers; `all_gather` always. `scatter_reduce`
-    encodes twice: it suits unbiased codecs, whose result keeps its mean, and must be cheaper by more than
-    `SECOND_LOSS_FACTOR`, which takes W > 4. A biased codec trains differently with it, memory or not, so the user has
-    to ask for it. The choice depends on the load alone, so it is the same on all workers.
+        all_reduce        summable codecs
+        all_gather        any codec
+        scatter_reduce    unbiased codecs, if it is cheaper by more than `SECOND_LOSS_FACTOR`, which needs W > 4
+        hierarchical      nodes of several workers
+
+    `scatter_reduce` encodes twice. An unbiased codec keeps its mean under a second encoding. A biased one trains
+    differently, with or without memory, so the user has to ask for it. The choice depends on the load only, so it is
+    the same on all workers.
     """
     prices = {"all_reduce": load.cost("all_reduce")} if load.codec.summable else {}
     prices["all_gather"] = load.cost("all_gather")

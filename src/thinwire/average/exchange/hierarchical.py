@@ -1,20 +1,19 @@
 """Dense inside a node, encoded between nodes: 1 + 2 steps, (L-1)(p + d) bytes from each of L nodes to the others.
 
-A node is a run of N consecutive ranks, and its first rank leads it.
+A node is a run of N consecutive ranks. Its first rank is its leader.
 
-    1. members send their tensors to their leader, which adds them up in rank order     float32, inside the node
+    1. members send their tensors to their leader, which adds them in rank order        float32, inside the node
     2. leaders encode the mean of their node and send it to all leaders                 encoded, between nodes
-    3. leaders pass on what came, and everyone decodes it in rank order                 inside the node
+    3. leaders send the result to their members                                         inside the node
 
-In step 3 the L messages travel as they are where that is less than the float32 result, L (p + d) < 4n + d for n encoded
-elements, and the result otherwise; so no worker's bits differ, and a node's inner traffic is at most twice 4n + d per
-member. The result is `1/L sum_nodes C(mean of the node)`: one loss, and that of a mean, which has less noise than a
-gradient.
+In step 3 a leader sends the L messages if they are smaller than the float32 result, L (p + d) < 4n + d for n encoded
+elements; else it sends the result. Both give the same bits. So each member sends and receives at most 4n + d bytes.
+The result is `1/L sum_nodes C(mean of the node)`: it is encoded once, and a mean has less noise than one gradient.
 
-Memory is the leader's alone and members keep zero. It is kept in units of the node's sum, N times what the payload
-failed to carry of its mean, so that with all memories together nothing is lost, as everywhere.
+Only leaders have memory; that of members stays zero. It is in units of the node's sum: N times what the payload did not
+carry of the mean. So the sum of all memories holds everything that was not sent, as in all exchanges.
 
-Sends a leader: (L-1)(p + d) + (N-1) min(L (p + d), 4n + d); another member: 4n + d.
+A leader sends (L-1)(p + d) + (N-1) min(L (p + d), 4n + d) bytes, and any other member 4n + d.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from .base import Finish, Job, flatten, pack, split_like, unpack
 
 
 def hierarchical(job: Job) -> Finish:
-    """Any codec; the mean of each node is encoded once."""
+    """The result is `1/L sum_nodes C(mean of the node)`, for any codec."""
     node = Node(job.comm, job.workers_per_node)
-    own = flatten([*job.tensors, job.dense], job.dense.device)  # a copy, for the tensors may be overwritten
+    own = flatten([*job.tensors, job.dense], job.dense.device)  # a copy, since the caller may overwrite the tensors
     if job.keep_residual:
         for x in job.tensors:
             x.zero_()
@@ -69,7 +68,7 @@ def hierarchical(job: Job) -> Finish:
 
 
 def _encode(job: Job, node_sum: Tensor) -> Tensor:
-    """The leader's message: the dense sum of its node, and the encoded mean."""
+    """The leader's message: the dense sum of its node, and the encoded mean of the rest."""
     numel = node_sum.numel() - job.dense.numel()
     mean = split_like(node_sum[:numel] / job.workers_per_node, job.tensors)
     payload = job.encode(mean, job.keys)
@@ -103,7 +102,7 @@ class Node:
 
     @property
     def members(self) -> range:
-        """All ranks of the node but the leader."""
+        """All ranks of the node except the leader."""
         return range(self.leader + 1, self.leader + self.workers_per_node)
 
     @property
@@ -112,7 +111,7 @@ class Node:
         return range(0, self.comm.size, self.workers_per_node)
 
     def reduce(self, own: Tensor) -> Tensor:
-        """On the leader the sum over the node, added in rank order; members send and keep theirs."""
+        """Send `own` to the leader. Returns the sum in rank order on the leader, and `own` on other members."""
         if not self.is_leader:
             self.comm.exchange({self.leader: own}, {}).wait()
             return own
@@ -122,9 +121,16 @@ class Node:
         return total
 
     def meet(self, message: Tensor, num_bytes: int | None) -> list[Tensor]:
-        """Among leaders: the messages of all nodes in their order; sizes travel first where they are not known."""
+        """Exchange messages between leaders. Returns those of all nodes in order.
+
+        Args:
+            message: of this node.
+            num_bytes: size of all messages; None if it varies, and then sizes travel first.
+        """
         others = [leader for leader in self.leaders if leader > self.leader]
-        others += [leader for leader in self.leaders if leader < self.leader]  # no leader is flooded
+        others += [
+            leader for leader in self.leaders if leader < self.leader
+        ]  # so that no leader receives from all others first
         lengths = {leader: torch.tensor([num_bytes or 0], device=message.device) for leader in others}
         if num_bytes is None:
             length = torch.tensor([message.numel()], device=message.device)
@@ -136,7 +142,7 @@ class Node:
         return [received.get(leader, message) for leader in self.leaders]
 
     def pass_on(self, tensors: list[Tensor]) -> None:
-        """Overwrite the members' tensors with those of their leader."""
+        """Overwrite the members' tensors with the leader's."""
         handles: list[Handle] = []
         for tensor in tensors:
             sends = dict.fromkeys(self.members, tensor) if self.is_leader else {}
@@ -146,30 +152,32 @@ class Node:
 
 
 def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
-    """How many workers share a node: as given, or else as `torchrun` says in LOCAL_WORLD_SIZE.
+    """How many workers share a node: the given number, or LOCAL_WORLD_SIZE as `torchrun` sets it.
 
     Raises:
-        ValueError: on all workers, where it is unknown, differs between them, or does not divide their number.
+        ValueError: on all workers, if the number is unknown, differs between them, or does not divide their number.
     """
     given = os.environ.get("LOCAL_WORLD_SIZE") if workers_per_node is None else workers_per_node
     comm.check_agreement({"workers per node": given})
+    if given is None:
+        raise ValueError(
+            "exchange='hierarchical' needs to know which workers share a node; launch them with torchrun, which sets "
+            "LOCAL_WORLD_SIZE, or give Mean(workers_per_node=...)"
+        )
+    nodes = int(given) if str(given).isdecimal() else 0
     require(
-        given is not None,
-        "exchange='hierarchical' needs to know which workers share a node; launch them with torchrun, which sets "
-        "LOCAL_WORLD_SIZE, or give Mean(workers_per_node=...)",
+        nodes >= 1 and comm.size % nodes == 0,
+        f"{comm.size} workers cannot form nodes of {given} each; workers_per_node (or LOCAL_WORLD_SIZE) must divide "
+        f"{comm.size}",
     )
-    require(
-        str(given).isdecimal() and int(given) >= 1 and comm.size % int(given) == 0,
-        f"{comm.size} workers cannot be nodes of {given} each; workers_per_node (or LOCAL_WORLD_SIZE) must divide them",
-    )
-    return int(given)
+    return nodes
 
 
 def launched_nodes(comm: Communicator) -> int:
-    """How many consecutive ranks share a node, as the launcher says in its environment; 1 where that is of no use.
+    """How many consecutive ranks share a node according to the launcher's environment; 1 if nodes do not matter.
 
-    It is 1 without a launcher, on a single node, for a part of the launcher's workers, and, with a warning, where nodes
-    differ in size or ranks are not dealt out node by node. Workers of several nodes exchange a few bytes.
+    It is 1 without a launcher, on a single node, and for a part of the launcher's workers. It is 1 with a warning if
+    nodes differ in size, or if their ranks are not consecutive. Workers of several nodes exchange a few bytes.
     """
     local_size, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if local_size is None or size != str(comm.size) or local_size == size:
@@ -181,7 +189,7 @@ def launched_nodes(comm: Communicator) -> int:
     if comm.rank == 0:
         warnings.warn(
             f"Mean(exchange='auto') ignores nodes: ranks {places} (LOCAL_WORLD_SIZE, LOCAL_RANK) are not nodes of equal "
-            "size filled in order; start as many workers on each node, or choose an exchange",
+            "size with consecutive ranks; start as many workers on each node, or choose an exchange",
             stacklevel=2,
         )
     return 1

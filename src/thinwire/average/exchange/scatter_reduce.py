@@ -1,19 +1,19 @@
-"""Each worker reduces one shard and sends it on, encoded again: 2 steps, about 2(W-1)/W (p + d) bytes per worker.
+"""Each worker reduces one shard and sends the encoded mean: 2 steps, about 2(W-1)/W (p + d) bytes per worker.
 
-Every tensor is split in W pieces of consecutive elements, the first n mod W of them one longer (of consecutive rows for
-codecs that need shapes); piece r of every tensor belongs to worker r, whatever bucket the tensor lies in. Together the
-pieces of one owner are a shard.
+Every tensor is split into W pieces of consecutive elements, the first n mod W of them one longer. For codecs that need
+shapes, pieces are consecutive rows. Worker r owns piece r of every tensor, in any bucket. The pieces of one owner are its
+shard.
 
     1. each worker encodes its W shards and sends shard r to worker r                   all-to-all
-    2. worker r adds what came, in rank order: m_r = 1/W sum_i C(x_i,r)
-    3. worker r adds its own memory, e_r, encodes m_r + e_r again, and sends it to all   all-gather
-    4. everyone decodes the W shards
+    2. worker r decodes and adds them in rank order: m_r = 1/W sum_i C(x_i,r)
+    3. worker r adds its own memory e_r, encodes m_r + e_r, and sends it to all          all-gather
+    4. all workers decode the W shards
 
-Messages stay small whatever the world size, at the price of a second loss. With a memory, what the second encoding
-loses is remembered by the owner and not lost either (the double compression of DoubleSqueeze): the sum of all gradients
-is W times the sum of all results, plus all first memories, plus W times all second ones. An unbiased codec stays so.
+Messages stay small at any world size, at the price of a second loss. With a memory, the owner keeps what the second
+encoding loses, as in DoubleSqueeze. Then the sum of all gradients is W times the sum of all results, plus all first
+memories, plus W times all second memories. The result of an unbiased codec is unbiased.
 
-Sends worker s: sum of m_r over r != s, and (W-1) m_s, where m_r is the size of the message of shard r.
+Worker s sends the sum of n_r over r != s, plus (W-1) n_s bytes; n_r is the size of the message of shard r.
 
 Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017, QSGD, arXiv 1610.02132.
 """
@@ -32,22 +32,22 @@ from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
 from .base import Finish, Job, message_nbytes, pack, unpack
 
-# Whatever the memory of gradients is, with momentum or not, that of their mean only repairs the second encoding.
+# The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
 
-_PIECE_SHIFT = 48  # the stream of a key: tensor below bit 32, then rank, then what is encoded of the tensor
+_PIECE_SHIFT = 48  # the stream of a key: tensor below bit 32, rank from bit 32, piece from bit 48
 _MEAN = 0xFFFF
 
 
 class Shard(NamedTuple):
-    """The pieces of one owner that are not empty: their tensors' positions, and the pieces."""
+    """The pieces of one owner that are not empty, and the positions of their tensors in the job."""
 
     positions: list[int]
     pieces: list[Tensor]
 
 
 def scatter_reduce(job: Job) -> Finish:
-    """Any codec; what each worker sends is encoded once, and the mean a second time."""
+    """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
     comm, me = job.comm, job.comm.rank
     shards, dense_pieces = _split(job.tensors, job), job.dense.tensor_split(comm.size)
     masked = [shard.pieces for shard in _split(job.masked, job)]
@@ -78,7 +78,7 @@ def scatter_reduce(job: Job) -> Finish:
 
 
 def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:
-    """The mean of the dense pieces and of the decoded pieces that came, added in rank order."""
+    """The means of the dense pieces and of the decoded pieces, added in rank order."""
     weight = 1.0 / job.comm.size
     mean = [debug.empty(*piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
@@ -90,7 +90,7 @@ def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tu
 
 
 def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tensor]:
-    """What is to be encoded of the mean: with what the owner's earlier encodings lost, if there is a memory."""
+    """The mean plus the owner's memory of earlier second encodings, if there is one."""
     if job.owner_memory is None:
         return mean
     names = [job.names[i] for i in positions]
@@ -100,13 +100,13 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
 
 
 def init_owner_memory(codec: Codec, tensors: NamedTensors, comm: Communicator) -> ErrorFeedbackState:
-    """Zero memory of this worker's pieces; its units are those of the mean."""
+    """Zero memory for this worker's pieces, in units of the mean."""
     shapes = [(name, t, piece_shape(codec, t.shape, comm.size, comm.rank)) for name, t in tensors]
     return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
 
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
-    """The shard of each owner, as views where a tensor is contiguous."""
+    """The shard of each owner; the pieces of contiguous tensors are views."""
     pieces = [(t if job.codec.needs_shape and t.ndim else t.reshape(-1)).tensor_split(job.comm.size) for t in tensors]
     owned = [[i for i, of_tensor in enumerate(pieces) if of_tensor[rank].numel()] for rank in range(job.comm.size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
@@ -125,7 +125,7 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.
 
 
 def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool) -> list[int]:
-    """Size of the message of each owner's shard: an upper bound where the codec's size is not fixed."""
+    """Bytes of the message of each owner's shard; upper bounds if the codec's size is not fixed."""
     messages = []
     for rank in range(size):
         pieces = [piece_shape(codec, shape, size, rank) for shape in shapes]
@@ -135,22 +135,24 @@ def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size:
 
 
 def _piece_keys(job: Job, shard: Shard, part: int) -> list[Key]:
-    """A key for each piece: `part` is its owner's rank + 1 in the first encoding, and _MEAN in the second."""
+    """A key for each piece; `part` is the owner's rank + 1 in the first encoding, and _MEAN in the second."""
     keys = [job.keys[i] for i in shard.positions]
     return [key._replace(stream=key.stream | part << _PIECE_SHIFT) for key in keys]
 
 
 def _all_to_all(comm: Communicator, codec: Codec, messages: list[Tensor], num_bytes: int) -> list[Tensor]:
-    """Sizes travel first where they are not fixed."""
-    if codec.fixed_size:
-        return comm.all_to_all(messages, [num_bytes] * comm.size).wait()
-    lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
-    sizes = torch.cat(comm.all_to_all(list(lengths.split(1))).wait())
-    return comm.all_to_all(messages, sizes.tolist()).wait()
+    """Exchange the shards; sizes travel first if they are not fixed."""
+    sizes = [num_bytes] * comm.size
+    if not codec.fixed_size:
+        lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
+        sizes = torch.cat(comm.all_to_all(list(lengths.split(1))).wait()).tolist()
+    received: list[Tensor] = comm.all_to_all(messages, sizes).wait()
+    return received
 
 
 def _all_gather(comm: Communicator, codec: Codec, message: Tensor, sizes: list[int]) -> list[Tensor]:
     if not codec.fixed_size:
         length = torch.tensor([message.numel()], device=message.device)
         sizes = torch.cat(comm.all_gather(length).wait()).tolist()
-    return comm.all_gather(message, sizes).wait()
+    gathered: list[Tensor] = comm.all_gather(message, sizes).wait()
+    return gathered

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.average import Gossip, GossipState
-from thinwire.average.gossip_base import Round, check_doubly_stochastic
+from thinwire.average.gossip_checks import check_doubly_stochastic
+from thinwire.average.gossip_round import Round
 from thinwire.codec import Codec
 from thinwire.memory import Memory
 from thinwire.memory.base import NamedTensors, load_buffers, zeros_like_flat

@@ -1,0 +1,70 @@
+"""What changes while `Mean` runs."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..algorithm import require
+from ..clock import Clock
+from ..codec import Key
+from ..memory import ErrorFeedbackState
+from ..schedule import Progress
+
+
+@dataclass
+class MeanState:
+    """The state of `Mean`: what rounds change, and the exchange that `init` chose.
+
+    Attributes:
+        seed: the seed of all random numbers of the run.
+        memory: the state of `Mean.memory`; None without a memory.
+        exchange: the exchange of all rounds and buckets; never "auto".
+        workers_per_node: how many consecutive ranks share a node.
+        owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
+        codec: the state of the codec's adaptive part; None if nothing adapts.
+        progress: rounds so far, and the epoch as the training loop counts it.
+        finite: whether all results of the round so far were finite.
+    """
+
+    seed: int
+    memory: Any
+    exchange: str
+    workers_per_node: int = 1
+    owner_memory: ErrorFeedbackState | None = None
+    codec: Any = None
+    progress: Progress = Progress()
+    finite: bool = True
+    clock: Clock = field(default_factory=Clock)
+
+    def key(self, name: str, rank: int) -> Key:
+        """The random key of a tensor on one worker in this round; it does not depend on the bucket.
+
+        Under a `shared_key` all workers pass rank 0.
+        """
+        return Key(self.seed, zlib.crc32(name.encode()) | rank << 32, self.progress.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, keyed by parameter name. Memory differs between workers, so each saves its own."""
+        memories = {name: None if m is None else m.state_dict() for name, m in self._memories().items()}
+        return {"step": self.progress.step, "epoch": self.progress.epoch} | memories
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: the saved state is of another averager or model.
+        """
+        for name, memory in self._memories().items():
+            require(
+                (saved[name] is None) == (memory is None),
+                f"only one of the saved state and this averager has {name}; use the averager it was saved with, on as "
+                "many workers",
+            )
+            if memory is not None:
+                memory.load_state_dict(saved[name])
+        self.progress = Progress(saved["step"], saved["epoch"])
+
+    def _memories(self) -> dict[str, Any]:
+        return {"memory": self.memory, "owner_memory": self.owner_memory, "codec": self.codec}
