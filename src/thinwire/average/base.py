@@ -15,7 +15,8 @@ Collectives are issued in `step`, or all of them in `wait`, never from a complet
 next `step` before waiting for the last; it waits in the order of the steps.
 
 State. Whatever `init` returns has `state_dict` and `load_state_dict`, a `clock`, and `finite`: whether all results of the
-round so far were finite. `ByName` gives its children one clock, and makes their `finite` one before it commits them.
+round so far were finite, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their
+`finite` one before it commits them.
 
 Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip_base.py`.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..comm import Communicator, Handle
@@ -49,12 +50,12 @@ class ByNameState:
             child.progress = progress
 
     @property
-    def finite(self) -> bool:
+    def finite(self) -> kernels.Flag:
         """Whether all results of the round so far were finite."""
-        return all(child.finite for child in self.children)
+        return kernels.flags.all_of(child.finite for child in self.children)
 
     @finite.setter
-    def finite(self, finite: bool) -> None:
+    def finite(self, finite: kernels.Flag) -> None:
         for child in self.children:
             child.finite = finite
 
@@ -217,7 +218,7 @@ class ByName(Averager):
         return Handle(lambda: _together(begin()).wait())
 
     def commit(self, state: ByNameState) -> bool:
-        finite = state.finite
+        finite = kernels.flags.read(state.finite)
         state.finite = finite  # of every child, so that one that is not finite makes all of them discard
         for child, child_state in zip(self._children, state.children, strict=True):
             child.commit(child_state)

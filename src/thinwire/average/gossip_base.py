@@ -90,13 +90,13 @@ class Gossip(Averager):
         require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
         own = state.layout.flatten(tensors)
         comm.ledger.add_dense(own.numel())
-        state.finite = state.finite and kernels.all_finite([own])
+        state.finite = kernels.flags.both(state.finite, kernels.all_finite([own]))
         finish = self._start(state, comm, own)
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return Handle(lambda: self._finish(state, tensors, finish))
 
     def commit(self, state: GossipState) -> bool:
-        finite, state.finite = state.finite, True
+        finite, state.finite = kernels.flags.read(state.finite), True
         return finite
 
     def discard(self, state: GossipState) -> None:
@@ -141,5 +141,5 @@ class Gossip(Averager):
         change = finish()
         with state.clock("decode"):
             state.layout.add(tensors, change)
-            state.finite = state.finite and kernels.all_finite([change])
+            state.finite = kernels.flags.both(state.finite, kernels.all_finite([change]))
         state.completed += 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import debug
+from .. import debug, kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import Key
@@ -42,7 +42,7 @@ class GossipState:
     weight: float = 1.0
     progress: Progress = field(default_factory=Progress)
     completed: int = 0
-    finite: bool = True
+    finite: kernels.Flag = True
     clock: Clock = field(default_factory=Clock)
 
     @property

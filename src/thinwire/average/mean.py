@@ -232,7 +232,7 @@ class Mean(Averager):
         return lambda codec, segments, keys: part.observe(state.codec, codec.reaching(segments, keys), keys)
 
     def commit(self, state: MeanState) -> bool:
-        finite = state.finite
+        finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
             if finite:
                 memory.commit(memory_state)
@@ -298,7 +298,7 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
             copy_changed(totals, outs)
             copy_changed(means, dense_outs)
-            state.finite = state.finite and finite and kernels.all_finite([dense_total])
+            state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total])])
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import Key
+from ..kernels import Flag
 from ..memory import ErrorFeedbackState
 from ..schedule import Progress
 
@@ -35,7 +36,7 @@ class MeanState:
     owner_memory: ErrorFeedbackState | None = None
     codec: Any = None
     progress: Progress = Progress()
-    finite: bool = True
+    finite: Flag = True
     clock: Clock = field(default_factory=Clock)
 
     def key(self, name: str, rank: int) -> Key:

@@ -55,7 +55,7 @@ class PowerSGDState:
     q: dict[str, Tensor]
     pending_q: dict[str, Tensor] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
-    finite: bool = True
+    finite: kernels.Flag = True
     clock: Clock = field(default_factory=Clock)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class PowerSGD(Averager):
         return Handle(lambda: self._finish(state, matrices, qs, dense, comm))
 
     def commit(self, state: PowerSGDState) -> bool:
-        finite = state.finite
+        finite = kernels.flags.read(state.finite)
         if finite:
             state.q.update(state.pending_q)
         if finite and self.memory is not None:
@@ -228,7 +228,8 @@ class PowerSGD(Averager):
             if self.memory is not None:
                 for i in (i for i in items if i.remembers):
                     self.memory.decoded(state.memory, i.name, i.target, scale=i.scale)
-            state.finite = state.finite and kernels.all_finite([i.target for i in items])
+            is_finite = kernels.all_finite([i.target for i in items])
+            state.finite = kernels.flags.both(state.finite, is_finite)
 
 
 def _columns(t: Tensor) -> int:

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..algorithm import Algorithm, require
+from ..kernels import Flag
 from .types import Key, Selection, Size, Symbols, as_list
 
 if TYPE_CHECKING:
@@ -161,8 +162,11 @@ class Codec(Algorithm, ABC):
         out: Tensor | Sequence[Tensor],
         weight: float = 1.0,
         key: Key | Sequence[Key] | None = None,
-    ) -> bool:
+    ) -> Flag:
         """`out = weight * sum_i decode(payloads[i])`, added in this order; returns whether all of it is finite.
+
+        On a GPU this flag stays on the device, so that no host waits; `kernels.flags.read` turns it into a `bool`, and
+        raises what kernels found wrong in payloads.
 
         The same as `decode_add` of each into zeros, in as few passes over memory as the codec can.
 
@@ -208,7 +212,7 @@ class Codec(Algorithm, ABC):
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> bool:
+    ) -> Flag:
         """Overwrite `outs` with the weighted sum of all payloads, added in order; returns whether it is finite."""
         for out in outs:
             out.zero_()

@@ -17,6 +17,9 @@ One file per family: its checked functions, its records and its reference in pla
 | `permutation`, `random` | random subsets and numbers, as functions of a key |
 | `reduce` | whether all is finite; norms |
 
+`flags` says what becomes of conditions that a kernel finds out, such as a corrupt payload, where the host should not
+wait for a device.
+
 A *segment* is a contiguous 1-D float32 tensor; each function takes a list of them on one device, so one call serves a
 whole bucket of gradients. Tensors in main memory go to the C++ backend `cpu`, all others to the reference; see
 `thinwire.kernels.backend`. Nothing is kept between calls and nothing random is drawn but from the given keys. The caller
@@ -27,6 +30,7 @@ address. Byte layouts are documented in `docs/wire.md`.
 from . import (
     cast,
     entropy,
+    flags,
     indices,
     levels,
     momentum,
@@ -45,13 +49,16 @@ from . import (
 )
 from .backend import use_backend
 from .checks import num_buckets, payload_as
+from .flags import Flag
 from .random import mix_key, uniform
 from .reduce import all_finite
 
 __all__ = [
+    "Flag",
     "all_finite",
     "cast",
     "entropy",
+    "flags",
     "indices",
     "levels",
     "mix_key",

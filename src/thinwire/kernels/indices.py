@@ -14,6 +14,7 @@ from torch import Tensor
 from . import bits as bit
 from .backend import kernel
 from .checks import check_counts, counted_indices, payload_bytes
+from .flags import Fault, demand
 
 
 @lru_cache(maxsize=4096)
@@ -115,8 +116,11 @@ def check_ascending(i: int, index: Tensor, numel: int) -> None:
     """Raise ValueError unless the indices of segment i ascend strictly inside it."""
     if index.numel() == 0:
         return
-    if int(index[0]) < 0 or int(index[-1]) >= numel or bool((index[1:] <= index[:-1]).any()):
-        raise ValueError(f"segment {i}: expected strictly ascending indices from 0 to {numel - 1}; sort them first")
+    demand(
+        (index[0] >= 0) & (index[-1] < numel) & (index[1:] > index[:-1]).all(),
+        Fault.UNSORTED,
+        f"segment {i}: expected strictly ascending indices from 0 to {numel - 1}; sort them first",
+    )
 
 
 def segment_code(index: Tensor, numel: int) -> Tensor:
@@ -124,6 +128,7 @@ def segment_code(index: Tensor, numel: int) -> Tensor:
     count = index.numel()
     if count in (0, numel):
         return torch.empty(0, dtype=torch.uint8, device=index.device)
+    index = index.clamp(0, numel - 1)  # what is outside is a fault, and must not be written elsewhere
     low = low_bits(count, numel)
     if low is None:
         marks = torch.zeros(numel, dtype=torch.uint8, device=index.device)
@@ -135,25 +140,30 @@ def segment_code(index: Tensor, numel: int) -> Tensor:
 
 
 def segment_indices(i: int, code: Tensor, count: int, numel: int) -> Tensor:
-    """Undo `segment_code` for segment i; ValueError if no encoder writes these bytes."""
+    """Undo `segment_code` for segment i; a fault if no encoder writes these bytes."""
     if count in (0, numel):
         return torch.arange(count, device=code.device)
-    index = _read(bit.unpack(code), count, numel)
-    if index is None:
-        raise ValueError(f"segment {i}: expected {count} ascending indices below {numel}; the payload is corrupt")
+    index, is_valid = _read(bit.unpack(code), count, numel)
+    message = f"segment {i}: expected {count} ascending indices below {numel}; the payload is corrupt"
+    demand(is_valid, Fault.CORRUPT_INDICES, message)
     return index
 
 
-def _read(bits: Tensor, count: int, numel: int) -> Tensor | None:
-    """The indices that `bits` hold, or None if no encoder writes these bits."""
+def _read(bits: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
+    """The indices that `bits` hold, all inside the segment, and whether an encoder writes these bits."""
     low = low_bits(count, numel)
     size = numel if low is None else code_bits(count, numel, low)
-    marks = bits[: size if low is None else size - count * low].nonzero().flatten()
-    if marks.numel() != count or bool(bits[size:].any()):
-        return None
-    if low is None:
-        return marks
-    index = ((marks - torch.arange(count, device=bits.device)) << low) + (
-        bit.from_bits(bits[size - count * low : size], low) if low else 0
-    )
-    return index if int(index[-1]) < numel and bool((index[1:] > index[:-1]).all()) else None
+    marks = bits[: size if low is None else size - count * low]
+    index, is_valid = _positions(marks, count), (marks.sum() == count) & ~bits[size:].any()
+    if low is not None:
+        index = (index - torch.arange(count, device=bits.device)) << low
+        index = index + (bit.from_bits(bits[size - count * low : size], low) if low else 0)
+        is_valid &= (index[-1] < numel) & (index[1:] > index[:-1]).all()
+    return index.clamp(0, numel - 1), is_valid
+
+
+def _positions(marks: Tensor, count: int) -> Tensor:
+    """Where the first `count` ones are; `nonzero` would let the host wait for their number."""
+    place = (marks.cumsum(0) - 1).where(marks > 0, torch.full((), count, device=marks.device))
+    positions = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
+    return positions.scatter_(0, place.clamp(max=count), torch.arange(marks.numel(), device=marks.device))[:count]

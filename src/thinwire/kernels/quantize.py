@@ -23,6 +23,7 @@ from .checks import (
     residuals_of,
     segments,
 )
+from .flags import Flag
 from .random import uniform_of
 from .reduce import finite
 from .scales import MIN_SCALE, MIN_SCALE_WIDE, bucket_scales, float32, scale_bytes, split_scales, spread
@@ -127,7 +128,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer
     _decode_add.on(device)(payload, segments("outs", outs, device), weight, quantizer)
 
 
-def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> bool:
+def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> Flag:
     """Overwrite `outs` with `weight` times the sum of payloads, added in their order; one pass over memory.
 
     Args:
@@ -137,7 +138,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         quantizer: as given to `encode`.
 
     Returns:
-        Whether the whole result is finite.
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
 
     Raises:
         ValueError: if a payload's size does not fit the segments, or there is no payload.
@@ -181,7 +182,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Q
 
 
 @kernel
-def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> bool:
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
     for i, payload in enumerate(payloads):
         _decode(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, quantizer)
     return finite(outs)

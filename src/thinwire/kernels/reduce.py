@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from .. import debug
+from . import bits as bit
 from .backend import kernel
-from .checks import device_of, numels_of, segments
+from .checks import check_counts, device_of, numels_of, segments, vector
+from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+def all_finite(tensors: Sequence[Tensor]) -> Flag:
     """Whether no element of any tensor is NaN or infinite. Contiguous float32 is fast; any tensor will do.
+
+    In main memory this is a `bool`, elsewhere a flag on the device; see `flags.read`.
 
     Example:
         >>> all_finite([torch.ones(3), torch.tensor([float("inf")])])
@@ -53,11 +57,36 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
     return norms
 
 
+def mark_nonfinite(xs: Sequence[Tensor], values: Tensor, counts: Sequence[int]) -> None:
+    """Make the first of each segment's values NaN if the segment holds an infinite or NaN element.
+
+    Args:
+        xs: segments of float32.
+        values: float32, flat: `counts[i]` values for segment i; changed.
+        counts: values per segment.
+
+    Raises:
+        ValueError: if there are not `sum(counts)` values.
+
+    Example:
+        >>> values = torch.ones(2)
+        >>> mark_nonfinite([torch.tensor([float("inf"), 0.0]), torch.zeros(3)], values, [1, 1])
+        >>> values
+        tensor([nan, 1.])
+    """
+    device = device_of(xs, values)
+    checked = segments("xs", xs, device)
+    check_counts(counts, numels_of(xs))
+    if values.numel() != sum(counts):
+        raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
+    _mark_nonfinite.on(device)(checked, vector("values", values, torch.float32, device), list(counts))
+
+
 # ---- the reference ----
 
 
 @kernel
-def _all_finite(tensors: list[Tensor]) -> bool:
+def _all_finite(tensors: list[Tensor]) -> Flag:
     return finite(tensors)
 
 
@@ -71,6 +100,13 @@ def _chunk_norms(xs: list[Tensor], chunk: int, out: Tensor) -> None:
     out.copy_(torch.cat(norms))
 
 
-def finite(tensors: Sequence[Tensor]) -> bool:
+@kernel
+def _mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
+    for x, kept in zip(xs, bit.split(values, counts), strict=True):
+        first = kept[:1]
+        first.copy_(torch.where(x.isfinite().all(), first, torch.full_like(first, torch.nan)))
+
+
+def finite(tensors: Sequence[Tensor]) -> Flag:
     """`all_finite` in plain PyTorch, for the references."""
-    return all(bool(t.isfinite().all()) for t in tensors)
+    return all_of(flag_of(t.isfinite().all()) for t in tensors)

@@ -21,7 +21,9 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def float32(value: float | Sequence[float], device: torch.device) -> Tensor:
-    """A constant as a float32 tensor."""
+    """A constant as a float32 tensor; a number is written by the device itself, without an upload."""
+    if isinstance(value, (int, float)):
+        return torch.full((), value, dtype=torch.float32, device=device)
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 

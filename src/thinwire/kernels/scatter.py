@@ -14,6 +14,7 @@ from torch import Tensor
 from . import bits as bit
 from .backend import kernel
 from .checks import check_counts, counted_indices, device_of, numels_of, segments, vector
+from .flags import Fault, demand
 from .scales import float32
 
 
@@ -106,13 +107,13 @@ def _gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
 @kernel
 def _write(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int]) -> None:
     for (out, index), value in zip(_checked_pieces(outs, indices, counts), bit.split(values, counts), strict=True):
-        out[index] = value
+        out.scatter_(0, index, value)
 
 
 @kernel
 def _clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
     for out, index in _checked_pieces(outs, indices, counts):
-        out[index] = 0
+        out.index_fill_(0, index, 0.0)
 
 
 @kernel
@@ -125,6 +126,8 @@ def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int],
 def _checked_pieces(outs: list[Tensor], indices: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each segment with its own indices, once they are checked."""
     for i, (out, index) in enumerate(zip(outs, bit.split(indices.long(), counts), strict=True)):
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < out.numel():
-            raise ValueError(f"segment {i}: indices must be 0 to {out.numel() - 1}, one is outside; corrupt payload?")
-        yield out, index
+        if index.numel():
+            is_inside = (index.amin() >= 0) & (index.amax() < out.numel())
+            message = f"segment {i}: indices must be 0 to {out.numel() - 1}, one is outside; corrupt payload?"
+            demand(is_inside, Fault.OUTSIDE, message)
+        yield out, index.clamp(0, max(0, out.numel() - 1))

@@ -151,14 +151,7 @@ def topk_of(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
 
 def _keep_largest(x: Tensor, count: int) -> Tensor:
     """Ascending indices of the `count` largest magnitudes, the lowest index first among equals."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=x.device)
-    magnitudes = magnitude(x)
-    threshold = magnitudes.topk(count, sorted=False).values.min()
-    keep = magnitudes > threshold
-    ties = (magnitudes == threshold).nonzero().flatten()[: count - int(keep.sum())]
-    keep[ties] = True
-    return keep.nonzero().flatten()
+    return _keep_largest_of_rows(x[None], count)[0]
 
 
 def _keep_largest_of_rows(rows: Tensor, count: int) -> Tensor:

@@ -82,8 +82,8 @@ def _encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed
     scales, signs = [], []
     for i, x in enumerate(xs):
         scale = _mean_magnitude(x)
-        if fixed_scale is not None and bool(scale.isfinite()):
-            scale = torch.full_like(scale, fixed_scale)
+        if fixed_scale is not None:
+            scale = torch.where(scale.isfinite(), torch.full_like(scale, fixed_scale), scale)
         signs.append(bit.pack((x < 0).to(torch.uint8)))
         scales.append(scale)
         if residuals is not None:
@@ -102,4 +102,4 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
 def _mean_magnitude(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
-    return (tree_sum(x.abs()) / torch.tensor([x.numel()], dtype=torch.float64, device=x.device)).float()
+    return (tree_sum(x.abs()) / torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)).float()

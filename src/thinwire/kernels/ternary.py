@@ -226,11 +226,11 @@ def _decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: flo
 def _clip_limit(x: Tensor, clip: float) -> Tensor:
     """`clip` standard deviations of a segment; infinity where that is zero or not finite."""
     shifted = x.double() - x[0].double()
-    count = torch.tensor(x.numel(), dtype=torch.float64, device=x.device)
+    count = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
     total = tree_sum(shifted)
     variance = (tree_sum(shifted * shifted) - total * total / count) / count
     infinity = float32(float("inf"), x.device)
-    return float32(clip, x.device) * root(variance) if bool(variance.isfinite() & (variance > 0)) else infinity
+    return torch.where(variance.isfinite() & (variance > 0), float32(clip, x.device) * root(variance), infinity)
 
 
 def _values(x: Tensor, scale: Tensor, key: int) -> Tensor:
@@ -249,7 +249,7 @@ def _planes(numel: int, ternary: Ternary) -> list[tuple[int, int]]:
 
 def _pack_digits(digits: Tensor, ternary: Ternary) -> Tensor:
     num_digits, words = ternary.num_digits, [torch.empty(0, dtype=torch.int64, device=digits.device)]
-    powers = torch.tensor([ternary.base**k for k in range(num_digits)], device=digits.device)
+    powers = torch.pow(ternary.base, torch.arange(num_digits, device=digits.device))
     planes = _planes(digits.numel(), ternary)
     for block, (numel, width) in zip(bit.split(digits, [numel for numel, _ in planes]), planes, strict=True):
         padded = torch.nn.functional.pad(block.long(), (0, width * num_digits - numel)).view(num_digits, width)

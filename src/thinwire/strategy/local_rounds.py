@@ -156,7 +156,7 @@ class LocalUpdates(Strategy):
         with self._state.clock("measure"):
             changes = [(name, self._measure(anchor, p)) for (name, anchor), (_, p) in self._pairs()]
         if not self.averager.gives_one_mean:
-            finite = kernels.all_finite([g for _, g in changes])
+            finite = kernels.flags.read(kernels.all_finite([g for _, g in changes]))
         else:
             finite = self._average(changes)
         if finite:

@@ -50,7 +50,7 @@ class OwnGradients:
         """
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         values = [(self._names.get(id(p), "(not of this model)"), _values(p.grad)) for p in held]
-        action = self._steps.record(kernels.all_finite([v for _, v in values]))
+        action = self._steps.record(kernels.flags.read(kernels.all_finite([v for _, v in values])))
         if action == "raise":
             raise self._steps.error(f"first on rank {self._rank}, parameter {first_nonfinite(values)!r}")
         if action == "skip":

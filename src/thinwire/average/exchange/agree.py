@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...codec import Codec, Identity
+from ...kernels import Flag
 from .all_reduce import all_reduce
 from .base import Finish, Job, flatten
 
@@ -20,7 +21,7 @@ def agreed_all_reduce(job: Job) -> Finish:
     """The result is `1/W decode(sum_i encode(x_i))`, with the codec that workers agree on."""
     own = [t.to(torch.float32, copy=True).contiguous() for t in job.tensors]  # the caller may overwrite the tensors
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         codec: Codec = Identity()  # if there is nothing to encode
         if own:
             proposal = job.codec.propose([flatten(own, job.dense.device)] if job.merged else [t.view(-1) for t in own])

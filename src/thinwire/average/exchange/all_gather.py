@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...kernels import Flag
 from .base import Finish, Job, pack, unpack
 
 
@@ -16,7 +17,7 @@ def all_gather(job: Job) -> Finish:
     with job.clock("exchange"):
         handle = job.comm.all_gather(message, variable=not job.codec.fixed_size)
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             messages = [unpack(m, job.dense.numel()) for m in handle.wait()]
         for dense, _ in messages:

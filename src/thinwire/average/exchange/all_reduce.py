@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...kernels import Flag
 from .base import Finish, Job
 
 
@@ -15,7 +16,7 @@ def all_reduce(job: Job) -> Finish:
     with job.clock("exchange"):
         handles = [job.comm.all_reduce(part) for part in (payload.view(sum_dtype), job.dense) if part.numel()]
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             for handle in handles:
                 handle.wait()

@@ -28,9 +28,10 @@ from ... import debug, kernels
 from ...clock import Clock
 from ...codec import Codec, Key, Selection
 from ...comm import Communicator
+from ...kernels import Flag
 from ...memory import ErrorFeedbackState
 
-Finish = Callable[[list[Tensor], Tensor], bool]
+Finish = Callable[[list[Tensor], Tensor], Flag]
 Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
 
 
@@ -105,7 +106,7 @@ class Job:
         if self.merged:
             torch._foreach_copy_(list(masked), split_like(segments[0], masked))
 
-    def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> bool:
+    def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> Flag:
         """Overwrite `parts` with `weight` times the sum of the payloads; return whether all of it is finite.
 
         A codec with `votes` combines the unweighted sum, and its result takes the place of the mean.

@@ -28,6 +28,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
+from ...kernels import Flag
 from .base import Finish, Job, flatten, pack, split_like, unpack
 
 
@@ -41,7 +42,7 @@ def hierarchical(job: Job) -> Finish:
     num_bytes = job.message_nbytes(job.tensors, job.dense)
     forward = job.codec.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             node_sum = node.reduce(own)
         if node.is_leader:
@@ -78,7 +79,7 @@ def _encode(job: Job, node_sum: Tensor) -> Tensor:
     return pack(node_sum[numel:], payload)
 
 
-def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> bool:
+def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
     parts = [unpack(m, job.dense.numel()) for m in messages]
     for dense, _ in parts:
         dense_total.add_(dense, alpha=1.0 / job.comm.size)

@@ -28,6 +28,7 @@ from torch import Tensor
 from ... import debug
 from ...codec import Codec, Key
 from ...comm import Communicator
+from ...kernels.flags import Flag, both
 from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
 from .base import Finish, Job, message_nbytes, pack, unpack
@@ -57,7 +58,7 @@ def scatter_reduce(job: Job) -> Finish:
     ]
     sizes = [job.message_nbytes(shard.pieces, dense) for shard, dense in zip(shards, dense_pieces, strict=True)]
 
-    def finish(totals: list[Tensor], dense_total: Tensor) -> bool:
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             received = _all_to_all(comm, job.codec, messages, sizes[me])
         dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
@@ -67,10 +68,12 @@ def scatter_reduce(job: Job) -> Finish:
         with job.clock("wait"):
             gathered = _all_gather(comm, job.codec, message, sizes)
 
-        finite, outs, dense_outs = True, _split(totals, job), dense_total.tensor_split(comm.size)
+        outs, dense_outs = _split(totals, job), dense_total.tensor_split(comm.size)
+        finite: Flag = True
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
             dense, payload = unpack(shard_message, dense_out.numel())
-            finite &= job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, _MEAN))
+            is_finite = job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, _MEAN))
+            finite = both(finite, is_finite)
             dense_out.copy_(dense)
         return finite
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...algorithm import Algorithm, require
+from ...kernels import Flag
 from ..base import Codec
 from ..sparse.base import Sparsifier
 from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
@@ -89,7 +90,7 @@ class Chain(Codec):
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> bool:
+    ) -> Flag:
         return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:

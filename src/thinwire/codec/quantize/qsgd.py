@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
 from ..types import Symbols, number
@@ -133,7 +134,7 @@ class QSGD(Codec):
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> bool:
+    ) -> Flag:
         if self.dense_last:
             return super().decode_sum_segments(payloads, outs, weight, keys)
         return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)

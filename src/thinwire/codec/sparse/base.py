@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import Algorithm, require
+from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
 from ..dense.cast import Identity
@@ -124,7 +125,7 @@ class Sparsifier(Codec):
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> bool:
+    ) -> Flag:
         return sum_sparse(self, Identity(), payloads, outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:

@@ -95,8 +95,9 @@ class BlockwiseTopK(Sparsifier):
         blocks = torch.arange(count, dtype=torch.int32, device=code.device) // num_kept(self.ratio, self.block)
         # A shorter last block may keep fewer.
         indices = kernels.words.decode(code, count, self._word_bits) + blocks * self.block
-        require(
-            bool((indices < numel).all() and (indices[1:] > indices[:-1]).all()),
+        kernels.flags.demand(
+            (indices < numel).all() & (indices[1:] > indices[:-1]).all(),
+            kernels.flags.Fault.CORRUPT_INDICES,
             f"{self}: the payload is corrupt, its indices do not ascend inside {numel} elements",
         )
         return indices

@@ -167,8 +167,8 @@ def encode_chunks(
         for x, r, chunks in zip(segments, residuals, chosen, strict=True):
             if r.data_ptr() != x.data_ptr():
                 r.copy_(x)
-            _rows(r, chunk)[0].index_fill_(0, _whole(chunks, r, chunk), 0.0)
-            _last(r, chunk, chunks).zero_()
+            _rows(r, chunk).index_fill_(0, _whole(r, chunk, chunks), 0.0)
+            r.index_fill_(0, _last_elements(r, chunk, chunks)[0], 0.0)
     return torch.cat(values).view(torch.uint8)
 
 
@@ -178,35 +178,31 @@ def decode_chunks(chunk: int, chosen: tuple[Tensor, ...], payload: Tensor, outs:
         [chunks.numel() * min(chunk, o.numel()) for chunks, o in zip(chosen, outs, strict=True)]
     )
     for out, chunks, value in zip(outs, chosen, values, strict=True):
-        whole, last = _whole(chunks, out, chunk), _last(out, chunk, chunks)
-        _rows(out, chunk)[0].index_add_(0, whole, value[: whole.numel() * chunk].view(-1, chunk))
-        at = whole.numel() * chunk
-        last += value[at : at + last.numel()]
+        at = max(0, chunks.numel() - 1) * chunk
+        _rows(out, chunk).index_add_(0, _whole(out, chunk, chunks), value[:at].view(-1, chunk))
+        elements, is_inside = _last_elements(out, chunk, chunks)
+        # Adding -0.0 changes nothing, not even a zero's sign.
+        out.index_add_(0, elements, torch.where(is_inside, value[at:], torch.full_like(value[at:], -0.0)))
 
 
-def _rows(x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Views: whole chunks as rows, and the shorter last one."""
-    whole = x.numel() // chunk * chunk
-    return x[:whole].view(-1, chunk), x[whole:]
+def _rows(x: Tensor, chunk: int) -> Tensor:
+    """Whole chunks as the rows of a view."""
+    return x[: x.numel() // chunk * chunk].view(-1, chunk)
 
 
-def _whole(chunks: Tensor, x: Tensor, chunk: int) -> Tensor:
-    """Which of the chosen chunks are whole."""
-    return chunks[chunks < x.numel() // chunk].long()
+def _whole(x: Tensor, chunk: int, chunks: Tensor) -> Tensor:
+    """Rows of all chosen chunks but the last: they ascend, so that these are whole. A corrupt one stays inside too."""
+    return chunks[:-1].long().clamp(max=x.numel() // chunk - 1)
 
 
-def _last(x: Tensor, chunk: int, chunks: Tensor) -> Tensor:
-    """The shorter last chunk if it was chosen, else nothing of it."""
-    rows, last = _rows(x, chunk)
-    return last if bool((chunks == rows.shape[0]).any()) else last[:0]
+def _last_elements(x: Tensor, chunk: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the elements of the last chosen chunk are, and which of them lie inside `x`; the others repeat its end."""
+    elements = chunks[-1:].long() * chunk + torch.arange(min(chunk, x.numel()), device=x.device)
+    return elements.clamp(max=x.numel() - 1), elements < x.numel()
 
 
 def _take(x: Tensor, chunk: int, chunks: Tensor) -> Tensor:
-    """Values of the chosen chunks, all of one size."""
-    rows, _ = _rows(x, chunk)
-    values = torch.zeros(chunks.numel() * min(chunk, x.numel()), device=x.device)
-    whole, last = _whole(chunks, x, chunk), _last(x, chunk, chunks)
-    at = whole.numel() * chunk
-    torch.index_select(rows, 0, whole, out=values[:at].view(-1, chunk))
-    values[at : at + last.numel()] = last
-    return values
+    """Values of the chosen chunks, all of one size; zeros fill up the last one."""
+    elements, is_inside = _last_elements(x, chunk, chunks)
+    last = torch.where(is_inside, x[elements], torch.zeros_like(x[:1]))
+    return torch.cat([_rows(x, chunk).index_select(0, _whole(x, chunk, chunks)).view(-1), last])

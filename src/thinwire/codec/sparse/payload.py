@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ..base import Codec
 from ..types import Selection
 
@@ -89,7 +90,7 @@ def sum_sparse(
     outs: list[Tensor],
     weight: float,
     keys: list[int],
-) -> bool:
+) -> Flag:
     """`Codec.decode_sum`: only elements in a payload are checked to be finite, because all others are zero."""
     for out in outs:
         out.zero_()

@@ -81,9 +81,7 @@ class RandomK(Sparsifier):
         counts = [self.count(n) for n in numels]
         indices = kernels.permutation.random_indices(keys, counts, numels, segments[0].device if segments else "cpu")
         values = kernels.scatter.gather(segments, indices, counts)
-        if not kernels.all_finite(segments):
-            for x, kept in zip(segments, values.split(counts), strict=True):
-                kept[:1] = kept[:1] if kernels.all_finite([x]) else torch.nan
+        kernels.reduce.mark_nonfinite(segments, values, counts)
         return Selection(indices, values, counts)
 
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:

@@ -1,0 +1,107 @@
+"""On a GPU no host waits: codecs of fixed size run on fake tensors, which have no values that a host could read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.codecs import CODECS
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.kernels import flags
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+# A CPU build of PyTorch refuses to index fake CUDA tensors. A device without kernels of its own takes their place.
+_setup_privateuseone_for_python_backend("fakegpu")
+
+# Where the host does wait, and why. Codecs whose size depends on the data wait for the size.
+EXCEPTIONS = {
+    tw.RandomK: "cycle walking ends when every index is inside",
+    tw.Quantize: "uploads its table of levels",
+    tw.NUQSGD: "uploads its table of levels",
+    tw.ALQ: "uploads its table of levels",
+    tw.AMQ: "uploads its table of levels",
+    tw.SVD: "the solver waits",
+}
+
+
+def waits(codec: tw.Codec) -> bool:
+    return not codec.fixed_size or type(codec) in EXCEPTIONS or any(map(waits, codec.parts()))
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts tensors that are made of Python numbers on a device: each is a copy that a host waits for."""
+    counter: Counter[str] = Counter()
+    for name in ("tensor", "as_tensor"):
+        original = getattr(torch, name)
+
+        def counted(data: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            device = torch.device(kwargs.get("device") or "cpu")
+            counter[f"torch.{_name}"] += device.type != "cpu" and not isinstance(data, torch.Tensor)
+            return _original(data, *args, **kwargs)
+
+        monkeypatch.setattr(torch, name, counted)
+    yield counter
+    flags.fault_counters.cache_clear()  # fake ones
+
+
+def run(codec: tw.Codec) -> None:
+    keys = [tw.Key(0, i, 0) for i in range(2)]
+    with FakeTensorMode():
+        flags.fault_counters.cache_clear()
+        xs = [torch.empty(128, 64, device="fakegpu"), torch.empty(50, 100, device="fakegpu")]
+        payload = codec.encode(xs, keys, [torch.empty_like(x) for x in xs])
+        finite = codec.decode_sum([payload, payload], [torch.empty_like(x) for x in xs], 0.5, keys)
+        assert isinstance(finite, torch.Tensor) and finite.device.type == "fakegpu"
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if not waits(c)], ids=repr)
+def test_codecs_of_fixed_size(codec, uploads):
+    run(codec)
+    assert not +uploads
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_exceptions_are_still_exceptions(kind, uploads):
+    """Take a codec off the list once it no longer waits."""
+    codec = next(c for c in CODECS if type(c) is kind)
+    with pytest.raises((DataDependentOutputException, NotImplementedError)):
+        run(codec)
+        assert not +uploads
+
+
+def test_corrupt_indices_are_reported_once_a_round(monkeypatch):
+    """Off the CPU, kernels count faults, stay inside their buffers, and `read` raises them."""
+    counters = torch.zeros(len(flags.Fault), dtype=torch.int32)
+    monkeypatch.setattr(flags, "fault_counters", lambda device: counters)
+    monkeypatch.setattr(flags, "_is_main_memory", lambda t: False)
+    codec, out = tw.TopK(0.1), torch.zeros(100)
+    with kernels.use_backend("reference"):
+        payload = codec.encode(torch.arange(100.0))
+        flags.check_faults(payload.device)  # none yet
+        payload[-7:] = 255  # all of the indices
+        finite = codec.decode_sum([payload], out)
+    assert isinstance(finite, torch.Tensor)
+    with pytest.raises(ValueError, match="payload: its indices are corrupt"):
+        flags.read(finite)
+    assert flags.read(finite)  # a fault is reported once
+
+
+def test_indices_outside_are_reported_and_nothing_is_written_there(monkeypatch):
+    counters = torch.zeros(len(flags.Fault), dtype=torch.int32)
+    monkeypatch.setattr(flags, "fault_counters", lambda device: counters)
+    monkeypatch.setattr(flags, "_is_main_memory", lambda t: False)
+    whole = torch.zeros(30)
+    with kernels.use_backend("reference"):
+        kernels.scatter.add([whole[10:20]], torch.tensor([3, 90], dtype=torch.int32), torch.ones(2), [2], 1.0)
+    assert not whole[:10].any() and not whole[20:].any()
+    with pytest.raises(ValueError, match="outside of its segment"):
+        flags.check_faults(whole.device)
