@@ -116,8 +116,8 @@ def settings_of(optimizer: str, method: Method) -> Optimizer:
 
 
 def train(
-    comm: tw.Communicator, method: Method, settings: Optimizer, seed: int, data: Text, initial: nn.Module
-) -> tuple[float, tw.Ledger]:
+    comm: tw.comm.Communicator, method: Method, settings: Optimizer, seed: int, data: Text, initial: nn.Module
+) -> tuple[float, tw.comm.Ledger]:
     """One worker of one run from the `initial` weights: the test loss in nats a byte, and the ledger."""
     model = copy.deepcopy(initial)
     optimizer = settings.build(model)
@@ -138,7 +138,7 @@ def train(
         loss_of(model, batch.inputs, batch.labels).backward()
         nn.utils.clip_grad_norm_(model.parameters(), GPT_SMALL.clip_norm)
         optimizer.step()
-    if isinstance(handle, tw.LocalUpdates):
+    if isinstance(handle, tw.strategy.LocalUpdates):
         handle.synchronize()
     handle.detach()
     return test_loss(model, data), handle.ledger

@@ -139,7 +139,7 @@ def study_granularity(options: argparse.Namespace) -> None:
     epochs = options.epochs or 10
     keys = [(label, g, seed) for label in STUDIED for g in GRANULARITIES for seed in SEEDS]
     runs = [(f"Mean({STUDIED[label]}, granularity={g!r})", seed) for label, g, seed in keys]
-    percents = dict(zip(keys, tw.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
+    percents = dict(zip(keys, tw.comm.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
     accuracy = {(label, g): [percents[label, g, seed] for seed in SEEDS] for label, g, _ in keys}
     rows = ["| method | averager | " + " | ".join(GRANULARITIES) + " |", "|---|---|" + "---|" * len(GRANULARITIES)]
     for label, parts in STUDIED.items():
@@ -150,7 +150,7 @@ def study_granularity(options: argparse.Namespace) -> None:
     draw_granularity(accuracy, epochs, options.docs / "granularity.png")
 
 
-def test_percents(comm: tw.Communicator, runs: Sequence[tuple[str, int]], epochs: int) -> list[float]:
+def test_percents(comm: tw.comm.Communicator, runs: Sequence[tuple[str, int]], epochs: int) -> list[float]:
     """Test accuracy of each run, in per cent; all workers call it together."""
     percents = []
     for number, (averager, seed) in enumerate(runs):
@@ -160,7 +160,7 @@ def test_percents(comm: tw.Communicator, runs: Sequence[tuple[str, int]], epochs
     return percents
 
 
-def train_and_test(comm: tw.Communicator, averager: str, seed: int, epochs: int) -> float:
+def train_and_test(comm: tw.comm.Communicator, averager: str, seed: int, epochs: int) -> float:
     """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
     (inputs, labels), test = Digits().splits()
     torch.manual_seed(seed)

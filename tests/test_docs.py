@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import re
@@ -102,4 +103,5 @@ def test_the_reference_has_every_public_name():
     spec.loader.exec_module(pages := importlib.util.module_from_spec(spec))
     rooms = [pages._room(title, importlib.import_module(name)) for title, name in pages.ROOMS.items()]
     shown = {line.rpartition(".")[2] for room in rooms for line in room.splitlines() if line.startswith("::: ")}
-    assert set(tw.__all__) <= shown
+    packages = {name for name in tw.__all__ if inspect.ismodule(getattr(tw, name))}
+    assert set(tw.__all__) - packages <= shown

@@ -123,11 +123,19 @@ def test_the_core_needs_torch_and_numpy_alone():
                 assert not top or package in CORE_NEEDS or package in sys.stdlib_module_names, f"{path}: {name}"
 
 
+PACKAGES = (tw.average, tw.codec, tw.comm, tw.memory, tw.schedule, tw.strategy, tw.topology)
+
+
 def test_public_names_are_documented():
-    for name in tw.__all__:
-        value = getattr(tw, name)
-        assert inspect.getdoc(value), f"thinwire.{name} has no docstring"
+    public = {f"thinwire.{name}": getattr(tw, name) for name in tw.__all__}
+    for package in PACKAGES:
+        public |= {f"{package.__name__}.{name}": value for name, value in vars(package).items() if name[0] != "_"}
+    for name, value in public.items():
+        described = inspect.isclass(value) or inspect.isroutine(value)
+        if not (described and value.__module__.startswith("thinwire")):
+            continue
+        assert inspect.getdoc(value), f"{name} has no docstring"
         if inspect.isclass(value):
             for attribute, member in vars(value).items():
                 if not attribute.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                    assert inspect.getdoc(member), f"thinwire.{name}.{attribute} has no docstring"
+                    assert inspect.getdoc(member), f"{name}.{attribute} has no docstring"

@@ -49,3 +49,10 @@ def test_every_name_is_there_once_and_public_classes_pickle():
     assert all(getattr(tw, name) is not None for name in tw.__all__)
     for algorithm in (tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()), tw.Choco(tw.Ring(), tw.TopK(0.01))):
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+
+def test_the_notation_knows_the_names_that_are_not_at_the_top():
+    for text in ("Phases(((0, Ring()),))", "Hierarchical(Ring(), workers_per_node=2)", "BipartiteExponential()"):
+        topology = tw.parse(text)
+        assert type(topology) is getattr(tw.topology, type(topology).__name__)
+        assert type(topology).__name__ not in tw.__all__

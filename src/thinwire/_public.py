@@ -4,12 +4,11 @@ A strategy hands tensors to an averager. Its memory and codec make them small, a
 This is the only list of the names. `thinwire/__init__.py` imports this module when one of them is first used.
 """
 
-from . import average, codec, comm, memory, strategy, topology
+from . import average, codec, comm, memory, schedule, strategy, topology
 from .average import (
     Averager,
     ByName,
     Choco,
-    Clip,
     ClipByNorm,
     ClipByValue,
     ClipValueByGlobalNorm,
@@ -29,16 +28,13 @@ from .codec import (
     NUQSGD,
     QSGD,
     SVD,
-    AdaptiveCodec,
     AdaptiveThreshold,
-    AgreedCodec,
     BlockwiseTopK,
     Cast,
     CoarseGrainedTopK,
     Codec,
     Huffman,
     Identity,
-    Key,
     OneBit,
     Quantize,
     RandomK,
@@ -48,21 +44,14 @@ from .codec import (
     TernGrad,
     Threshold,
     TopK,
-    TruncatedNormal,
-    TruncatedNormalMixture,
     chain,
 )
-from .comm import CommunicationError, Communicator, Ledger, LocalWorld, ProcessGroupCommunicator, ProcessWorld
+from .comm import LocalWorld
 from .memory import EF21, ErrorFeedback, Memory, MomentumCorrection
 from .notation import parse, register
-from .schedule import GeometricWarmup, Progress, Schedule, Values
+from .schedule import GeometricWarmup, Schedule, Values
 from .strategy import (
     DGCSGD,
-    AsynchronousGossip,
-    ConsensusRecord,
-    GradientCompression,
-    LocalUpdates,
-    ParameterGossip,
     compress_gradients,
     consensus,
     gossip_asynchronously,
@@ -71,41 +60,25 @@ from .strategy import (
     local_updates,
 )
 from .topology import (
-    BipartiteExponential,
-    BipartiteLinear,
     Complete,
-    DavisSouthernWomen,
-    DirectedGraph,
     DirectedRing,
-    ErdosRenyi,
     Exponential,
-    Graph,
-    Hierarchical,
     Hypercube,
-    Linear,
-    Phases,
     Ring,
     Star,
     Topology,
     Torus,
-    WattsStrogatz,
-    from_networkx,
 )
 
 __all__ = [
     # strategies
     "compress_gradients",
     "gradient_hook",
-    "GradientCompression",
     "DGCSGD",
     "gossip_parameters",
-    "ParameterGossip",
     "gossip_asynchronously",
-    "AsynchronousGossip",
     "local_updates",
-    "LocalUpdates",
     "consensus",
-    "ConsensusRecord",
     # averagers
     "Averager",
     "Mean",
@@ -124,14 +97,11 @@ __all__ = [
     "ErrorFeedback",
     "EF21",
     "MomentumCorrection",
-    "Clip",
     "ClipByNorm",
     "ClipByValue",
     "ClipValueByGlobalNorm",
     # codecs
     "Codec",
-    "AgreedCodec",
-    "Key",
     "Identity",
     "Cast",
     "TopK",
@@ -145,9 +115,6 @@ __all__ = [
     "NUQSGD",
     "ALQ",
     "AMQ",
-    "TruncatedNormal",
-    "TruncatedNormalMixture",
-    "AdaptiveCodec",
     "TernGrad",
     "SignSGD",
     "OneBit",
@@ -158,7 +125,6 @@ __all__ = [
     "chain",
     # schedules
     "Schedule",
-    "Progress",
     "GeometricWarmup",
     "Values",
     # topologies
@@ -169,25 +135,9 @@ __all__ = [
     "Hypercube",
     "Star",
     "Complete",
-    "Linear",
     "Exponential",
-    "BipartiteExponential",
-    "BipartiteLinear",
-    "DavisSouthernWomen",
-    "WattsStrogatz",
-    "ErdosRenyi",
-    "Graph",
-    "DirectedGraph",
-    "from_networkx",
-    "Phases",
-    "Hierarchical",
     # communication
-    "Communicator",
-    "CommunicationError",
-    "ProcessGroupCommunicator",
     "LocalWorld",
-    "ProcessWorld",
-    "Ledger",
     # notation
     "parse",
     "register",
@@ -196,6 +146,7 @@ __all__ = [
     "codec",
     "comm",
     "memory",
+    "schedule",
     "strategy",
     "topology",
 ]

@@ -137,7 +137,7 @@ def test_workers_in_different_epochs_fail_together():
 
 def forgetful_worker(comm):
     torch.set_num_threads(1)
-    model, own = make_model(), tw.ProcessGroupCommunicator(timeout_seconds=3)
+    model, own = make_model(), tw.comm.ProcessGroupCommunicator(timeout_seconds=3)
     handle, optimizer = tw.compress_gradients(model, tw.dgc(), comm=own), sgd(model)
     if comm.rank == 0:
         handle.set_epoch(1)  # rank 1 forgets
@@ -146,7 +146,7 @@ def forgetful_worker(comm):
 
 def test_a_worker_that_forgets_the_epoch_is_noticed():
     errors = spawn(2, forgetful_worker, return_errors=True)
-    assert any(isinstance(error, (tw.CommunicationError, ValueError)) for error in errors)
+    assert any(isinstance(error, (tw.comm.CommunicationError, ValueError)) for error in errors)
 
 
 # ---- optimizers ----

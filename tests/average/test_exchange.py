@@ -86,7 +86,7 @@ def assert_equal(some, others):
 
 
 def key(name, rank, part, step):
-    return tw.Key(5, zlib.crc32(name.encode()) | rank << 32 | part << 48, step)
+    return tw.codec.Key(5, zlib.crc32(name.encode()) | rank << 32 | part << 48, step)
 
 
 def simulated_scatter_reduce(codec, memory, size, num_steps):

@@ -18,7 +18,7 @@ AVERAGERS = [
     tw.Mix(),
     tw.Mix(tw.Exponential()),
     tw.PushSum(),
-    tw.PushSum(tw.Linear()),
+    tw.PushSum(tw.topology.Linear()),
     tw.Choco(),
     tw.Choco(tw.Torus(), tw.TopK(0.1), step_size=0.2),
     tw.Choco(tw.Star(), tw.SignNorm(), step_size=0.1),
@@ -30,9 +30,9 @@ AVERAGERS = [
     tw.PowerGossip(RING, sign_p=True, step_size=0.5),
     tw.Moniqua(theta=8.0),
     tw.Moniqua(tw.Exponential(), theta=8.0, bits=4),
-    tw.Mix(tw.Hierarchical(tw.Ring(), workers_per_node=2)),
-    tw.PushSum(tw.Hierarchical(tw.Exponential(), workers_per_node=2)),
-    tw.Choco(tw.Hierarchical(tw.Ring(), workers_per_node=2)),
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)),
+    tw.PushSum(tw.topology.Hierarchical(tw.Exponential(), workers_per_node=2)),
+    tw.Choco(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)),
 ]
 every_averager = pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
 SHAPES = {"conv.weight": (4, 3, 3, 3), "conv.bias": (4,), "fc.weight": (10, 12), "scale": ()}
@@ -191,7 +191,7 @@ def test_one_message_per_neighbour_and_half_step(averager):
 def expected_traffic(averager, rank, n):
     """Messages and bytes that a worker sends in the second round, by the documented formulas."""
     topology, size, up, down = averager.topology, 8, 0, 0
-    if isinstance(topology, tw.Hierarchical):
+    if isinstance(topology, tw.topology.Hierarchical):
         up, down = int(rank % 2 == 1), int(rank % 2 == 0)
         topology, rank, size = topology.inner, rank // 2, 4
     peers = 0 if up else len(topology.neighbours(rank, 1, size).sends)
@@ -250,7 +250,7 @@ def test_real_processes_get_what_threads_get(averager):
 
 
 @pytest.mark.parametrize(
-    "topology", [RING, tw.Exponential(), tw.Linear(), tw.Star(), tw.BipartiteExponential()], ids=repr
+    "topology", [RING, tw.Exponential(), tw.topology.Linear(), tw.Star(), tw.topology.BipartiteExponential()], ids=repr
 )
 def test_mix_is_a_product_of_mixing_matrices(topology):
     x = starts(8)
@@ -259,7 +259,7 @@ def test_mix_is_a_product_of_mixing_matrices(topology):
     torch.testing.assert_close(estimates(tw.Mix(topology), 8, 7), x, rtol=0, atol=1e-5)
 
 
-DIRECTED = tw.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)))
+DIRECTED = tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ DIRECTED = tw.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)))
         (tw.Star(weights="uniform"), 5),
         (tw.DirectedRing(), 6),
         (tw.Exponential(peers=2), 8),
-        (tw.Phases(((0, tw.DirectedRing()), (3, tw.Star(weights="uniform")))), 6),
+        (tw.topology.Phases(((0, tw.DirectedRing()), (3, tw.Star(weights="uniform")))), 6),
     ],
     ids=repr,
 )
@@ -296,7 +296,7 @@ def roundtrip(codec, flat_x, rank, step):
     """What neighbours decode of a flat vector, segment by segment."""
     parts = flat_x.float().split([math.prod(shape) for shape in SHAPES.values()])
     parts = [part.view(shape) for part, shape in zip(parts, SHAPES.values(), strict=True)]
-    keys = [tw.Key(3, zlib.crc32(name.encode()) | rank << 32, step) for name in SHAPES]
+    keys = [tw.codec.Key(3, zlib.crc32(name.encode()) | rank << 32, step) for name in SHAPES]
     payload = codec.encode(parts, keys)
     return torch.cat(codec.decode(payload, [part.numel() for part in parts])).double()
 
@@ -345,7 +345,7 @@ def test_the_default_step_size_is_stable_on_a_ring_of_eight(kind, bound, codec):
     averager, memory, before = kind(RING, codec), torch.zeros_like(x), (x - x.mean(0)).square().sum()
     for step in range(2500):
         y = x - memory if kind is tw.Choco else x + memory
-        payloads = [codec.encode(y[rank], tw.Key(0, rank, step)) for rank in range(8)]
+        payloads = [codec.encode(y[rank], tw.codec.Key(0, rank, step)) for rank in range(8)]
         c = torch.stack([codec.decode(payload, 200) for payload in payloads])
         memory = memory + c if kind is tw.Choco else y - c
         x = x + (p @ memory - memory) * averager.step_size if kind is tw.Choco else x + (p @ c - c) * averager.step_size
@@ -519,17 +519,19 @@ def test_contraction_agrees_with_the_spectral_gap(topology, size):
 # ---- hierarchies, and what is refused ----
 
 
-@pytest.mark.parametrize("inner", [RING, tw.Exponential(), tw.Hierarchical(RING, workers_per_node=2)], ids=repr)
+@pytest.mark.parametrize(
+    "inner", [RING, tw.Exponential(), tw.topology.Hierarchical(RING, workers_per_node=2)], ids=repr
+)
 @pytest.mark.parametrize("kind", [tw.Mix, tw.PushSum])
 def test_a_hierarchy_is_the_flat_graph_that_it_equals(kind, inner):
-    topology, x = tw.Hierarchical(inner, workers_per_node=2), starts(8)
+    topology, x = tw.topology.Hierarchical(inner, workers_per_node=2), starts(8)
     for step in range(4):
         x = torch.from_numpy(topology.matrix(step, 8)) @ x
     torch.testing.assert_close(estimates(kind(topology), 8, 4), x, rtol=0, atol=1e-5)
 
 
 def test_push_sum_weights_in_a_hierarchy():
-    topology = tw.Hierarchical(DIRECTED, workers_per_node=2)
+    topology = tw.topology.Hierarchical(DIRECTED, workers_per_node=2)
     z = estimates(tw.PushSum(topology), 8, 60)
     torch.testing.assert_close(z, starts(8).mean(0).expand_as(z), rtol=0, atol=2e-5)
 
@@ -543,9 +545,9 @@ def test_push_sum_weights_in_a_hierarchy():
         (tw.Choco(tw.Exponential()), r"must not change with time.*repeats every 2 steps.*Ring\(\)"),
         (tw.DeepSqueeze(tw.DirectedRing()), "not symmetric"),
         (tw.PowerGossip(DIRECTED), "not symmetric"),
-        (tw.PowerGossip(tw.Linear()), "must not change with time"),
+        (tw.PowerGossip(tw.topology.Linear()), "must not change with time"),
         (tw.Mix(tw.Hypercube()), None),
-        (tw.Mix(tw.Graph(((0, 1), (1, 2)))), "cannot connect 4 workers"),
+        (tw.Mix(tw.topology.Graph(((0, 1), (1, 2)))), "cannot connect 4 workers"),
     ],
     ids=repr,
 )

@@ -82,7 +82,7 @@ def expected_mean(averager, size, num_steps):
                     continue
                 x = g + memories[rank][name] if averager.memory else g
                 own = 0 if averager.codec.shared_key else rank << 32
-                key = tw.Key(5, zlib.crc32(name.encode()) | own, step)
+                key = tw.codec.Key(5, zlib.crc32(name.encode()) | own, step)
                 sent = averager.codec.decode(averager.codec.encode(x, key), x.shape, key)
                 memories[rank][name] = x - sent
                 total[name] += sent.double() / size
@@ -151,7 +151,7 @@ def test_an_infinite_gradient_on_one_worker(averager, bad):
             tensors = gradients(comm.rank, step if step < 2 else 1)
             if step == 1:
                 if not poison:
-                    state.progress = tw.Progress(step=2)
+                    state.progress = tw.schedule.Progress(step=2)
                     continue
                 if comm.rank == 2:
                     tensors[2][1][3, 7] = bad

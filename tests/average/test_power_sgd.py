@@ -40,7 +40,7 @@ def run_steps(comm, averager, inputs, num_steps, scale=1.0):
 
 
 def first_q(name, num_rows, rank):
-    keys = [tw.Key(SEED, zlib.crc32(name.encode()), column).mixed() for column in range(rank)]
+    keys = [tw.codec.Key(SEED, zlib.crc32(name.encode()), column).mixed() for column in range(rank)]
     return torch.stack([2 * kernels.uniform(key, num_rows) - 1 for key in keys], dim=1).double()
 
 
@@ -284,7 +284,7 @@ def test_resumed_state_is_the_same_state(tmp_path):
             averager.step(state, tensors, comm).wait()
             averager.commit(state)
             results.append([t for _, t in tensors])
-        assert state.progress == tw.Progress(step=6)
+        assert state.progress == tw.schedule.Progress(step=6)
         return results
 
     resumed, straight = (tw.LocalWorld(2).run(worker, resume)[1] for resume in (True, False))

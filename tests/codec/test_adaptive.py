@@ -171,7 +171,7 @@ def test_a_point_mass_keeps_levels_apart():
     """Constant gradients: float32 cannot tell optimal levels apart, so the present ones stay."""
     codec = tw.ALQ(bits=8, bucket_size=64)
     state = codec.init_state()
-    codec.observe(state, [torch.ones(6400)], [tw.Key()])
+    codec.observe(state, [torch.ones(6400)], [tw.codec.Key()])
     learned = codec.learn(state, [codec.statistics(state)])
     codec.adopt(state, learned, 1)
     assert codec.at(state).levels[0] == -1
@@ -251,7 +251,7 @@ def learned(codec, workers):
     part, statistics = codec.adaptive_part, []
     for rank, tensors in enumerate(workers):
         state = part.init_state()
-        part.observe(state, tensors, [tw.Key(0, rank << 32 | i) for i in range(len(tensors))])
+        part.observe(state, tensors, [tw.codec.Key(0, rank << 32 | i) for i in range(len(tensors))])
         statistics.append(part.statistics(state))
     state = part.init_state()
     part.adopt(state, part.learn(state, statistics), 1)
@@ -262,7 +262,7 @@ def squared_errors(codec, tensors, times):
     """Of `times` encodings, each with random numbers of its own."""
     residuals = [torch.empty_like(t) for t in tensors]
     for step in range(times):
-        codec.encode(tensors, [tw.Key(0, i, step) for i in range(len(tensors))], residuals)
+        codec.encode(tensors, [tw.codec.Key(0, i, step) for i in range(len(tensors))], residuals)
         yield sum(r.double().square().sum().item() for r in residuals)
 
 

@@ -42,7 +42,7 @@ def test_decode_sum_is_the_sum_of_decodings_and_knows_whether_it_is_finite(codec
     xs = [torch.randn(30, 20, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     if bad is not None:
         xs[1][7, 7] = bad
-    payloads, key = [codec.encode(x, tw.Key(5)) for x in xs], tw.Key(5)
+    payloads, key = [codec.encode(x, tw.codec.Key(5)) for x in xs], tw.codec.Key(5)
     expected, out = torch.zeros(30, 20), torch.full((30, 20), math.nan)
     for payload in payloads:
         codec.decode_add(payload, expected, 0.25, key)
@@ -57,7 +57,7 @@ def test_decode_sum_is_the_sum_of_decodings_and_knows_whether_it_is_finite(codec
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_a_payload_may_start_at_any_address_and_a_short_one_is_refused(codec, offset):
     """Decoders and `support` read an unaligned payload as an aligned one, and raise ValueError if it is cut short."""
-    x, key = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)), tw.Key(5)
+    x, key = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)), tw.codec.Key(5)
     payload = codec.encode(x, key)
     unaligned = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
 
@@ -84,7 +84,7 @@ def test_a_payload_may_start_at_any_address_and_a_short_one_is_refused(codec, of
 @given(array=arrays, seed=st.integers(0, 2**32))
 def test_any_shape_any_values(codec, array, seed):
     """Exact size, both backends alike, residual = x - decode(encode(x)), input untouched, in place the same."""
-    x, key = torch.from_numpy(array), tw.Key(seed)
+    x, key = torch.from_numpy(array), tw.codec.Key(seed)
     before = x.clone()
     residual = torch.empty_like(x)
     payload = codec.encode(x, key, residual)
@@ -108,7 +108,7 @@ def test_any_shape_any_values(codec, array, seed):
 def test_not_finite_is_never_lost(codec, bad, position):
     x = torch.randn(1500, generator=torch.Generator().manual_seed(0))
     x[position] = bad
-    decoded = codec.decode(codec.encode(x, tw.Key(3)), 1500, tw.Key(3))
+    decoded = codec.decode(codec.encode(x, tw.codec.Key(3)), 1500, tw.codec.Key(3))
     assert not torch.isfinite(decoded).all()
 
 
@@ -117,7 +117,7 @@ def test_segments_are_encoded_one_by_one(codec):
     """One call for many segments decodes to what a call for each does; sizes add up."""
     generator = torch.Generator().manual_seed(1)
     xs = [torch.randn(n, generator=generator) for n in (1000, 1, 0, 37)]
-    keys = [tw.Key(7, stream, 2) for stream in range(4)]
+    keys = [tw.codec.Key(7, stream, 2) for stream in range(4)]
     residuals = [torch.empty_like(x) for x in xs]
     payload = codec.encode(xs, keys, residuals)
     sizes = [x.numel() for x in xs]
@@ -132,10 +132,10 @@ def test_segments_are_encoded_one_by_one(codec):
 @every_codec
 def test_decode_add_accumulates(codec):
     x = torch.randn(777, generator=torch.Generator().manual_seed(2))
-    payload = codec.encode(x, tw.Key(1))
+    payload = codec.encode(x, tw.codec.Key(1))
     out = torch.arange(777, dtype=torch.float32)
-    codec.decode_add(payload, out, weight=0.25, key=tw.Key(1))
-    expected = torch.arange(777, dtype=torch.float64) + 0.25 * codec.decode(payload, 777, tw.Key(1)).double()
+    codec.decode_add(payload, out, weight=0.25, key=tw.codec.Key(1))
+    expected = torch.arange(777, dtype=torch.float64) + 0.25 * codec.decode(payload, 777, tw.codec.Key(1)).double()
     # one rounding of the product and one of the sum, each half a unit in the last place of numbers below 1024
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2 * 2.0**-14)
 
@@ -144,8 +144,8 @@ def test_decode_add_accumulates(codec):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_types_and_strides(codec, dtype):
     x = torch.randn(30, 40, generator=torch.Generator().manual_seed(3)).to(dtype).t()
-    expected = codec.encode(x.float().contiguous(), tw.Key(5))
-    assert torch.equal(codec.encode(x, tw.Key(5)), expected)
+    expected = codec.encode(x.float().contiguous(), tw.codec.Key(5))
+    assert torch.equal(codec.encode(x, tw.codec.Key(5)), expected)
 
 
 @every_codec
@@ -153,12 +153,12 @@ def test_random_numbers_depend_on_the_key_alone(codec):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(4))
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    first = codec.encode(x, tw.Key(1, 2, 3))
+    first = codec.encode(x, tw.codec.Key(1, 2, 3))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(99)
-    assert torch.equal(codec.encode(x, tw.Key(1, 2, 3)), first)
+    assert torch.equal(codec.encode(x, tw.codec.Key(1, 2, 3)), first)
     if isinstance(codec, tw.QSGD):
-        assert not torch.equal(codec.encode(x, tw.Key(1, 2, 4)), first)
+        assert not torch.equal(codec.encode(x, tw.codec.Key(1, 2, 4)), first)
 
 
 @every_codec
@@ -167,7 +167,7 @@ def test_wrong_payload_size_is_the_callers_mistake(codec):
     for wrong in (payload[:-1], torch.cat([payload, payload[:1]])):
         message = r"payload for 100 elements has \d+ bytes, got" if codec.fixed_size else "payload"
         with pytest.raises(ValueError, match=message):
-            codec.decode(wrong, 100, tw.Key())
+            codec.decode(wrong, 100, tw.codec.Key())
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if not c.summable and not c.unbiased], ids=repr)
@@ -197,7 +197,7 @@ def test_unbiased(codec):
     m = 400
     mean = torch.zeros(2048, dtype=torch.float64)
     for step in range(m):
-        mean += codec.decode(codec.encode(x, tw.Key(0, 0, step)), 2048, tw.Key(0, 0, step)).double() / m
+        mean += codec.decode(codec.encode(x, tw.codec.Key(0, 0, step)), 2048, tw.codec.Key(0, 0, step)).double() / m
     step, codec = 0.0, getattr(codec, "codec", codec)  # entropy coding loses nothing
     if isinstance(codec, tw.QSGD):
         scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size)]
@@ -218,7 +218,7 @@ def test_qsgd_is_within_its_variance_bound(bits, bucket_size):
     error = 0.0
     for step in range(50):
         residual = torch.empty_like(x)
-        codec.encode(x, tw.Key(step=step), residual)
+        codec.encode(x, tw.codec.Key(step=step), residual)
         error += residual.double().square().sum().item() / 50
     s = codec.num_steps / 2
     assert 0 < error <= min(bucket_size / s**2, math.sqrt(bucket_size) / s) * x.double().square().sum().item()
@@ -256,7 +256,7 @@ def test_topk_index_bits(ratio, bits):
 
 def test_chain_equals_its_parts_by_hand():
     """Top-k, then the quantizer on the kept values, scattered back."""
-    x, key = torch.randn(3000, generator=torch.Generator().manual_seed(8)), tw.Key(4, 5, 6)
+    x, key = torch.randn(3000, generator=torch.Generator().manual_seed(8)), tw.codec.Key(4, 5, 6)
     sparsifier, values = tw.TopK(0.1), tw.QSGD(bits=4, bucket_size=64)
     chained = tw.chain(sparsifier, values)
     kept = sparsifier.decode(sparsifier.encode(x), 3000)
@@ -306,7 +306,7 @@ def test_summable_payloads_add_on_the_wire(codec):
         (lambda: tw.chain(tw.RandomK(0.1), tw.Rice()), "not those of RandomK"),
         (lambda: tw.chain(tw.TopK(0.1, indices="auto"), tw.Rice()), "not those of TopK"),
         (lambda: tw.TopK(0.1).encode(torch.arange(3)), "only float tensors"),
-        (lambda: tw.TopK(0.1).encode([torch.ones(2)] * 2, [tw.Key()]), "2 segments need as many keys"),
+        (lambda: tw.TopK(0.1).encode([torch.ones(2)] * 2, [tw.codec.Key()]), "2 segments need as many keys"),
         (
             lambda: tw.TopK(0.1).encode(torch.ones(2), residual=torch.ones(3)),
             "residual must be contiguous float32 of 2",

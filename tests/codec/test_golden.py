@@ -17,7 +17,7 @@ from thinwire import kernels
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs.json"
 AGREED = Path(__file__).parents[1] / "golden" / "agreed.json"
-KEY = tw.Key(seed=1, stream=2, step=3)
+KEY = tw.codec.Key(seed=1, stream=2, step=3)
 # Singular vectors have the sign and the rounding of LAPACK's build; test_lowrank.py holds their layout.
 NOT_BITWISE = (tw.SVD,)
 
@@ -36,7 +36,7 @@ def encode(codec: tw.Codec) -> str:
     return bytes(codec.encode(golden_input(), keys).tolist()).hex()
 
 
-def encode_agreed(codec: tw.AgreedCodec, num_workers: int) -> str:
+def encode_agreed(codec: tw.codec.AgreedCodec, num_workers: int) -> str:
     """What is added on the wire, after all workers have proposed what this one does."""
     segments = golden_input()
     total = codec.propose(segments) * (num_workers if codec.agreement == "sum" else 1)
@@ -44,7 +44,7 @@ def encode_agreed(codec: tw.AgreedCodec, num_workers: int) -> str:
     return bytes(codec.agreed(total, num_workers).encode_segments(segments, keys, None).tolist()).hex()
 
 
-def agreed_cases() -> dict[str, tuple[tw.AgreedCodec, int]]:
+def agreed_cases() -> dict[str, tuple[tw.codec.AgreedCodec, int]]:
     codecs = (tw.TernGrad(shared=True), tw.TernGrad(bucket_size=100, shared=True), tw.CoarseGrainedTopK(0.3, chunk=32))
     return {f"{codec!r} of {size} workers": (codec, size) for codec in codecs for size in (1, 2, 4, 16)}
 

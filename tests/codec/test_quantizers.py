@@ -120,7 +120,7 @@ def mean_and_error(codec, x, num_rounds):
     """The mean of decodings over keys, and the mean squared error of each element."""
     total, error = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.float64)
     for step in range(num_rounds):
-        difference = codec.decode(codec.encode(x, tw.Key(step=step)), len(x)).double() - x.double()
+        difference = codec.decode(codec.encode(x, tw.codec.Key(step=step)), len(x)).double() - x.double()
         total += difference
         error += difference.square()
     return total / num_rounds + x, error / num_rounds
@@ -170,7 +170,7 @@ def test_an_element_at_a_level_stays_there(levels):
     x = torch.tensor([1.0, *levels, -1.0] * 50)
     codec = tw.Quantize(levels=(-1.0, *levels, 1.0))
     for step in range(20):
-        torch.testing.assert_close(codec.decode(codec.encode(x, tw.Key(step=step)), len(x)), x, rtol=0, atol=0)
+        torch.testing.assert_close(codec.decode(codec.encode(x, tw.codec.Key(step=step)), len(x)), x, rtol=0, atol=0)
 
 
 def test_what_lies_beyond_the_levels_goes_to_the_nearest():
@@ -223,8 +223,8 @@ def test_qsgd_schedules():
     codec = tw.QSGD(bits=tw.Values((8, 4), every=10, unit="step"))
     from thinwire.schedule import resolve
 
-    assert resolve(codec, tw.Progress(step=9)) == tw.QSGD(bits=8)
-    assert resolve(codec, tw.Progress(step=10)) == tw.QSGD(bits=4)
+    assert resolve(codec, tw.schedule.Progress(step=9)) == tw.QSGD(bits=8)
+    assert resolve(codec, tw.schedule.Progress(step=10)) == tw.QSGD(bits=4)
 
 
 def test_terngrad_clips_at_standard_deviations():
@@ -251,14 +251,14 @@ def test_ternary_digits_add_up_without_carry(num_workers):
     """The decoded sum of payloads is the sum of decodings, even where every worker sends the largest digit."""
     xs = [gaussian(3000, seed=w).abs() * 10 if w % 2 else gaussian(3000, seed=w) for w in range(num_workers)]
     codec = SharedTernary(torch.tensor([0.5, 2.0, 9.0]), num_workers, bucket_size=1000)
-    payloads = [codec.encode(x, tw.Key(step=w)).view(torch.int32) for w, x in enumerate(xs)]
+    payloads = [codec.encode(x, tw.codec.Key(step=w)).view(torch.int32) for w, x in enumerate(xs)]
     total = torch.stack(payloads).long().sum(0)
     assert 0 <= total.min() <= total.max() < 2**31
     alone, ternary = tw.TernGrad(clip=None, bucket_size=1000), kernels.ternary.Ternary(bucket_size=1000)
     digits = torch.zeros(3000, dtype=torch.float64)
     for w, x in enumerate(xs):
         packed = torch.empty(600, dtype=torch.uint8)
-        kernels.ternary.encode([x], codec.scales, packed, [tw.Key(step=w).mixed()], ternary)
+        kernels.ternary.encode([x], codec.scales, packed, [tw.codec.Key(step=w).mixed()], ternary)
         one = torch.zeros(3000)
         kernels.ternary.decode_add(packed, codec.scales, [one], 1.0, ternary)
         digits += one.double()

@@ -19,7 +19,7 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def sent(codec: tw.Codec, x: torch.Tensor, key: tw.Key = tw.Key()) -> torch.Tensor:
+def sent(codec: tw.Codec, x: torch.Tensor, key: tw.codec.Key = tw.codec.Key()) -> torch.Tensor:
     return codec.decode(codec.encode(x, key), x.numel(), key)
 
 
@@ -40,7 +40,7 @@ def test_threshold_keeps_what_reaches_it(value):
 def test_adaptive_threshold_follows_the_largest_of_each_segment(fraction):
     xs = [normal(3000), normal(700, 1) * 1e-20, torch.zeros(50), torch.full((9,), -3.0)]
     codec = tw.AdaptiveThreshold(fraction)
-    decoded = codec.decode(codec.encode(xs, [tw.Key()] * 4), [x.numel() for x in xs])
+    decoded = codec.decode(codec.encode(xs, [tw.codec.Key()] * 4), [x.numel() for x in xs])
     for x, got in zip(xs, decoded, strict=True):
         limit = (fraction * x.abs().max().double()).float()
         assert torch.equal(got, torch.where(x.abs() >= limit, x, 0.0))
@@ -99,7 +99,7 @@ def sampled_by_definition(x: torch.Tensor, ratio: float, sample: float, key: int
 def test_sampled_topk_is_that_of_dgc(ratio, sample, heavy):
     for step in range(5):
         x = normal(20_000, step) ** (5 if heavy else 1)
-        key = tw.Key(1, 2, step)
+        key = tw.codec.Key(1, 2, step)
         mask = sampled_by_definition(x, ratio, sample, key.mixed())
         got = sent(tw.TopK(ratio, sample=sample), x, key)
         assert torch.equal(got, torch.where(mask, x, 0.0))
@@ -109,7 +109,7 @@ def test_sampled_topk_sends_about_k():
     k = 1000
     for step in range(20):
         x = normal(100_000, step)
-        codec, key = tw.TopK(0.01, sample=0.05), tw.Key(step=step)
+        codec, key = tw.TopK(0.01, sample=0.05), tw.codec.Key(step=step)
         (count,) = codec.support(codec.encode(x, key), x.numel()).counts
         assert 0.8 * k <= count <= 1.3 * k
 
@@ -168,7 +168,7 @@ def test_random_k_error(ratio, shared):
     for scaled in (False, True):
         codec = tw.RandomK(ratio, shared=shared, scaled=scaled)
         errors = torch.tensor(
-            [float((sent(codec, x, tw.Key(step=i)) - x).double().square().sum()) for i in range(draws)]
+            [float((sent(codec, x, tw.codec.Key(step=i)) - x).double().square().sum()) for i in range(draws)]
         )
         k = codec.count(n)
         expected = (n / k - 1 if scaled else 1 - k / n) * square
@@ -179,12 +179,12 @@ def test_scaled_random_k_is_unbiased():
     """Mean of 4000 within 6 standard errors at each of 500 coordinates; the variance of one is (n/k-1) x_i^2."""
     n, draws = 500, 4000
     x, codec = normal(n, 5), tw.RandomK(0.2, scaled=True)
-    mean = sum(sent(codec, x, tw.Key(step=i)).double() for i in range(draws)) / draws
+    mean = sum(sent(codec, x, tw.codec.Key(step=i)).double() for i in range(draws)) / draws
     assert ((mean - x.double()).abs() <= 6 * math.sqrt(4 / draws) * x.double().abs() + 1e-6).all()
 
 
 def test_shared_random_k_adds_on_the_wire():
-    a, b, key = normal(1000, 6), normal(1000, 7), tw.Key(3, 4, 5)
+    a, b, key = normal(1000, 6), normal(1000, 7), tw.codec.Key(3, 4, 5)
     for codec in (tw.RandomK(0.1, shared=True), tw.RandomK(0.1, shared=True, scaled=True)):
         total = codec.encode(a, key).view(torch.float32) + codec.encode(b, key).view(torch.float32)
         got = codec.decode(total.view(torch.uint8), 1000, key)
@@ -194,7 +194,7 @@ def test_shared_random_k_adds_on_the_wire():
 
 def test_own_keys_differ_and_travel():
     codec, x = tw.RandomK(0.1), torch.ones(1000)
-    first, second = (codec.encode(x, tw.Key(stream=s)) for s in (1, 2))
+    first, second = (codec.encode(x, tw.codec.Key(stream=s)) for s in (1, 2))
     assert first.numel() == 408
     assert not torch.equal(codec.decode(first, 1000), codec.decode(second, 1000))
 
@@ -418,7 +418,7 @@ def test_all_indices_cost_nothing():
     ids=repr,
 )
 def test_support_names_what_was_sent(codec):
-    xs, keys = [normal(500, 8), normal(77, 9)], [tw.Key(1), tw.Key(2)]
+    xs, keys = [normal(500, 8), normal(77, 9)], [tw.codec.Key(1), tw.codec.Key(2)]
     payload = codec.encode(xs, keys)
     indices, _, counts = codec.support(payload, [500, 77], keys)
     for out, index in zip(codec.decode(payload, [500, 77], keys), indices.split(counts), strict=True):
@@ -446,7 +446,7 @@ def test_schedules(build):
 
     codec = build(tw.Values((0.5, 0.25), unit="step"))
     assert tw.parse(repr(codec)) == codec
-    assert resolve(codec, tw.Progress(step=1)) == build(0.25)
+    assert resolve(codec, tw.schedule.Progress(step=1)) == build(0.25)
     results = tw.LocalWorld(2).run(lambda comm: chunk_mean(comm, codec, 300, tw.ErrorFeedback())[0])
     assert torch.equal(results[0], results[1])
 

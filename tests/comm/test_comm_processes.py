@@ -177,7 +177,7 @@ def work(comm, folder):
     time.sleep(3600)
 
 if __name__ == "__main__":
-    tw.ProcessWorld(2).run(work, sys.argv[1])
+    tw.comm.ProcessWorld(2).run(work, sys.argv[1])
 """
 
 

@@ -19,7 +19,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
 def run(averager: tw.Averager, scale: float = 1.0, poisoned: int | None = None) -> list[list[torch.Tensor]]:
     """The results of all rounds on every worker; round `poisoned` has an infinite gradient and is not counted."""
 
-    def worker(comm: tw.Communicator) -> list[torch.Tensor]:
+    def worker(comm: tw.comm.Communicator) -> list[torch.Tensor]:
         x, results = torch.zeros(6, 10), []
         state = averager.init([("w", x)], comm)
         for step, gradient in enumerate(gradients(comm.rank)):
@@ -68,7 +68,7 @@ def test_estimates_and_mean_stay_together(exchange):
         tw.QSGD(bits=4), tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None
     )
 
-    def worker(comm: tw.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.zeros(6, 10)
         state = averager.init([("w", x)], comm)
         for gradient in gradients(comm.rank):
@@ -90,7 +90,7 @@ def test_estimates_and_mean_stay_together(exchange):
     "averager", [tw.Mean(tw.TopK(0.1), tw.EF21()), tw.PowerSGD(rank=1, memory=tw.EF21())], ids=repr
 )
 def test_it_converges_to_gradients_that_stay_the_same(averager):
-    def worker(comm: tw.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    def worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         own, x = gradients(comm.rank)[0], torch.zeros(6, 10)
         state = averager.init([("w", x)], comm)
         for _ in range(150):
@@ -107,7 +107,7 @@ def test_it_converges_to_gradients_that_stay_the_same(averager):
 def test_a_saved_state_resumes_bit_for_bit():
     averager = tw.Mean(tw.TopK(0.1), tw.EF21())
 
-    def worker(comm: tw.Communicator, interrupted: bool) -> torch.Tensor:
+    def worker(comm: tw.comm.Communicator, interrupted: bool) -> torch.Tensor:
         x = torch.zeros(6, 10)
         state = averager.init([("w", x)], comm)
         for step, gradient in enumerate(gradients(comm.rank)):

@@ -24,7 +24,7 @@ def assert_same(a, b):
 
 def send(memory, state, codec, gradient, step=0, scale=1.0):
     x = memory.compensate(state, "w", gradient, scale)
-    payload = codec.encode(x, tw.Key(step=step), x)
+    payload = codec.encode(x, tw.codec.Key(step=step), x)
     return codec.decode(payload, gradient.numel())
 
 

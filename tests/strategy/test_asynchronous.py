@@ -297,7 +297,7 @@ def trains_with_adam(comm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    handle = tw.gossip_asynchronously(model, optimizer, tw.Pairwise(tw.BipartiteLinear()), comm=comm)
+    handle = tw.gossip_asynchronously(model, optimizer, tw.Pairwise(tw.topology.BipartiteLinear()), comm=comm)
     generator, losses = torch.Generator().manual_seed(comm.rank), []
     for _ in range(200):
         x = torch.randn(32, 4, generator=generator)
@@ -339,7 +339,7 @@ def ends_badly(comm, how, who):
                     raise ValueError("the loss is NaN")
                 if how == "leaves":
                     return None
-    except tw.CommunicationError as error:
+    except tw.comm.CommunicationError as error:
         return str(error), time.monotonic() - began
     finally:
         if how != "leaves" or comm.rank != who:
@@ -367,7 +367,7 @@ def test_a_failing_process_stops_the_others_who_name_it(how, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_failing_thread_stops_the_others(who):
-    with pytest.raises((ValueError, tw.CommunicationError), match="the loss is NaN"):
+    with pytest.raises((ValueError, tw.comm.CommunicationError), match="the loss is NaN"):
         run_threads(4, ends_badly_in_a_thread, "raises", who)
 
 
@@ -515,8 +515,8 @@ def elsewhere(comm, name):
     ("build", "message"),
     [
         (lambda: tw.Pairwise(tw.Ring()), "one side asks and the other answers"),
-        (lambda: tw.Pairwise(tw.BipartiteExponential(peers=2)), "a pair is two workers"),
-        (lambda: tw.Pairwise(tw.BipartiteLinear(static=True)), "a pair is two workers"),
+        (lambda: tw.Pairwise(tw.topology.BipartiteExponential(peers=2)), "a pair is two workers"),
+        (lambda: tw.Pairwise(tw.topology.BipartiteLinear(static=True)), "a pair is two workers"),
         (
             lambda: run_threads(2, elsewhere, "gossip_parameters"),
             r"Pairwise\(\) has no rounds; call gossip_asynchronously",
@@ -531,11 +531,11 @@ def test_mistakes(build, message):
 
 
 def test_the_repr_rebuilds_it():
-    for averager in (tw.Pairwise(), tw.Pairwise(tw.BipartiteLinear())):
+    for averager in (tw.Pairwise(), tw.Pairwise(tw.topology.BipartiteLinear())):
         assert tw.parse(repr(averager)) == averager
 
 
 def test_active_workers_meet_every_passive_one():
-    averager = tw.Pairwise(tw.BipartiteLinear())
+    averager = tw.Pairwise(tw.topology.BipartiteLinear())
     for rank in (1, 3, 5, 7):
         assert sorted(averager.peer(rank, k, 8) for k in range(4)) == [0, 2, 4, 6] == averager.partners(rank, 8)

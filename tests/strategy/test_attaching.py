@@ -241,7 +241,7 @@ def hook_worker(comm):
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
     ddp(torch.ones(1, 2)).sum().backward()
-    assert isinstance(state, tw.GradientCompression) and state.ledger.dense_numel == 6
+    assert isinstance(state, tw.strategy.GradientCompression) and state.ledger.dense_numel == 6
     state.detach()
 
 

@@ -17,19 +17,19 @@ AVERAGERS = [
     tw.Mix(),
     tw.Mix(tw.Exponential()),
     tw.PushSum(),
-    tw.PushSum(tw.Linear()),
+    tw.PushSum(tw.topology.Linear()),
     tw.Choco(tw.Ring(), tw.TopK(0.1), step_size=0.2),
     tw.DeepSqueeze(tw.Ring(), tw.QSGD(bits=4), step_size=0.05),
     tw.PowerGossip(tw.Ring(), iterations=2),
     tw.Moniqua(theta=8.0, bits=4),
-    tw.Mix(tw.Hierarchical(tw.Ring(), workers_per_node=2)),
-    tw.PushSum(tw.Hierarchical(tw.Exponential(), workers_per_node=2)),
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)),
+    tw.PushSum(tw.topology.Hierarchical(tw.Exponential(), workers_per_node=2)),
 ]
 every_averager = pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
 SIZE = 4
 # In these graphs workers send to different numbers of others, so that push-sum's weights differ from 1.
-DIRECTED = tw.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)))
-CHANGING = tw.Phases(((0, tw.DirectedRing()), (3, tw.Star(weights="uniform")), (7, DIRECTED)))
+DIRECTED = tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)))
+CHANGING = tw.topology.Phases(((0, tw.DirectedRing()), (3, tw.Star(weights="uniform")), (7, DIRECTED)))
 LATE = {"overlap": True, "staleness": 2, "order": "adapt_then_combine"}
 MODES = [
     {},

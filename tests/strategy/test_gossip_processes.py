@@ -19,10 +19,10 @@ import thinwire as tw
 from thinwire.comm import CommunicationError
 
 SIZE, NUM_STEPS, SETTLED = 4, 200, 60
-DIRECTED = tw.PushSum(tw.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0))))
+DIRECTED = tw.PushSum(tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0))))
 AVERAGERS = [
     tw.Mix(),
-    tw.Mix(tw.Hierarchical(tw.Ring(), workers_per_node=2)),
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)),
     tw.PushSum(),
     tw.Choco(tw.Ring(), tw.TopK(0.01)),
     tw.DeepSqueeze(),

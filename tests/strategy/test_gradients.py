@@ -198,13 +198,13 @@ def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(mo
 def lost_peer_worker(comm):
     torch.set_num_threads(1)
     ddp = DistributedDataParallel(make_model())
-    own = tw.ProcessGroupCommunicator(timeout_seconds=5)
+    own = tw.comm.ProcessGroupCommunicator(timeout_seconds=5)
     tw.compress_gradients(ddp, SPARSE, comm=own)
     train(ddp, comm.rank, steps=3, parameters=ddp.module)  # by now DDP has rebuilt its buckets, over its own group
     if comm.rank == 1:
         time.sleep(8)  # longer than the time limit: to the others this worker is lost
         return "lost"
-    with pytest.raises(tw.CommunicationError, match="rank 0: all_gather failed"):
+    with pytest.raises(tw.comm.CommunicationError, match="rank 0: all_gather failed"):
         train(ddp, comm.rank, steps=1, parameters=ddp.module)
     return "raised"
 

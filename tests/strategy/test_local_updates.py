@@ -14,7 +14,7 @@ from torch import nn
 import thinwire as tw
 
 SPARSE = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), min_ndim=0)
-DIRECTED = tw.DirectedGraph(
+DIRECTED = tw.topology.DirectedGraph(
     ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2))
 )  # irregular, so that push-sum's weights differ from 1
 

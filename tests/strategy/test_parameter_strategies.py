@@ -52,7 +52,7 @@ def settle(handle, model, optimizer):
     """Average until workers agree, without updates: rounds, or pairs as often as it takes."""
     for _ in range(12):
         step(model, optimizer)
-        if isinstance(handle, tw.AsynchronousGossip):
+        if isinstance(handle, tw.strategy.AsynchronousGossip):
             handle.synchronize()
     handle.synchronize()
 
@@ -219,7 +219,7 @@ EXACT = {
     "mix": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c),
     "mix-overlap": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c, overlap=True),
     "hierarchical": lambda m, o, c: tw.gossip_parameters(
-        m, o, tw.PushSum(tw.Hierarchical(tw.Ring(), workers_per_node=2)), comm=c
+        m, o, tw.PushSum(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)), comm=c
     ),
     "push-sum": lambda m, o, c: tw.gossip_parameters(m, o, tw.PushSum(tw.Exponential()), comm=c),
     "pairwise": lambda m, o, c: tw.gossip_asynchronously(m, o, comm=c),

@@ -103,5 +103,5 @@ def test_a_communicator_that_adds_wrongly_is_found():
 
         return tw.LocalWorld(2).run(worker)
 
-    with pytest.raises((AssertionError, tw.CommunicationError), match="all_reduce gave"):
+    with pytest.raises((AssertionError, tw.comm.CommunicationError), match="all_reduce gave"):
         check_communicator(run)

@@ -36,7 +36,7 @@ class PushSum(Gossip):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     x = torch.tensor([float(comm.rank)])
-        ...     averager = tw.PushSum(tw.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2))))
+        ...     averager = tw.PushSum(tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2))))
         ...     state = averager.init([("x", x)], comm)
         ...     for _ in range(40):
         ...         averager.step(state, [("x", x)], comm).wait()

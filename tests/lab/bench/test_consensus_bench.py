@@ -47,11 +47,11 @@ def test_processes_do_what_threads_do(capsys):
 
 
 def test_a_process_world_returns_in_rank_order_and_names_who_failed():
-    assert tw.ProcessWorld(3).run(attrgetter("rank")) == [0, 1, 2]
+    assert tw.comm.ProcessWorld(3).run(attrgetter("rank")) == [0, 1, 2]
     with pytest.raises(AttributeError, match="rank [01]: .*no attribute 'rnk'"):
-        tw.ProcessWorld(2).run(attrgetter("rnk"))
+        tw.comm.ProcessWorld(2).run(attrgetter("rnk"))
     with pytest.raises(ValueError, match="at least one worker"):
-        tw.ProcessWorld(0)
+        tw.comm.ProcessWorld(0)
 
 
 def _die(comm):
@@ -63,8 +63,8 @@ def _die(comm):
 
 
 def test_a_process_that_dies_ends_the_world():
-    with pytest.raises((RuntimeError, tw.CommunicationError), match="rank [01]: "):
-        tw.ProcessWorld(2).run(_die)
+    with pytest.raises((RuntimeError, tw.comm.CommunicationError), match="rank [01]: "):
+        tw.comm.ProcessWorld(2).run(_die)
 
 
 def test_every_step_size_is_tried_where_there_is_one():

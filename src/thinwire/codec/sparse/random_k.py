@@ -43,7 +43,7 @@ class RandomK(Sparsifier):
     Example:
         >>> import torch, thinwire as tw
         >>> codec = tw.RandomK(ratio=0.5, shared=True)
-        >>> key = tw.Key(seed=1)
+        >>> key = tw.codec.Key(seed=1)
         >>> payload = codec.encode(torch.tensor([1.0, 2.0, 3.0, 4.0]), key)
         >>> payload.numel(), codec.decode(payload, 4, key)
         (8, tensor([1., 0., 3., 0.]))
