@@ -15,7 +15,7 @@ constexpr uint8_t kRaw = 0, kCoded = 1;
 using Lengths = std::array<uint8_t, 256>;
 
 struct Code {
-    uint16_t bits;  // the first bit lowest
+    uint16_t bits;  // the first bit is the lowest
     uint8_t length;
 };
 
@@ -24,8 +24,8 @@ struct Node {
     int parent;
 };
 
-// Huffman's tree by two queues: leaves in order of (count, symbol), and joined nodes, which come in order of count. A leaf
-// goes before a joined node of the same count. Returns the longest code's length.
+// Huffman's tree by two queues: leaves in order of (count, symbol), and joined nodes, which are created in order of count. A
+// leaf comes before a joined node of the same count. Returns the length of the longest code.
 int build_lengths(const std::array<uint64_t, 256>& counts, Lengths& lengths) {
     std::vector<int> symbols;
     for (int s = 0; s < 256; ++s)
@@ -58,7 +58,7 @@ int build_lengths(const std::array<uint64_t, 256>& counts, Lengths& lengths) {
     return longest;
 }
 
-// Halves the counts until no code is too long.
+// Halves the counts until no code exceeds the limit.
 Lengths limited_lengths(std::array<uint64_t, 256> counts) {
     Lengths lengths;
     while (build_lengths(counts, lengths) > kMaxLength)
@@ -66,7 +66,7 @@ Lengths limited_lengths(std::array<uint64_t, 256> counts) {
     return lengths;
 }
 
-// Codes in order of (length, symbol), each one more than the last. False if the lengths overfill the code.
+// Assigns codes in order of (length, symbol), each one more than the last. False if no prefix code has these lengths.
 bool assign_codes(const Lengths& lengths, std::array<Code, 256>& codes) {
     uint32_t next = 0;
     for (int length = 1; length <= kMaxLength; ++length, next <<= 1)
@@ -83,10 +83,10 @@ bool assign_codes(const Lengths& lengths, std::array<Code, 256>& codes) {
 
 size_t packed_nbytes(int64_t count, int bits) { return (static_cast<size_t>(count) * bits + 7) / 8; }
 
-// Two lengths a byte.
+// Two lengths per byte.
 size_t table_nbytes(int bits) { return ((size_t{1} << bits) + 1) / 2; }
 
-// Calls `act(symbols, n)` for chunks of all segments' symbols, in order.
+// Calls `act(symbols, n)` for chunks of the symbols of all segments, in order.
 template <typename Act>
 void for_each_chunk(const uint8_t* packed, const std::vector<int64_t>& counts, int bits, Act act) {
     alignas(64) uint8_t symbols[kChunk];
@@ -121,7 +121,7 @@ struct BitWriter {
         buffer |= static_cast<uint64_t>(code.bits) << used;
         used += code.length;
     }
-    // Writes eight bytes, of which the whole ones stay.
+    // Writes eight bytes and keeps the complete ones.
     THINWIRE_INLINE void flush() {
         store(to, buffer);
         to += used / 8;
@@ -143,7 +143,7 @@ struct BitReader {
             held |= 56;
         } else {
             for (; held <= 56 && from < end; held += 8) buffer |= static_cast<uint64_t>(*from++) << held;
-            held = std::max(held, 57);  // zeros after the end; reading them is noticed by num_read
+            held = std::max(held, 57);  // zeros after the end; num_read detects that they were read
         }
     }
     THINWIRE_INLINE uint8_t take(const Code* table) {
@@ -155,7 +155,7 @@ struct BitReader {
     }
 };
 
-// Entry i: the symbol, in `bits`, whose code i begins with; its length is 0 where there is none.
+// Entry i has the symbol, in `bits`, whose code is a prefix of i; its length is 0 if there is none.
 std::vector<Code> decoding_table(const Lengths& lengths) {
     std::array<Code, 256> codes{};
     require(assign_codes(lengths, codes), "payload: its code lengths are no code; it is corrupt");
@@ -175,7 +175,7 @@ size_t huffman_encode(Payload symbols_in, const Counts& counts, int bits, Bytes 
     uint8_t* out = payload.data;
     require(nbytes == checked_nbytes(counts, bits), "packed: its size does not fit the counts");
     require(out_nbytes >= nbytes + 1 + 8, "out: expected eight bytes more than the bound");
-    std::array<std::array<uint64_t, 256>, 4> tally{};  // four, so that equal neighbours do not wait for each other
+    std::array<std::array<uint64_t, 256>, 4> tally{};  // four tables, so that equal neighbours do not wait for each other
     std::array<uint64_t, 256> frequency{};
     for_each_chunk(packed, counts, bits, [&](const uint8_t* symbols, size_t n) {
         for (size_t i = 0; i < n; ++i) ++tally[i % 4][symbols[i]];

@@ -2,7 +2,7 @@
 #include "buckets.hpp"
 
 #if defined(THINWIRE_TARGET_CLONES)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in a header of GCC 12
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #endif
@@ -15,8 +15,8 @@ constexpr int kMaxLevels = 256, kFewLevels = 16;
 
 struct Table {
     int size;                     // number of levels, rounded up to a power of two
-    float value[kMaxLevels + 1];  // the last level repeated where there are fewer
-    float threshold[kMaxLevels];  // element j, 1 <= j <= num_levels - 2, is level j; the others are infinite
+    float value[kMaxLevels + 1];  // padded with the last level
+    float threshold[kMaxLevels];  // element j is level j for 1 <= j <= num_levels - 2; all others are infinite
 
     Table(const std::vector<float>& levels, const Buckets& buckets) {
         const int num_levels = static_cast<int>(levels.size()), last = num_levels - 1;
@@ -29,15 +29,16 @@ struct Table {
     }
 };
 
-// One bucket's part in chunks: `u` holds its random numbers, `inv` is the scale's inverse.
+// A part of one bucket, in chunks: `u` has its random numbers, `inv` is the inverse of the scale.
 struct Part {
     const float *x, *u;
     size_t n;
     float scale, inv;
 };
 
-// Codes and residuals (null for none). The code of the level below r is the number of inner levels that are at most r;
-// the level above is taken where u * width is less than r's distance, so that a level itself is never moved.
+// Codes and residuals (null for none). The code of the level below r is the number of inner levels that are at most r.
+// An element takes the level above if u * width is less than its distance from the level below; so an element at a level
+// keeps its value.
 template <bool few>
 THINWIRE_INLINE void encode_plainly(const Table& table, Part part, uint8_t* codes, float* residual) {
     THINWIRE_INDEPENDENT
@@ -67,7 +68,8 @@ THINWIRE_CLONES void decode_many(const Table* table, const uint8_t* codes, size_
 
 #if defined(THINWIRE_TARGET_CLONES)
 
-// Goes up where u * width is less than r's distance from the level below; stores codes and residuals of 16 elements.
+// Takes the level above if u * width is less than the distance from the level below; stores codes and residuals of 16
+// elements.
 __attribute__((target("arch=x86-64-v4"))) inline void store_codes(const Part& part, size_t i, __m512 x, __m512 r,
                                                                   __m512i code, __m512 low, __m512 high,
                                                                   uint8_t* codes, float* residual) {
@@ -79,8 +81,8 @@ __attribute__((target("arch=x86-64-v4"))) inline void store_codes(const Part& pa
     if (residual) _mm512_storeu_ps(residual + i, _mm512_sub_ps(x, sent));
 }
 
-// Sixteen levels fit a vector register, in which a permutation looks up sixteen elements at once. Compilers do not find
-// this; comparing with every level takes four times as long.
+// Sixteen levels fit into a vector register, where one permutation looks up sixteen elements. Compilers do not find this;
+// comparing with every level takes four times as long.
 template <int size>
 __attribute__((target("arch=x86-64-v4"))) void encode_by_lookup(const Table* table, Part part, uint8_t* codes,
                                                                 float* residual) {
@@ -112,7 +114,7 @@ __attribute__((target("arch=x86-64-v4"))) void encode_few(const Table* table, Pa
     }
 }
 
-// More levels: four steps of the search among every (size / 16)-th threshold in a register, the others in memory.
+// More levels: the first four search steps use every (size / 16)-th threshold, in a register; the others use memory.
 __attribute__((target("arch=x86-64-v4"))) void encode_many(const Table* table, Part part, uint8_t* codes,
                                                            float* residual) {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);

@@ -1,9 +1,10 @@
-// What memory adds to a gradient, written to new buffers, and the top-k of the result on the way: momentum and velocity
-// of Deep Gradient Compression, or error feedback, which has a velocity alone.
+// Adds a memory to a gradient, writes the sum to new buffers, and selects its top-k in the same pass. The memory is momentum
+// and velocity of Deep Gradient Compression, or error feedback, which has a velocity only.
 //
-// The pass reads three floats an element and writes two (error feedback: two and one), so it is bound by memory. The new buffers are not needed again
-// soon: where they are large they bypass the cache, which saves reading them first. What reaches a threshold, guessed
-// from a sample of the new velocity, is collected while it is in registers, and the answer is found among those.
+// The pass reads three floats per element and writes two (error feedback: two and one), so memory bandwidth limits it. The
+// new buffers are not read again soon: large ones bypass the cache, which saves loading them first. A sample of the new
+// velocity gives a threshold. Elements that reach it are collected while they are in registers; the k largest are selected
+// among these.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -20,10 +21,10 @@ namespace thinwire {
 
 namespace {
 
-constexpr size_t kLine = 16;  // floats that arrive together
+constexpr size_t kLine = 16;  // floats of a cache line
 constexpr size_t kMinSampledLines = 64, kMaxSampledLines = 2048;
-constexpr size_t kMinCollected = 4096;     // in shorter segments the answer is looked for among all
-constexpr size_t kMinStreamed = 1 << 20;   // elements of a call whose new buffers would not stay in a cache
+constexpr size_t kMinCollected = 4096;     // shorter segments are searched as a whole
+constexpr size_t kMinStreamed = 1 << 20;   // calls with more elements have new buffers that exceed the cache
 
 struct Segment {
     const float *g, *u, *v;
@@ -31,7 +32,7 @@ struct Segment {
     size_t numel;
 };
 
-// What a pass over blocks finds: positions of new velocities that reach the threshold.
+// Result of a pass over blocks: positions of new velocities that reach the threshold.
 struct Candidates {
     int32_t threshold;
     size_t capacity;
@@ -56,7 +57,7 @@ THINWIRE_INLINE void step(const Segment& s, const Momentum& m, size_t at, size_t
     }
 }
 
-// Copies a block; with `streamed` past the cache, to an address that is a multiple of 16.
+// Copies a block. With `streamed` the copy bypasses the cache; the address must be a multiple of 16.
 template <bool streamed>
 THINWIRE_INLINE void put(float* to, const float* from, size_t n) {
 #if defined(__SSE2__)
@@ -113,13 +114,13 @@ THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, Candidat
 bool aligned(const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 void run(const Segment& s, const Momentum& m, bool large, Candidates& found) {
-    if (large && aligned(s.new_u) && aligned(s.new_v))  // null is aligned
+    if (large && aligned(s.new_u) && aligned(s.new_v))  // null counts as aligned
         pass_streamed(s, m, found);
     else
         pass_through_cache(s, m, found);
 }
 
-// A threshold that somewhat more than k new velocities should reach, and room for them; no room means no guess.
+// A threshold that slightly more than k new velocities should reach, and the space for them; no space means no guess.
 Candidates guess(const Segment& s, const Momentum& m, size_t k) {
     const size_t lines = s.numel / kLine;
     if (k == 0 || s.numel < kMinCollected) return {0, 0, nullptr, nullptr};
@@ -142,7 +143,7 @@ Candidates guess(const Segment& s, const Momentum& m, size_t k) {
     const size_t rank = static_cast<size_t>(expected + 3 * std::sqrt(expected) + 4);
     if (rank >= sample.size()) return {0, 0, nullptr, nullptr};
     const auto cut = sample.begin() + static_cast<ptrdiff_t>(rank);
-    if (rank < sample.size() / 16)  // few: a heap of them rejects nearly all others at one comparison each
+    if (rank < sample.size() / 16)  // few: a heap rejects nearly all others with one comparison each
         std::partial_sort(sample.begin(), cut + 1, sample.end(), std::greater<int32_t>());
     else
         std::nth_element(sample.begin(), cut, sample.end(), std::greater<int32_t>());
@@ -151,7 +152,7 @@ Candidates guess(const Segment& s, const Momentum& m, size_t k) {
             std::unique_ptr<float[]>(new float[capacity])};
 }
 
-// Exactly k, as `topk` of the new velocity finds them: among the candidates if they are surely all there.
+// Exactly the k that `topk` selects in the new velocity: among the candidates if these surely contain them.
 void finish(const Segment& s, size_t k, const Candidates& found, int32_t* indices, float* values) {
     if (found.count < k || found.count == found.capacity) {
         topk({{s.new_v, s.numel}}, {static_cast<int64_t>(k)}, {indices, k}, {values, k});

@@ -1,4 +1,4 @@
-// Codes of b bits, one a byte, to and from a little-endian bit stream: eight codes are b bytes.
+// Packs codes of b bits, one per byte, to a little-endian bit stream, and back: eight codes take b bytes.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@ namespace thinwire {
 
 constexpr uint64_t kLow8 = 0x00ff00ff00ff00ffu, kLow16 = 0x0000ffff0000ffffu, kLow32 = 0x00000000ffffffffu;
 
-// Eight bytes of b-bit codes to 8b bits: the odd fields move down to the even ones, at three widths.
+// Packs eight bytes of b-bit codes to 8b bits: at three widths, odd fields move next to even ones.
 template <int bits>
 THINWIRE_INLINE uint64_t squeeze(uint64_t w) {
     w = (w & kLow8) | ((w & ~kLow8) >> (8 - bits));
@@ -33,15 +33,15 @@ THINWIRE_INLINE uint64_t spread(uint64_t w) {
     return (w & one) | ((w & (one << bits)) << (8 - bits));
 }
 
-constexpr size_t kChunk = 512;  // codes handled at once, a multiple of 8; small enough for the first-level cache
+constexpr size_t kChunk = 512;  // codes per chunk, a multiple of 8; small enough for the first-level cache
 
-// Where the b bytes of a group of eight are an integer type, whole vectors are read and written.
+// If b bytes are the size of an integer type, whole vectors are read and written.
 template <int bits>
 constexpr bool kWhole = bits == 1 || bits == 2 || bits == 4;
 template <int bits>
 using Group = std::conditional_t<bits == 1, uint8_t, std::conditional_t<bits == 2, uint16_t, uint32_t>>;
 
-// Writes (n * bits + 7) / 8 bytes. `codes` has room for kChunk, and zeros from n to the next multiple of 8.
+// Writes (n * bits + 7) / 8 bytes. `codes` has kChunk elements, with zeros from n to the next multiple of 8.
 template <int bits>
 THINWIRE_INLINE void pack_chunk(const uint8_t* codes, size_t n, uint8_t* out) {
     const size_t full = n / 8;
@@ -52,7 +52,7 @@ THINWIRE_INLINE void pack_chunk(const uint8_t* codes, size_t n, uint8_t* out) {
         uint64_t words[kChunk / 8];
         for (size_t i = 0; i < full; ++i) words[i] = squeeze<bits>(load<uint64_t>(codes + 8 * i));
         size_t i = 0;
-        // A store of eight bytes where only b count is right, because the next word overwrites the rest.
+        // Storing eight bytes instead of b is safe, because the next word overwrites the rest.
         for (; i * bits + 8 <= full * bits; ++i) store(out + i * bits, words[i]);
         for (; i < full; ++i) std::memcpy(out + i * bits, &words[i], bits);
     }
@@ -82,7 +82,7 @@ THINWIRE_INLINE void unpack_chunk(const uint8_t* in, size_t n, uint8_t* codes) {
     }
 }
 
-// Codes of 9 to 16 bits, one a 16-bit word: four codes make 4b bits, and two such words make b bytes.
+// Codes of 9 to 16 bits, one per 16-bit word: four codes take 4b bits, and two such words take b bytes.
 template <int bits>
 THINWIRE_INLINE uint64_t squeeze_wide(uint64_t w) {
     w = (w & kLow16) | ((w & ~kLow16) >> (16 - bits));
@@ -97,7 +97,7 @@ THINWIRE_INLINE uint64_t spread_wide(uint64_t w) {
     return (w & one) | ((w & (one << bits)) << (16 - bits));
 }
 
-// Writes the b bytes of eight codes, of which there are words of four: low first.
+// Writes the b bytes of eight codes, given as two words of four: low first.
 template <int bits>
 THINWIRE_INLINE void store_wide(uint8_t* out, uint64_t low, uint64_t high) {
     store(out, low | high << 4 * bits);
@@ -124,7 +124,7 @@ THINWIRE_INLINE void load_wide(const uint8_t* in, uint64_t* words) {
     const uint64_t low = load<uint64_t>(in);
     uint64_t high = 0;
     std::memcpy(&high, in + 8, bits - 8);
-    words[0] = low;  // what lies above its 4b bits is cleared when it is spread
+    words[0] = low;  // bits above its 4b bits are cleared when it is spread
     words[1] = low >> 4 * bits | high << (64 - 4 * bits);
 }
 

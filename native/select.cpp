@@ -1,8 +1,8 @@
 // Selection of large magnitudes: all above a threshold, or exactly the k largest.
 //
-// Exact top-k reads memory about once: a strided sample guesses a threshold that is almost surely a little too low, one
-// pass collects what reaches it, and the answer is found among those. Where the guess was too high (fewer than k
-// reached it) or far too low (they do not fit), all elements are counted by magnitude to find the exact threshold.
+// Exact top-k reads memory about once. A strided sample gives a threshold that is almost surely a little too low. One pass
+// collects all elements that reach it, and the k largest are selected among these. If the threshold was too high (fewer
+// than k elements reach it) or far too low (they do not fit), a histogram of all magnitudes gives the exact threshold.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -18,17 +18,17 @@ namespace {
 
 constexpr size_t kMinSamples = 128, kMaxSamples = 16384;
 constexpr uint32_t kBins = 4096;
-constexpr size_t kFew = 4096;         // so many are sorted out faster than counted in bins
-constexpr size_t kMinSampled = 4096;  // shorter segments are all candidates
-constexpr size_t kPiece = 4096;       // collected at a time where they are more than...
-constexpr size_t kMaxBuffered = 1 << 18;  // ... so many: fresh pages for them cost more than to read the segment twice
+constexpr size_t kFew = 4096;         // up to this number, selecting directly is faster than a histogram
+constexpr size_t kMinSampled = 4096;  // in shorter segments every element is a candidate
+constexpr size_t kPiece = 4096;       // collected at a time if there are more elements than ...
+constexpr size_t kMaxBuffered = 1 << 18;  // ... this: new pages for them cost more than reading the segment twice
 
 struct Progress {
     size_t at;     // elements read
     size_t count;  // elements collected
 };
 
-// Room for selected elements, and a block more, since a block is written before it is known what stays.
+// Space for the selected elements and one more block, because a block is written before its elements are selected.
 struct Buffer {
     size_t capacity = 0;
     std::unique_ptr<int32_t[]> indices;
@@ -46,7 +46,7 @@ struct Buffer {
     }
 };
 
-// Appends elements whose magnitude reaches `threshold`, from `progress.at` on; stops early when the buffer is full.
+// Appends elements from `progress.at` on whose magnitude reaches `threshold`; stops when the buffer is full.
 THINWIRE_CLONES Progress collect_plain(const float* x, size_t n, int32_t threshold, Progress progress,
                                        int32_t* indices, float* values, size_t capacity) {
     size_t at = progress.at, count = progress.count;
@@ -76,7 +76,7 @@ Progress collect(const float* x, size_t n, int32_t threshold, Progress progress,
 
 THINWIRE_CLONES int32_t largest_of(const float* x, size_t n) { return max_magnitude(x, n); }
 
-// The highest bin that, with all bins above it, holds k; reduces k to what is left for that bin.
+// The highest bin such that it and all bins above hold k elements; subtracts the elements above it from k.
 size_t find_bin(const std::vector<uint32_t>& bins, size_t& k) {
     size_t bin = bins.size() - 1;
     for (; bins[bin] < k; --bin) k -= bins[bin];
@@ -89,7 +89,7 @@ THINWIRE_INLINE uint32_t count_reaching(const int32_t* magnitudes, size_t count,
     return reaching;
 }
 
-// Halves the range that holds the k-th largest: at most 31 passes over the first-level cache, all of them vectorised.
+// Bisects the range of the k-th largest: at most 31 vectorised passes over data in the first-level cache.
 THINWIRE_CLONES Cut find_cut_of_few(const float* values, size_t count, size_t k, int32_t low, int32_t high) {
     int32_t magnitudes[kFew];
     for (size_t i = 0; i < count; ++i) magnitudes[i] = magnitude(values[i]);
@@ -103,8 +103,8 @@ THINWIRE_CLONES Cut find_cut_of_few(const float* values, size_t count, size_t k,
     return {low, low == INT32_MAX ? k : k - count_reaching(magnitudes, count, low + 1)};
 }
 
-// Radix selection: counts magnitudes in 4096 bins between `low` and `high`, and again inside the bin that holds the
-// k-th largest, until a bin is one magnitude. No magnitude exceeds `high`, at least k reach `low`.
+// Radix selection: counts magnitudes in 4096 bins between `low` and `high`, then inside the bin of the k-th largest, until
+// a bin is one magnitude. No magnitude exceeds `high`; at least k reach `low`.
 Cut find_cut(const float* values, size_t count, size_t k, int32_t low, int32_t high) {
     if (count <= kFew) return find_cut_of_few(values, count, k, low, high);
     std::vector<uint32_t> bins;
@@ -131,8 +131,8 @@ Cut find_cut(const float* values, size_t count, size_t k, int32_t low, int32_t h
     }
 }
 
-// A threshold that somewhat more than k elements should reach, and room for them; no room means no guess. Somewhat fewer
-// than k should exceed `high`, and the elements between fit `between`.
+// A threshold that slightly more than k elements should reach, and the space for them; without space there is no guess.
+// Slightly fewer than k elements should exceed `high`, and the elements between the two fit into `between`.
 struct Guess {
     int32_t threshold;
     size_t capacity;
@@ -143,7 +143,7 @@ struct Guess {
 Guess guess_threshold(const float* x, size_t n, size_t k) {
     if (n < kMinSampled) return {0, n, INT32_MAX, n};
     const size_t wanted = std::clamp(n / 128, kMinSamples, kMaxSamples);
-    const size_t stride = (n / wanted) | 1;  // odd, so that it walks through all columns of a matrix of even width
+    const size_t stride = (n / wanted) | 1;  // odd, so that it visits all columns of a matrix of even width
     std::vector<int32_t> sample;
     sample.reserve(wanted);
     for (size_t at = stride / 2; at < n; at += stride) sample.push_back(magnitude(x[at]));
@@ -164,7 +164,7 @@ Guess guess_threshold(const float* x, size_t n, size_t k) {
     return {low, room(rank + 1.0), sample[high_rank], room(2 * margin)};
 }
 
-// Counts magnitudes above `high` and collects those from `low` to `high`, until there is no more room.
+// Counts magnitudes above `high` and collects those from `low` to `high`, until the buffer is full.
 struct Bracket {
     size_t above, count;
 };
@@ -192,7 +192,7 @@ Bracket bracket(const float* x, size_t n, int32_t low, int32_t high, float* valu
     return {found.above + rest.above, found.count + rest.count};
 }
 
-// Keeps of `count` collected elements those above the cut, and the first that equal it, at most `room`.
+// Of `count` collected elements, keeps those above the cut and the first ones equal to it, at most `room` in all.
 size_t keep(const int32_t* from_indices, const float* from_values, size_t count, Cut& cut, int32_t* indices,
             float* values, size_t room) {
     size_t kept = 0, i = 0;
@@ -211,7 +211,7 @@ size_t keep(const int32_t* from_indices, const float* from_values, size_t count,
     return kept;
 }
 
-// Whether `guess` let all of the k largest pass, and so they have been found.
+// Whether the k largest all reach `guess`, so that they were collected.
 bool topk_by_guess(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_t* indices, float* values) {
     buffer.reserve(guess.capacity);
     const Progress progress = collect(x.data, x.numel, guess.threshold, {0, 0}, buffer.indices.get(),
@@ -223,7 +223,7 @@ bool topk_by_guess(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_
     return true;
 }
 
-// The cut, from the elements near it if the guess was right, else from all.
+// The cut: computed from the elements near it if the guess was right, else from all elements.
 Cut find_cut_near(Input x, size_t k, const Guess& guess, Buffer& buffer) {
     if (guess.between > 0) {
         buffer.reserve(guess.between);
@@ -251,7 +251,7 @@ void topk_segment(Input x, size_t k, Buffer& buffer, int32_t* indices, float* va
     }
 }
 
-// A chunk is like its neighbour: most of the time a little less than the last one's threshold lets few but enough pass.
+// Neighbouring chunks are similar: a little less than the last chunk's threshold usually selects few but enough elements.
 int32_t topk_of_chunk(Input x, size_t k, int32_t last, Buffer& buffer, int32_t* indices, float* values) {
     if (k == 0) return last;
     const int32_t threshold = magnitude(0.9f * float_from_bits(last));
@@ -320,7 +320,7 @@ void topk_in_chunks(const Inputs& xs, size_t chunk, size_t count, const Counts& 
     require(last_counts.size() == xs.size(), "last_counts: expected one per segment");
     Buffer buffer;
     for (size_t s = 0; s < xs.size(); ++s) {
-        int32_t last = 0;  // the smallest magnitude that was kept of the chunk before
+        int32_t last = 0;  // the smallest magnitude kept in the previous chunk
         for (size_t at = 0; at < xs[s].numel; at += chunk) {
             const size_t size = std::min(chunk, xs[s].numel - at);
             const size_t kept = size == chunk ? count : static_cast<size_t>(last_counts[s]);

@@ -1,13 +1,13 @@
-// Stochastic rounding to -1, 0 or 1 times a scale. Digits (the value plus 1, or a sum of those of many workers) are packed
-// in a radix: 5 ternary digits a byte, or as many digits of a larger base as an int32 holds, so that words may be added.
+// Stochastic rounding to -1, 0 or 1 times a scale. A digit is the value plus 1, or the sum of the digits of many workers.
+// A byte packs 5 ternary digits. An int32 packs as many digits of a larger base as fit, so that words can be added.
 #include "buckets.hpp"
 
 namespace thinwire {
 
 namespace {
 
-// Words of one block. Its digits lie in planes: element i is digit i / width of word i % width, so that neighbouring
-// words are packed alike. The last block of a segment is narrower.
+// Words of one block. The digits lie in planes: element i is digit i / width of word i % width, so all words are packed in
+// the same way. The last block of a segment is narrower.
 constexpr size_t kWords = 64;
 constexpr int kMaxDigits = 19;  // of base 3 in an int32
 
@@ -19,7 +19,7 @@ int digits_per_word(int base) {
     return digits;
 }
 
-// Clips at `clip` standard deviations of the segment; the sums are those of x - x[0], so that a mean costs no precision.
+// Clips at `clip` standard deviations of the segment. It sums x - x[0], so that a large mean costs no precision.
 THINWIRE_INLINE float clip_limit(double sum, double squares, size_t n, float clip) {
     const double count = static_cast<double>(n), variance = (squares - sum * sum / count) / count;
     const float infinity = std::numeric_limits<float>::infinity();
@@ -120,12 +120,12 @@ THINWIRE_INLINE void pack_words(Radix radix, const float* x, const float* scales
     }
 }
 
-// Divides each word by the base, and leaves the remainder in `digits`.
+// Divides each word by the base and stores the remainder in `digits`.
 template <typename Word>
 THINWIRE_INLINE void divide(Word* words, int base, Word* digits) {
     const double inv = 1.0 / base;
     for (size_t j = 0; j < kWords; ++j) {
-        // Exact: half a unit keeps the product away from the integers by more than it is rounded.
+        // Exact: adding one half keeps the product farther from the integers than its rounding error.
         const Word quotient = sizeof(Word) == 1
                                   ? static_cast<Word>((words[j] * 171u) >> 9)
                                   : static_cast<Word>(static_cast<int64_t>((static_cast<double>(words[j]) + 0.5) * inv));
@@ -138,7 +138,7 @@ template <typename Word>
 THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float* scales, float* out, size_t n,
                                float weight) {
     const size_t block = kWords * radix.digits;
-    const int32_t zero = radix.base / 2;  // the digit, or sum of digits, that stands for 0
+    const int32_t zero = radix.base / 2;  // the digit, or sum of digits, of the value 0
     for (size_t start = 0; start < n; start += block) {
         const size_t end = std::min(n, start + block), width = (end - start + radix.digits - 1) / radix.digits;
         prefetch(out + end, std::min(n, end + block) - end);

@@ -92,6 +92,15 @@ class Averager(Algorithm, ABC):
         """The codec of the present round, its schedules resolved and its levels adapted; None if there is none."""
         return None
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether its codec learns from the tensors, as `ALQ` does."""
+        return False
+
+    def encoded_tensors(self, tensors: NamedTensors) -> list[Tensor]:
+        """The tensors that its codec encodes in a round with `tensors`; none without a codec."""
+        return []
+
     @abstractmethod
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> Any:
         """Make the state for these tensors, after checking that all workers agree on what they are about to do."""

@@ -217,6 +217,16 @@ class Mean(Averager):
         codec = resolve(self.codec, state.progress)
         return codec if state.codec is None else codec.adapted(state.codec)
 
+    @property
+    def is_adaptive(self) -> bool:
+        return self.codec.adaptive_part is not None
+
+    def encoded_tensors(self, tensors: NamedTensors) -> list[Tensor]:
+        encoded = [tensor for _, tensor in tensors if tensor.ndim >= self.min_ndim]
+        if self.granularity == "layer" or not encoded:
+            return encoded
+        return [torch.cat([tensor.reshape(-1) for tensor in encoded])]
+
     def _adapt(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Observe | None:
         """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None."""
         part, step, device = self.codec.adaptive_part, state.progress.step, tensors[0][1].device

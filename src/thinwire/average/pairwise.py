@@ -163,6 +163,11 @@ class Pairwise(Algorithm):
         """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
         return False
 
+    @property
+    def has_momentum(self) -> bool:
+        """False: the optimizer applies its own; see `Averager.has_momentum`."""
+        return False
+
     def set_epoch(self, state: PairwiseState, epoch: int) -> None:
         """Do nothing: it has no schedules; see `Averager.set_epoch`."""
 

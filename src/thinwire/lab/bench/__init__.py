@@ -1,4 +1,4 @@
-"""Benchmarks: how fast the codecs are, how long a training step takes, and how fast averaging alone agrees.
+"""Benchmarks: the speed of codecs, the time of a training step, and the convergence of averaging alone.
 
 `codecs` needs one core, `step` a process group; `benchmarks/netlab.py` makes a network of a given rate for it.
 """

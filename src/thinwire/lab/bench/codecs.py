@@ -1,10 +1,10 @@
 """`thinwire bench codecs`: the speed of every codec, as a ratio to a plain copy.
 
 For each codec, in every repetition and in this order: copy the input with `Tensor.copy_`, encode it with the residual
-written in place, `decode_add` the payload, and refresh the input (not timed). The three are alternated because the speed
-of memory changes from second to second on a shared machine; the median of each is reported. All buffers have been
-written before, so that no page is touched for the first time under the clock, and each of the three has buffers of its
-own in turn, so that none finds its data in a cache because another has just used them.
+written in place, `decode_add` the payload, and restore the input (not timed). The three alternate because the speed of
+memory changes from second to second on a shared machine; the median of each is reported. All buffers are written before the
+timing, so no page is touched for the first time during it. The three use different buffers in turn, so none finds its data
+in a cache because another has just used it.
 
     encode_ratio = median copy seconds / median encode seconds        1 = as fast as copying the tensor
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +63,7 @@ DEFAULT_CODECS = (
 
 @dataclass(frozen=True)
 class CodecsBench:
-    """Measure how fast codecs encode and decode, beside a plain copy and the plain-PyTorch reference."""
+    """Measure how fast codecs encode and decode, compared with a plain copy and with the plain-PyTorch reference."""
 
     codecs: tuple[str, ...] = DEFAULT_CODECS
     """Codecs in Python's notation, such as "QSGD(bits=4)"."""
@@ -125,20 +126,20 @@ class CodecsBench:
 def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, float, int]:
     """Median seconds of a copy, of encode with the residual in place, and of decode_add; and the payload's bytes.
 
-    Each works on memory that the two before it have not touched, so that none finds in a cache what another left there.
+    Each uses memory that the previous two have not touched, so that none profits from cached data.
     """
     works, outs = [x.clone() for _ in range(3)], [torch.zeros_like(x) for _ in range(3)]
-    for work, out in zip(works, outs, strict=True):  # the allocator keeps pages only of what was freed and reused
+    for work, out in zip(works, outs, strict=True):  # the allocator keeps the pages of freed and reused memory
         payload = codec.encode(work, Key(), work)
         codec.decode_add(payload, out, key=Key())
         work.copy_(x)
     copies, encodes, decodes = [], [], []
     for step in range(repetitions):
         (a, _, b), (c, _, d) = works, outs
-        copies.append(seconds_of(lambda a=a, c=c: c.copy_(a)))
-        encodes.append(seconds_of(lambda b=b, step=step: codec.encode(b, Key(step=step), residual=b)))
-        decodes.append(seconds_of(lambda d=d: codec.decode_add(payload, d, 0.5, Key())))
-        b.copy_(x)  # the encoder left its residual there
+        copies.append(seconds_of(partial(c.copy_, a)))
+        encodes.append(seconds_of(partial(codec.encode, b, Key(step=step), residual=b)))
+        decodes.append(seconds_of(partial(codec.decode_add, payload, d, 0.5, Key())))
+        b.copy_(x)  # the encoder wrote its residual there
         works, outs = works[1:] + works[:1], outs[1:] + outs[:1]
     return median(copies), median(encodes), median(decodes), payload.numel()
 
@@ -149,7 +150,7 @@ def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None
     with kernels.use_backend("reference"):
         for step in range(repetitions):
             work = x.clone()
-            seconds.append(seconds_of(lambda step=step, work=work: codec.encode(work, Key(step=step), residual=work)))
+            seconds.append(seconds_of(partial(codec.encode, work, Key(step=step), residual=work)))
     return median(seconds) if seconds else None
 
 

@@ -1,8 +1,8 @@
-"""`thinwire consensus`: averaging alone, its error against the bits that all workers have sent.
+"""`thinwire consensus`: averaging without training, its error against the bits that all workers have sent.
 
-Every worker starts from a matrix of its own. Each averager, with each step size where it has one, brings them towards
-their mean for the same number of rounds, from the same start values. The best step size of an averager is the one that
-reaches the target for the fewest bits or, where none does, ends with the smallest error.
+Every worker starts with its own matrix. Each averager, with each of its step sizes, moves the matrices towards their mean,
+for the same number of rounds and from the same start values. The best step size of an averager reaches the target with the
+fewest bits. If none reaches it, the best one ends with the smallest error.
 
 The error is `1/W sum_i |z_i - mean|^2`; the target is a fraction of the error at the start.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +30,13 @@ from .start_values import start_values
 STEP_SIZE = "step_size"  # the field of the averagers that have one
 DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 Show = Callable[[Averager, ConsensusRecord], None]
 
 
 @dataclass(frozen=True)
 class ConsensusBench:
-    """Average fixed tensors, and measure how far workers are from agreement after so many bits."""
+    """Average fixed tensors, and measure the distance from agreement against the bits sent."""
 
     averager: tuple[str, ...] = DEFAULT_AVERAGERS
     """Averagers in Python's notation, such as "PowerGossip(Ring(), rank=1)"."""
@@ -45,19 +45,19 @@ class ConsensusBench:
     rounds: int = 500
     """Rounds of averaging; more => closer, for more bits."""
     data: Literal["normal", "offset", "sparse", "lognormal", "digits"] = "normal"
-    """What workers start from: normal elements, the same plus the rank, a single 1, exp of normal, or images."""
+    """Start values: normal elements, the same plus the rank, a single 1, exp of normal, or images."""
     shape: tuple[int, int] = (64, 64)
     """Rows and columns of each worker's matrix; digits have 64 columns."""
     step_sizes: tuple[float, ...] = ()
     """Step sizes to try with every averager that has one (`step_size`), instead of its own."""
     target: float = 1e-4
-    """Which part of the squared error at the start is to remain; bits until then are compared."""
+    """Fraction of the initial squared error at which bits are compared; lower => more rounds until then."""
     every: int = 1
-    """Measure the error each so many rounds; higher => faster."""
+    """Measure the error every this many rounds; higher => faster."""
     seed: int = 0
     """Seed of the start values and of the averagers."""
     processes: bool = False
-    """Run workers as processes, over Gloo, and not as threads."""
+    """Run workers as processes over Gloo instead of threads."""
     json: Path | None = None
     """Write all rows to this file: averager, step size, round, bits sent, messages, squared error, workers, data."""
     figure: Path | None = None
@@ -88,7 +88,7 @@ class ConsensusBench:
         self._report({_label(text, run): run for text, run in zip(self.averager, chosen, strict=True)})
         return rows
 
-    def _report(self, runs: dict[str, list[Row]]) -> None:
+    def _report(self, runs: Mapping[str, Sequence[Row]]) -> None:
         """Print the table and draw the figure of the best run of each averager."""
         where = f"{self.workers} workers, {self.shape[0]} x {self.shape[1]} of {self.data} data"
         print_table(
@@ -135,7 +135,7 @@ def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: 
 
 
 def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
-    """As JSON has it: an error that is not finite is None."""
+    """A row for JSON; an error that is not finite is None."""
     field = _step_size_field(averager)
     named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
     named |= {"workers": bench.workers, "data": bench.data, "shape": list(bench.shape), "seed": bench.seed}
@@ -144,7 +144,7 @@ def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> 
 
 @contextmanager
 def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
-    """How rank 0 shows the progress of all runs together; the others show nothing."""
+    """The function that shows the progress of all runs on rank 0; other ranks show nothing."""
     if rank != 0:
         yield lambda averager, record: None
         return
@@ -163,14 +163,14 @@ def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
         progress.close()
 
 
-def _label(text: str, run: list[Row]) -> str:
-    """The averager as it was given, and the step size that was chosen for it."""
+def _label(text: str, run: Sequence[Row]) -> str:
+    """The averager as given, and the step size that was chosen for it."""
     step_size = run[0]["step_size"]
     return text if step_size is None else f"{text}, step size {step_size:g}"
 
 
-def _cells(run: list[Row], target: float) -> list[str]:
-    """A line of the table, but for its label."""
+def _cells(run: Sequence[Row], target: float) -> list[str]:
+    """The cells of a line of the table, without its label."""
     reached, first, last = reaching(run, target), run[0], run[-1]
     until = ["never", "-"] if reached is None else [str(reached["round"]), f"{reached['bits_sent'] / 1e6:.3g}"]
     left = "diverged" if last["squared_error"] is None else f"{last['squared_error'] / first['squared_error']:.1e}"

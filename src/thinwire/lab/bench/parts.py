@@ -1,6 +1,6 @@
-"""What a step does beside coding: the kernel of Deep Gradient Compression, and an update of adaptive levels.
+"""Parts of a step other than coding: the kernel of Deep Gradient Compression, and an update of adaptive levels.
 
-Measured as codecs are: each repetition first copies as many floats, and medians are compared.
+They are measured like codecs: each repetition first copies the same number of floats, and medians are compared.
 
     copy_ratio = median copy seconds / median seconds        1 = as fast as copying the gradient; None where nothing
                                                              of the gradient is touched
@@ -47,7 +47,7 @@ def _dgc_row(x: Tensor, repetitions: int, nesterov: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     u, v = (torch.randn(x.numel(), generator=generator) for _ in range(2))
     new_u, new_v, count = torch.empty_like(x), torch.empty_like(x), max(1, int(RATIO * x.numel()))
-    source, target = x.clone(), torch.empty_like(x)  # of the copy, so that neither finds in a cache what the other used
+    source, target = x.clone(), torch.empty_like(x)  # of the copy, so that neither profits from cached data
 
     buffers = kernels.momentum.Buffers([x], [u], [v], [new_u], [new_v])
     rule = kernels.momentum.Momentum(MOMENTUM, nesterov=nesterov)
@@ -56,7 +56,7 @@ def _dgc_row(x: Tensor, repetitions: int, nesterov: bool) -> dict[str, Any]:
         kernels.momentum.correct_topk(buffers, rule, [count])
 
     copies, steps = [], []
-    for act in (step, lambda: target.copy_(source)):  # no page is touched for the first time under the clock
+    for act in (step, lambda: target.copy_(source)):  # no page is touched for the first time during the timing
         act()
     for _ in range(repetitions):
         copies.append(seconds_of(lambda: target.copy_(source)))

@@ -1,4 +1,4 @@
-"""Rows of a benchmark: to a JSON file for machines, to a table for people."""
+"""Writes the rows of a benchmark as a JSON file and as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...algorithm import require
 
 
 def check_writable(path: Path | None) -> None:
-    """Fail before the measurement, not after it, where `path` cannot be written.
+    """Check before a measurement that `path` can be written.
 
     Raises:
         ValueError: with the reason.
@@ -39,7 +39,7 @@ def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width of its own
+        console = Console(width=120)  # a file or a pipe has no width
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.add_column(columns[0], overflow="fold", min_width=24)
     for column in columns[1:]:
@@ -50,10 +50,10 @@ def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str
 
 
 def as_parsed(text: str, kind: type) -> Any:
-    """The algorithm that `text` notes.
+    """Parse `text` as an algorithm of this kind.
 
     Raises:
-        ValueError: it cannot be read, or is not of this kind.
+        ValueError: the text cannot be read, or is not of this kind.
     """
     from ...notation import parse
 

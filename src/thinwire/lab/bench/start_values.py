@@ -1,4 +1,4 @@
-"""What workers start from when averaging is studied alone: a float32 matrix each, the same on every machine."""
+"""Start values of consensus experiments: a float32 matrix for each worker, the same on every machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def start_values(data: str, shape: Shape, rank: int, size: int, seed: int = 0) -
     Args:
         data: a name in `KINDS`.
         shape: (n, m).
-        rank, size: this worker, of how many.
-        seed: of the random numbers.
+        rank, size: this worker and the number of workers.
+        seed: seed of the random numbers.
 
     Raises:
-        ValueError: an unknown name; digits of another shape than their own, or more than there are.
+        ValueError: an unknown name; a wrong shape for digits, or more digits than there are.
 
     Example:
         >>> start_values("sparse", (8, 8), rank=1, size=4).count_nonzero().item()

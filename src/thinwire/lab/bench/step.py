@@ -1,11 +1,10 @@
-"""`thinwire bench step`: how long a training step takes over this network, beside its computation alone.
+"""`thinwire bench step`: the time of a training step over this network, compared with its computation alone.
 
-A multilayer perceptron is trained data-parallel with each method in turn. Within a method, steps of the same model
-without any communication alternate with the steps that are measured, on all workers at once, so that both see the
-same machine. The median over steps is taken on every worker, and the slowest worker's is reported, since all wait for
-it.
+Each method trains a multilayer perceptron data-parallel. Measured steps alternate with steps of the same model without any
+communication, on all workers at once, so both run under the same conditions. Each worker takes the median over steps. The
+result is the median of the slowest worker, because all others wait for it.
 
-    python benchmarks/netlab.py --hosts 2 --rate 1gbit -- thinwire bench step    one worker a host
+    python benchmarks/netlab.py --hosts 2 --rate 1gbit -- thinwire bench step    one worker per host
     torchrun --nproc-per-node 4 --no-python thinwire bench step                  under any launcher that sets RANK
     thinwire bench step --workers 2                                              starts its own, over the loopback
 """
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -49,24 +49,24 @@ NUM_INPUTS, NUM_CLASSES = 512, 10
 
 @dataclass(frozen=True)
 class StepBench:
-    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and averagers of ours."""
+    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and averagers."""
 
     averagers: tuple[str, ...] = DEFAULT_AVERAGERS
     """Averagers in Python's notation."""
     baselines: bool = True
     """Also measure DDP's own all-reduce in float32, and with its float16 hook."""
     workers: int = 2
-    """Number of processes to start, where no launcher (RANK in the environment) has started them."""
+    """Number of processes to start, unless a launcher (RANK in the environment) has started them."""
     steps: int = 20
     """Measured steps of each method; more => steadier medians."""
     warmup: int = 3
-    """Steps of each method before those; DDP arranges its buckets in the first two."""
+    """Warm-up steps of each method; DDP arranges its buckets in the first two."""
     hidden: int = 2048
     """Width of the hidden layers."""
     layers: int = 6
     """Number of hidden layers."""
     batch_size: int = 64
-    """Examples a worker and step; larger => more computation for the same bytes."""
+    """Examples per worker and step; larger => more computation for the same bytes."""
     ddp: bool = False
     """Attach averagers to a model in DDP, which copies every gradient into its buckets, instead of the module itself."""
     bucket_megabytes: float | None = None
@@ -75,7 +75,7 @@ class StepBench:
     threads: int = 1
     """Threads that PyTorch may use in each worker."""
     rate: str | None = None
-    """What to write in the column `rate`; by default the lab's (NETLAB_RATE), or "loopback"."""
+    """Value of the column `rate`; by default NETLAB_RATE of the environment, or "loopback"."""
     json: Path | None = None
     """Write the rows to this file."""
     timeline: Path | None = None
@@ -113,7 +113,7 @@ def _spawned(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None
 
 
 def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
-    """What one worker does: measure every method; on rank 0, report."""
+    """The work of one worker: measure every method, and report on rank 0."""
     torch.set_num_threads(bench.threads)
     keep_freed_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -121,7 +121,7 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     try:
         with ProcessGroupCommunicator() as comm:
             rows = [_row(bench, comm, method) for method in _methods(bench)]
-            dist.barrier()  # nobody leaves while others still wait for its messages
+            dist.barrier()  # no worker exits while others wait for its messages
         return _report(bench, rows) if rank == 0 else []
     finally:
         dist.destroy_process_group()
@@ -129,16 +129,16 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train data-parallel: whether in DDP, what to attach to the model, and what a step then sends."""
+    """A data-parallel method: whether it uses DDP, the averager to attach, and the bytes of DDP's own all-reduce."""
 
     name: str
     ddp: bool
     attach: Callable[[nn.Module], Any]
-    bytes_per_element: int = 0  # of DDP's own all-reduce; ours are counted by the ledger
+    bytes_per_element: int = 0  # of DDP's own all-reduce; the ledger counts those of averagers
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[Any]:
-        """Within, `model` is trained by this method; gives the handle of an averager of ours."""
+        """Context in which this method trains `model`; yields the handle of an attached averager, or None."""
         handle = self.attach(model)
         try:
             yield handle
@@ -147,14 +147,21 @@ class Method:
                 handle.detach()
 
 
+def _compress_to_fp16(model: nn.Module) -> None:
+    assert isinstance(model, DistributedDataParallel), "the method's `ddp` is set"
+    model.register_comm_hook(None, fp16_compress_hook)
+
+
 def _methods(bench: StepBench) -> list[Method]:
     baselines = [
         Method("DDP fp32", True, lambda ddp: None, 4),
-        Method("DDP fp16 hook", True, lambda ddp: ddp.register_comm_hook(None, fp16_compress_hook), 2),
+        Method("DDP fp16 hook", True, _compress_to_fp16, 2),
     ]
-    size = {} if bench.bucket_megabytes is None else {"bucket_bytes": int(bench.bucket_megabytes * 2**20)}
+    size: dict[str, Any] = {}
+    if bench.bucket_megabytes is not None:
+        size["bucket_bytes"] = int(bench.bucket_megabytes * 2**20)
     averagers = [as_parsed(text, Averager) for text in bench.averagers]
-    ours = [Method(repr(a), bench.ddp, lambda model, a=a: compress_gradients(model, a, **size)) for a in averagers]
+    ours = [Method(repr(a), bench.ddp, partial(compress_gradients, averager=a, **size)) for a in averagers]
     return (baselines if bench.baselines else []) + ours
 
 
@@ -199,12 +206,12 @@ def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]
         _alternate(comm, alone, step, bench.warmup)
         before = (handle.ledger.snapshot(), handle.seconds) if handle else None
         compute_seconds, step_seconds, compute_cpu_seconds, cpu_seconds = _alternate(comm, alone, step, bench.steps)
-        if handle:
+        if before is not None:
             sent = handle.ledger.since(before[0]).bytes_sent // bench.steps
             phases = {phase: (s - before[1].get(phase, 0.0)) / bench.steps for phase, s in handle.seconds.items()}
         else:
             numel = sum(p.numel() for p in model.parameters())
-            sent = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # as Gloo and NCCL do it
+            sent = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # the algorithm of Gloo and NCCL
             phases = {}
         spans = _record(comm, step) if bench.timeline else []
     return {
@@ -222,7 +229,7 @@ def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]
 
 
 def _alternate(comm: Communicator, alone: Training, step: Training, times: int) -> tuple[float, ...]:
-    """Median seconds of the slowest worker: computation alone, and the step; then the same of its processor's time."""
+    """Medians of the slowest worker: seconds of computation alone and of the step; then both in processor time."""
     wall: dict[Training, list[float]] = {alone: [], step: []}
     processor: dict[Training, list[float]] = {alone: [], step: []}
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""A timeline of one training step: what every thread did, and when.
+"""A timeline of one training step: the phases of every thread.
 
 The averagers mark their phases with `torch.profiler.record_function` as `thinwire::encode` and so on (see `clock.py`),
 the benchmark marks forward, backward and optimizer. Here the profiler records one step, and matplotlib draws it.
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 def record(step: Callable[[], None]) -> list[Span]:
     """Run `step` under PyTorch's profiler and return its marked phases, in order of time."""
-    from torch._C._profiler import _ExperimentalConfig  # the only way to see threads other than the caller's
+    from torch._C._profiler import _ExperimentalConfig  # the only way to record other threads than the caller's
     from torch.profiler import ProfilerActivity, profile
 
     config = _ExperimentalConfig(profile_all_threads=True)
@@ -66,10 +66,10 @@ def spans_of(trace: dict) -> list[Span]:
 
 
 def check_kind(path: Path) -> None:
-    """Fail where matplotlib cannot write this kind of file.
+    """Check that Matplotlib can write this kind of file.
 
     Raises:
-        ValueError: with the kinds that it can.
+        ValueError: it cannot; the message lists the kinds that it can.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -78,7 +78,7 @@ def check_kind(path: Path) -> None:
 
 
 def draw(steps: dict[str, list[Span]], path: Path) -> None:
-    """One panel a method, one lane a thread, on a common axis of time."""
+    """Draw one panel per method and one lane per thread, on a common time axis."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -67,8 +67,11 @@ def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "")
     """
     from ..train import Interrupted, WorkerError, train
 
+    def report(stop: Interrupted) -> None:
+        fail(f"{stop}{advice(stop)}", stop.exit_code)
+
     try:
-        return train(config, lambda stop: fail(f"{stop}{advice(stop)}", stop.exit_code))
+        return train(config, report)
     except Interrupted as stop:
         sys.exit(stop.exit_code)
     except WorkerError as error:

@@ -1,6 +1,6 @@
-"""Recipes: full run configurations under names; one module per kind of data, `base` says what a recipe is made of.
+"""Recipes: named, complete run configurations. There is one module per kind of data; `base` defines recipes.
 
-Every module of this folder that has `TASKS` adds them, in the order of the modules' names.
+All modules of this package with `TASKS` contribute them, in the order of the modules' names.
 """
 
 from __future__ import annotations

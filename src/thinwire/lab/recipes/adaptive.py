@@ -1,4 +1,4 @@
-"""The quantizers of the adaptive work, at 3 bits, beside their baseline."""
+"""The quantizers of the paper on adaptive quantization, with 3 bits, and their baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def methods(num_buckets: int, bucket_size: int = 8192, dense: str = "dense") -> 
     """All quantizers, and the baseline.
 
     Args:
-        num_buckets: components of the mixture that levels are fitted to.
+        num_buckets: components of the mixture for the levels.
         bucket_size: elements that share a norm.
         dense: end of the baseline's name.
     """

@@ -1,17 +1,17 @@
-"""What a recipe is: a run's full configuration under a name.
+"""The definition of a recipe: a run's complete configuration under a name.
 
-A module of this folder has `TASKS`: each is a model on data, with the methods that it is trained by. A task makes a recipe
-`<task>-<method>` of every method, as published, and its twin `<task>-<method>-small`, which takes minutes on two cores.
+A module of this package has `TASKS`. A task is a model and its data, with the methods that train it. For every method, a task
+makes a recipe `<task>-<method>` as published, and `<task>-<method>-small`, which takes minutes on two cores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from ...algorithm import require
-from ...average import Averager
+from ...average import Mean, PowerSGD
 from ..train import RunConfig
 from ..train.optimize import DGCSGD, SGD
 
@@ -20,7 +20,7 @@ SMALL = "-small"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run's configuration, and what to say of it in a line: model, data, source and what is sent."""
+    """A run's configuration, and a line about it: model, data, source and what is sent."""
 
     about: str
     config: RunConfig
@@ -28,14 +28,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Method:
-    """How the workers of a task agree.
+    """A method of averaging for a task.
 
     Args:
-        about: a line: what is sent, and from which paper (arXiv number) if not the task's own.
+        about: a line: what is sent, and the paper (arXiv number) unless it is the task's own.
         averager: as in `RunConfig`.
-        small_averager: of the small twin, where a short run needs another, such as earlier updates; None for the same.
-        changes: fields of `RunConfig` that this method has of its own.
-        small_changes: likewise of the small twin, which has none of `changes`.
+        small_averager: the averager of the small recipe, such as one with earlier updates; None => the same.
+        changes: fields of `RunConfig` that this method changes.
+        small_changes: the same for the small recipe, which ignores `changes`.
     """
 
     about: str
@@ -47,13 +47,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Task:
-    """A model on data, and the methods that it is trained by.
+    """A model, its data, and the methods that train it.
 
     Args:
-        title: heading of its recipes: model, data, and the paper that the hyperparameters are from (arXiv number).
+        title: heading of its recipes: model, data, and the paper of the hyperparameters (arXiv number).
         full: the hyperparameters as published; its `recipe` begins the names.
-        methods: by the end of the name; "dense" is the baseline.
-        small: of the twins, in minutes on two cores; None where there are none, for the task is small as it is.
+        methods: by the last part of the name; "dense" is the baseline.
+        small: configuration of the small recipes, for minutes on two cores; None if the task is small already.
 
     Example:
         >>> from thinwire.lab.train import RunConfig
@@ -69,7 +69,7 @@ class Task:
     small: RunConfig | None = None
 
     def recipes(self) -> dict[str, Recipe]:
-        """All recipes by name, each followed by its small twin."""
+        """All recipes by name, each followed by its small recipe."""
         made = {}
         for end, method in self.methods.items():
             name, about = self.name(end), f"{self.title}. {method.about}"
@@ -98,9 +98,10 @@ def momentum_applied_once(config: RunConfig) -> Any:
         ValueError: the averager's momentum is not the optimizer's.
     """
     averager, optimizer = config.parsed_averager(), config.optimizer
-    if not (isinstance(averager, Averager) and averager.has_momentum and isinstance(optimizer, SGD)):
+    if not (averager.has_momentum and isinstance(optimizer, SGD)):
         return optimizer
-    memory, same = averager.memory, (optimizer.momentum, optimizer.nesterov)
+    memory: Any = cast(Mean | PowerSGD, averager).memory  # only these have a memory, and with it momentum
+    same = (optimizer.momentum, optimizer.nesterov)
     require(
         (memory.momentum, memory.nesterov) == same, f"{config.recipe}: {memory} must have the momentum of {optimizer}"
     )

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression beside its baseline."""
+"""Deep Gradient Compression and its baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def methods(dense: str = "dense", nesterov: bool = False, warmup_epochs: int = 5
     Args:
         dense: end of the baseline's name.
         nesterov: whether momentum is Nesterov's.
-        warmup_epochs: epochs over which the ratio falls to 0.001; the small twin has 2 at most.
+        warmup_epochs: epochs in which the ratio falls to 0.001; at most 2 in the small recipe.
     """
 
     def averager(epochs: int) -> str:

@@ -1,4 +1,4 @@
-"""Handwritten digits: a run of seconds that shows what a method does to accuracy and to bytes."""
+"""Handwritten digits: a run of seconds that shows the effect of a method on accuracy and bytes."""
 
 from __future__ import annotations
 

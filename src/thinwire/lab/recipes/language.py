@@ -1,8 +1,9 @@
 """Language modelling: the LSTM of PowerGossip on WikiText-2, and a small GPT on any plain text.
 
 PowerGossip (Vogels et al. 2020, arXiv 2008.01425) trained the LSTM of PowerSGD (arXiv 1905.13727) on 16 workers in a ring:
-64 streams each of their own part of the text, 30 words at a time, gradients of each worker clipped at 0.4, plain SGD at
-1.25 times a factor, which the authors' code has as 38, warmed up for 5 of 90 epochs and divided by 10 after 60 and 80.
+each worker reads 64 streams of its own part of the text, 30 words at a time, and clips its gradients at 0.4. The optimizer is
+plain SGD with a learning rate of 1.25 times a factor, 38 in the authors' code. It is warmed up for 5 of 90 epochs and divided
+by 10 after 60 and 80 epochs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WIKITEXT2_SMALL = replace(
     workers=4,
     epochs=5,
     batch_size=8,
-    data=replace(WIKITEXT2.data, train="valid.txt"),
+    data=WikiText2(context=30, train="valid.txt"),
     model=LSTMLanguageModel(width=200, layers=2, dropout=0.2),
     optimizer=replace(
         WIKITEXT2.optimizer,

@@ -1,4 +1,4 @@
-"""The compressors of the layer-wise study: each by layer and over the entire model, without memory for what is lost."""
+"""The compressors of the layer-wise study, without memory: each for every layer and for the entire model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def methods(slow: Mapping[str, Any]) -> dict[str, Method]:
     """All compressors at both granularities, and the baseline.
 
     Args:
-        slow: fields of `RunConfig` for those that were given more epochs.
+        slow: fields of `RunConfig` for the methods with more epochs.
     """
     made = {"dense": Method("the gradients themselves")}
     for end, (what, granularity) in _GRANULARITIES.items():

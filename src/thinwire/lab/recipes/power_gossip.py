@@ -1,4 +1,4 @@
-"""PowerGossip on a ring, beside what it was compared with, for data split at random and by class."""
+"""PowerGossip on a ring and the methods that the paper compares it with, for data split at random and by class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _METHODS = {
 
 
 def methods(full: RunConfig) -> dict[str, Method]:
-    """All methods, for data that is split evenly and by class; learning rates as tuned by the paper."""
+    """All methods, for data split evenly and by class, with the tuned learning rates of the paper."""
     made = {}
     for end, (how, fields) in {"": ("", {}), "-by-class": (", data split by class", {"split": "by-class"})}.items():
         for name, (about, averager, total_rate) in _METHODS.items():

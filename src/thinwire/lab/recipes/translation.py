@@ -5,7 +5,7 @@ batches of 25,000 tokens over all workers, 100,000 steps of Adam with betas 0.9 
 4000 steps to `(512 * 4000)^-0.5` and then falls with the root of the step, dropout and label smoothing of 0.1.
 
 Multi30k (Elliott et al. 2016, arXiv 1605.00459) has 29,000 short pairs, for which the base model is too large: three
-layers of 256 learn to translate them in a few epochs, and the small twin in minutes.
+layers of 256 learn to translate them in a few epochs, and the small recipe in minutes.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ MULTI30K = replace(
     log_every=10,
 )
 
+SMALL_ADAM = Adam(1.5e-3, schedule=LearningRateSchedule(warmup_fraction=0.15, shape="linear"))
 MULTI30K_SMALL = replace(
     MULTI30K,
     epochs=5,
     data=ParallelText(vocabulary_size=4000, max_tokens=512),
     model=Transformer(layers=3, width=256, heads=4, hidden=512),
-    optimizer=Adam(1.5e-3, schedule=LearningRateSchedule(warmup_fraction=0.15, shape="linear")),
+    optimizer=SMALL_ADAM,
     precision="bf16",
     evaluate_every=5,
 )
 
-# A worker's own gradient is of a quarter of the batch and so has up to four times the variance, by whose root Adam divides.
-# A word that a worker meets less often than once in Adam's memory, 50 steps with a beta2 of 0.98, moves by the same length
-# whenever it comes, and averaging with workers that did not meet it takes away three quarters of that.
-OWN_ADAM = replace(MULTI30K_SMALL.optimizer, learning_rate=3e-3, beta2=0.999)
+# A worker's own gradient comes from a quarter of the batch, so it has up to four times the variance. Adam divides by the
+# root of that. With a beta2 of 0.98 Adam remembers about 50 steps. The embedding of a word that is rarer than that moves by
+# the same length each time it occurs. Averaging with three workers that did not see the word removes three quarters of it.
+OWN_ADAM = replace(SMALL_ADAM, learning_rate=3e-3, beta2=0.999)
 
 METHODS = {
     "dense": Method("all-reduce of gradients"),

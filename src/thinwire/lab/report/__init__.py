@@ -1,4 +1,4 @@
-"""From the files of runs to tables, figures and a page. This room knows those files, and nothing else of ours."""
+"""Turns the files of runs into tables, figures and a page. This package reads those files and imports no other package."""
 
 from .accuracy_figure import accuracy_against_bytes
 from .runs import Run, read_run

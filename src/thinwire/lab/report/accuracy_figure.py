@@ -1,4 +1,4 @@
-"""The demo's figure: test accuracy against bytes sent, one curve a run."""
+"""The figure of the demo: test accuracy against bytes sent, with one curve per run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from .runs import Run
 from .style import COLOURS, GREY, new_figure, plain_axes, save
 
-CROWDED_DECADES = 0.55  # ends that are closer have their labels turned away from each other
+CROWDED_DECADES = 0.55  # the labels of ends that are closer than this point away from each other
 
 
 def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
-    """Test accuracy while training against bytes that a worker has sent: further left is cheaper, further up is better.
+    """Draw test accuracy during training against the bytes that a worker has sent: left is cheaper, up is better.
 
     Args:
         runs: finished runs of more than one worker.
@@ -37,7 +37,7 @@ def _curve(run: Run) -> tuple[list[float], list[float]]:
 
 
 def _label_ends(axes, runs: Sequence[Run], curves: Sequence[tuple[list[float], list[float]]]) -> None:
-    """Name, bytes and accuracy over the end of each curve, in its colour."""
+    """Write name, bytes and accuracy above the end of each curve, in its colour."""
     ends = [math.log10(megabytes[-1]) for megabytes, _ in curves]
     for run, (megabytes, percent), end, colour in zip(runs, curves, ends, COLOURS, strict=False):
         fewer = run.summary["compression_vs_fp32"]
@@ -51,7 +51,7 @@ def _label_ends(axes, runs: Sequence[Run], curves: Sequence[tuple[list[float], l
 
 
 def _side(end: float, ends: Sequence[float]) -> str:
-    """Alignment of a label over `end`: away from a near neighbour."""
+    """Horizontal alignment of a label above `end`, away from a close neighbour."""
     if any(0 < other - end < CROWDED_DECADES for other in ends):
         return "right"
     return "left" if any(0 < end - other < CROWDED_DECADES for other in ends) else "center"

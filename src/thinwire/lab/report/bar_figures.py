@@ -1,4 +1,4 @@
-"""Figures of speed: what a step's time goes into, and how a run scales with its workers."""
+"""Figures of speed: the time of a step by phase, and the speed against the number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PHASES = {
 
 
 def step_time(runs: Sequence[Run]) -> dict[str, float]:
-    """Milliseconds of a mean step by phase: the mean over runs of all seconds that were measured, over all steps."""
+    """Milliseconds of a mean step by phase: the measured seconds over the number of steps, averaged over runs."""
     each = [found for found in map(_step_time, runs) if found]
     return {key: mean(found[key] for found in each) for key in PHASES if each and all(key in found for found in each)}
 
@@ -39,12 +39,12 @@ def _step_time(run: Run) -> dict[str, float]:
 
 
 def step_times(groups: Sequence[Group]) -> Figure | None:
-    """A bar a method, its phases one after the other."""
+    """Draw one bar per method, divided into its phases."""
     known = [(fill(group.label, 56, break_on_hyphens=False), step_time(group.runs)) for group in groups]
     known = [(label, times) for label, times in known if times]
     if not known:
         return None
-    tops = [0.0]  # in points; a label stands over its bar
+    tops = [0.0]  # in points; a label is above its bar
     for label, _ in known:
         tops.append(tops[-1] + 1.25 * SMALL * (label.count("\n") + 1) + 24)
     whole = tops[-1] + 66
@@ -70,7 +70,7 @@ def _bar(axes: Axes, y: float, times: dict[str, float]) -> None:
 
 
 def _key(axes: Axes, phases: Sequence[str]) -> None:
-    """Each phase's name beside its colour: bars are too short to hold them."""
+    """Write the name of each phase beside its colour, because bars are too short for names."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=PHASES[key][1], label=PHASES[key][0]) for key in phases]
@@ -79,7 +79,7 @@ def _key(axes: Axes, phases: Sequence[str]) -> None:
 
 
 class Speed(NamedTuple):
-    """Examples a second, of all workers together: mean and standard deviation over seeds."""
+    """Examples per second of all workers together: mean and standard deviation over seeds."""
 
     workers: int
     mean: float
@@ -87,13 +87,13 @@ class Speed(NamedTuple):
 
 
 def speed(run: Run) -> float | None:
-    """Examples a second: the median over the rows, which neither the first steps nor a test in between can move far."""
+    """Examples per second: the median over the rows, which slow first steps and tests hardly change."""
     rates = [row["examples_per_second"] for row in run.rows if row.get("examples_per_second")]
     return median(rates) if rates else None
 
 
 def speeds(runs: Sequence[Run]) -> list[Speed]:
-    """By number of workers, ascending."""
+    """The speed for each number of workers, in ascending order."""
     by_size: dict[int, list[float]] = {}
     for run in runs:
         rate = speed(run)
@@ -103,7 +103,7 @@ def speeds(runs: Sequence[Run]) -> list[Speed]:
 
 
 def scaling(groups: Sequence[Group]) -> Figure | None:
-    """Examples a second against workers, both logarithmic, and the line of ideal scaling; None for one worker count."""
+    """Draw examples per second against workers, with the line of ideal scaling; None for one number of workers."""
     methods = _methods(groups)
     known = [(i, label, points) for i, (label, points) in enumerate(methods) if len(points) > 1]
     if not known:
@@ -113,7 +113,7 @@ def scaling(groups: Sequence[Group]) -> Figure | None:
     for i, label, points in known:
         style, sizes, means = line_style(i), [p.workers for p in points], [p.mean for p in points]
         axes.plot(sizes, means, label=label, marker="o", markersize=4.5, markeredgecolor="white", **style)
-        spreads = [min(p.std, 0.99 * p.mean) for p in points]  # zero is infinitely far below
+        spreads = [min(p.std, 0.99 * p.mean) for p in points]  # zero has no place on a logarithmic axis
         axes.errorbar(sizes, means, spreads, fmt="none", ecolor=style["color"], elinewidth=1)
     _draw_ideal(axes, [points for _, _, points in known])
     _logarithmic_in_twos(axes, sorted({p.workers for _, _, points in known for p in points}))
@@ -122,7 +122,7 @@ def scaling(groups: Sequence[Group]) -> Figure | None:
 
 
 def _methods(groups: Sequence[Group]) -> list[tuple[str, list[Speed]]]:
-    """What is left of the groups when workers are no part of a method."""
+    """The groups without the number of workers in their methods."""
     runs: dict[str, list[Run]] = {}
     for group in groups:
         runs.setdefault(group.without("workers").label, []).extend(group.runs)

@@ -1,4 +1,4 @@
-"""All figures of a report, each with a caption that says what was run, or with the reason why it cannot be drawn."""
+"""All figures of a report, each with a caption that describes the runs, or with the reason why it cannot be drawn."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CaptionedFigure(NamedTuple):
     """A figure with its title and caption.
 
     Args:
-        name: of its files.
-        title: what it shows.
-        figure: the figure; None where no run has what it needs.
-        caption: what was run, what is drawn, in which units.
-        needs: what a run must have for it.
+        name: the name of its files.
+        title: the heading.
+        figure: the figure; None if no run has the data for it.
+        caption: the runs, the quantities and their units.
+        needs: the data that a run must have for it.
     """
 
     name: str
@@ -45,7 +45,7 @@ def captioned_figures(
 
     Args:
         groups: runs, grouped by method.
-        main: the metric that methods are compared by; None where no run has one.
+        main: the metric for the comparison of methods; None if no run has one.
         consensus: rows of each consensus experiment, by its file.
     """
     with styled():
@@ -121,7 +121,7 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Captioned
 
 
 def _of_one_size(groups: Sequence[Group]) -> list[Group]:
-    """Groups of the number of workers that most have, and others where their method has none of that number."""
+    """The groups of the most frequent number of workers, and those of methods that have no run with it."""
     sizes = [group.runs[0].config.get("workers", 0) if "workers" in group.words else 0 for group in groups]
     usual = max(sizes, key=lambda size: (sizes.count(size), size))
     methods = [group.without("workers") for group in groups]

@@ -1,4 +1,4 @@
-"""The figures of a consensus experiment: how close workers are to agreement, for how many bits and after how many rounds."""
+"""The figures of a consensus experiment: the error of the workers against bits and against rounds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .legend import add_legend
 from .style import GREY, check_kind, line_style, logarithmic, new_figure, plain_axes, save, styled
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FLOOR = 1e-13  # of the relative error: below it float32 has nothing to say
+FLOOR = 1e-13  # of the relative error: below it are only rounding errors of float32
 STEP_SIZE = r"step_size=[^,()]+"  # as an averager's repr has it
 
 Row = Mapping[str, Any]
@@ -28,7 +30,7 @@ def reaching(run: Sequence[Row], target: float) -> Row | None:
 
 
 def best(runs: Sequence[Sequence[Row]], target: float) -> Sequence[Row]:
-    """The run that reaches the target for the fewest bits, or of those that do not the one with the smallest error."""
+    """The run that reaches the target with the fewest bits; if none reaches it, the run of smallest error."""
 
     def cost(run: Sequence[Row]) -> tuple[float, float]:
         reached, last = reaching(run, target), run[-1]["squared_error"]
@@ -38,7 +40,7 @@ def best(runs: Sequence[Sequence[Row]], target: float) -> Sequence[Row]:
 
 
 def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]:
-    """From all rows of an experiment: each averager with its best step size, by what to call it."""
+    """The best run of each averager in the rows of an experiment, by label: the run with its best step size."""
     runs: list[list[Row]] = []
     for row in rows:
         if not runs or row["round"] <= runs[-1][-1]["round"]:
@@ -78,7 +80,7 @@ def experiment(rows: Sequence[Row]) -> str:
 
 
 def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Figure:
-    """Squared error over that at the start, against "bits" or "rounds"."""
+    """Draw the squared error, relative to the start, against "bits" or "rounds"."""
     figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
     for number, (label, rows) in enumerate(runs.items()):
@@ -90,13 +92,13 @@ def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Fig
 
 
 def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: float, title: str) -> None:
-    """Squared error over that at the start, against bits on the left and against rounds on the right.
+    """Draw the squared error, relative to the start, against bits on the left and rounds on the right.
 
     Args:
-        runs: label -> rows with `round`, `bits_sent` and `squared_error`, the latter None where it was not finite.
+        runs: label -> rows with `round`, `bits_sent` and `squared_error`, the latter None if it was not finite.
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
         target: relative error at which a dotted line is drawn.
-        title: what stands above.
+        title: the title above the panels.
     """
     check_kind(path)
     with styled():
@@ -115,7 +117,7 @@ def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: fl
 
 
 def _points(rows: Sequence[Row], x: str) -> tuple[list[float], list[float]]:
-    """Where a line goes; round 0 has sent nothing, which a logarithmic axis cannot show."""
+    """The points of a line, without round 0 on the axis of bits: it has sent nothing, and the axis is logarithmic."""
     known = [row for row in rows if row["squared_error"] is not None and (x == "rounds" or row["bits_sent"])]
     xs = [row["round"] if x == "rounds" else row["bits_sent"] / 1e6 for row in known]
     return xs, [max(row["squared_error"] / rows[0]["squared_error"], FLOOR) for row in known]
@@ -123,7 +125,8 @@ def _points(rows: Sequence[Row], x: str) -> tuple[list[float], list[float]]:
 
 def _finish(axes: Axes, x: str, target: float) -> None:
     axes.margins(x=0.02)
-    low = min((min(line.get_ydata()) for line in axes.lines if len(line.get_ydata())), default=FLOOR)
+    heights = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
+    low = min((float(height.min()) for height in heights if height.size), default=FLOOR)
     axes.set_ylim(low / 3, 3)
     logarithmic(axes, "y")
     if x == "bits":

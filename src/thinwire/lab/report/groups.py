@@ -1,4 +1,4 @@
-"""Which runs belong together: those that differ in nothing but their seed."""
+"""Groups of runs: the runs of a group differ only in their seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..fields import flat
 from .runs import Run
 
-# Where a run lies, how its workers met and what is kept of it is no part of what was run.
+# These fields set where a run is stored and how its workers connect, but not what it computes.
 IGNORED = {
     *(
         "seed",
@@ -33,9 +33,9 @@ class Group:
     """Runs of one method.
 
     Args:
-        words: what tells them from other groups, by field of the configuration, as it is shown.
-        runs: the finished runs; where there are none, the unfinished ones.
-        name: what to call them where nothing sets them apart.
+        words: the fields in which they differ from other groups, with their values as text.
+        runs: the finished runs; if there are none, the unfinished ones.
+        name: the label if no field differs.
     """
 
     words: dict[str, str]
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """What to call them in tables and figures."""
+        """The label in tables and figures."""
         return ", ".join(self.words.values()) or self.name
 
     @property
@@ -53,7 +53,7 @@ class Group:
         return all(run.finished for run in self.runs)
 
     def without(self, field: str) -> Group:
-        """The same, where this field is shown by other means than the label."""
+        """The same group without this field in its label."""
         return replace(self, words={key: word for key, word in self.words.items() if key != field})
 
 
@@ -65,15 +65,15 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[Group]:
-    """The groups, in the order in which their first runs come.
+    """Put runs into groups, in the order of their first runs.
 
     Args:
         runs: read from their folders.
-        by: fields of the configuration; none given: those in which runs differ.
-        names: what a label says of a field, such as an averager -> what to say instead.
+        by: the fields that make a group; empty => all fields in which runs differ.
+        names: the text of a value in labels -> the text to show instead.
 
     Raises:
-        ValueError: an unknown field, or a name for what no label says.
+        ValueError: an unknown field, or a name for a text that no label has.
     """
     configs = [dict(flat(run.config)) for run in runs]
     known = sorted({key for config in configs for key in config})
@@ -94,7 +94,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
 
 
 def _telling(configs: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
-    """As few fields as tell all groups apart, the averager first: what follows from others need not be said."""
+    """The fewest fields that distinguish all groups, the averager first."""
     chosen: list[str] = []
     for key in sorted(fields, key=lambda key: key != "averager"):
         before, after = (
@@ -117,7 +117,7 @@ def _group(words: dict[str, str], runs: list[Run], names: Mapping[str, str]) -> 
 
 
 def _words(key: str, value: Any) -> str:
-    """A field and its value, as short as can be understood."""
+    """A field and its value, as short as is clear."""
     if key == "averager":
         return str(value)
     if key == "workers" and isinstance(value, int):
@@ -126,7 +126,7 @@ def _words(key: str, value: Any) -> str:
 
 
 def what_was_run(runs: Sequence[Run]) -> str:
-    """Recipe, workers, length, batch, data and seeds, in one sentence; what differs is listed."""
+    """Describe recipe, workers, length, batch, data and seeds in one sentence; values that differ are listed."""
     configs = [dict(flat(run.config)) for run in runs]
 
     def listed(key: str) -> str:

@@ -19,7 +19,7 @@ def add_legend(axes: Axes, height: float) -> None:
 
     Args:
         axes: the only axes of a figure with constrained layout.
-        height: of the figure without the legend, in inches.
+        height: height of the figure without the legend, in inches.
     """
     handles, labels = axes.get_legend_handles_labels()
     labels = [fill(label, MAX_CHARACTERS, break_on_hyphens=False) for label in labels]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHOWN = 0.25  # of a curve's points may lie off the axis: the first steps, which are alike for all methods
+SHOWN = 0.25  # the largest part of a curve that may be cut off: the first steps, which are similar for all methods
 
 
 class Axis(NamedTuple):
@@ -31,14 +31,14 @@ class Axis(NamedTuple):
 
 
 def along_epochs(groups: Sequence[Group]) -> Axis:
-    """Epochs, or steps where a run does not say its epochs."""
+    """Epochs, or steps if the rows have no epochs."""
     if all("epoch" in row for group in groups for run in group.runs for row in run.rows):
         return Axis("epochs", reading("epoch"))
     return Axis("steps", reading("step"))
 
 
 def along_bytes() -> Axis:
-    """Megabytes sent; a row before which nothing was sent has no place on the logarithmic axis."""
+    """Megabytes sent; rows before the first byte are left out, because the axis is logarithmic."""
 
     def read(row: dict[str, Any]) -> float | None:
         return row["bytes_sent"] / 1e6 if row.get("bytes_sent") else None
@@ -47,21 +47,21 @@ def along_bytes() -> Axis:
 
 
 def along_seconds() -> Axis:
-    """Seconds, as they were measured."""
+    """Measured seconds."""
     return Axis("time since the first step, measured (s)", reading("seconds"))
 
 
 def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -> Figure | None:
-    """A line a method: mean over seeds, and a band of one standard deviation on either side.
+    """Draw one line per method: the mean over seeds, with a band of one standard deviation to either side.
 
     Args:
-        groups: a method each; one that lacks the metric has no line.
+        groups: one per method; a method without the metric has no line.
         axis: along x.
         y: along y.
         log_y: whether y is logarithmic; values that are not positive are left out.
 
     Returns:
-        The figure; None where no group has such a line.
+        The figure; None if no group has such a line.
     """
     curves = {i: curve(group.runs, axis.read, y.key, y.scale) for i, group in enumerate(groups)}
     drawn = {i: found for i, found in curves.items() if found is not None and np.isfinite(found.y).any()}
@@ -88,7 +88,9 @@ def _draw(axes: Axes, found: Curve, label: str, style: dict[str, Any], log_y: bo
     axes.plot(*_last(found), "o", color=style["color"], markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
     if found.std.any():
         lower = found.y - found.std
-        lower = np.maximum(lower, found.y / 100) if log_y else lower  # zero and less is infinitely far below
+        lower = (
+            np.maximum(lower, found.y / 100) if log_y else lower
+        )  # zero and less have no place on a logarithmic axis
         axes.fill_between(found.x, lower, found.y + found.std, color=style["color"], alpha=0.18, linewidth=0)
 
 
@@ -112,7 +114,7 @@ def _finish(axes: Axes, axis: Axis, y: Metric, curves: Sequence[Curve], log_y: b
 
 
 def _look_at_the_end(axes: Axes, y: Metric, curves: Sequence[Curve]) -> None:
-    """Leave the first steps out of view, where they would press all that matters into a corner."""
+    """Cut off the first steps if they would leave little space for the rest."""
     if y.higher_is_better is None:
         return
     finite = [found.y[np.isfinite(found.y)] for found in curves]
@@ -125,9 +127,9 @@ def _look_at_the_end(axes: Axes, y: Metric, curves: Sequence[Curve]) -> None:
 
 
 def levels(groups: Sequence[Group]) -> Figure | None:
-    """Adaptive levels over the steps, a panel a method; a line a level and seed.
+    """Draw adaptive levels against steps: one panel per method, and one line per level and seed.
 
-    They gather around zero, so that the axis is logarithmic on either side of the smallest level that is not zero.
+    Most levels are close to zero, so the axis is logarithmic on both sides, beyond the smallest level that is not zero.
     """
     found = [(i, group.label, list(filter(None, map(_levels_of, group.runs)))) for i, group in enumerate(groups)]
     known = [(i, label, runs) for i, label, runs in found if runs]

@@ -22,12 +22,12 @@ class Curve(NamedTuple):
 
 
 def curve(runs: Sequence[Run], x: Callable[[Row], float | None], y_key: str, scale: float = 1.0) -> Curve | None:
-    """Mean of x and of `scale` times y, step by step; None where runs share no step with both.
+    """Mean of x and of `scale` times y at each step; None if runs share no step that has both.
 
     Args:
         runs: one for each seed.
-        x: where a row stands on the x axis; None where it has no place there.
-        y_key: key of the row; null in a row, where the run diverged, leaves a gap.
+        x: reads x from a row; None if the row has no x.
+        y_key: key of y in the row; null, where a run diverged, leaves a gap.
         scale: factor of y.
     """
     by_step = [{row["step"]: (x(row), number(row, y_key)) for row in run.rows if y_key in row} for run in runs]
@@ -41,7 +41,7 @@ def curve(runs: Sequence[Run], x: Callable[[Row], float | None], y_key: str, sca
 
 
 def reading(key: str, scale: float = 1.0) -> Callable[[Row], float | None]:
-    """Reads a key of a row, as an x axis."""
+    """A function that reads this key of a row as x."""
 
     def read(row: Row) -> float | None:
         value = row.get(key)

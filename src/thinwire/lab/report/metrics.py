@@ -1,4 +1,4 @@
-"""What a metric is called, in which unit it is shown, and whether more of it is better."""
+"""The metrics: their names and units, and whether higher is better."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Metric(NamedTuple):
     Args:
         key: its name in a row of metrics.
         words: its name in a sentence.
-        unit: such as "%"; empty where it has none.
+        unit: such as "%"; empty without a unit.
         scale: factor from the row to the unit.
-        higher_is_better: None where nobody can say.
+        higher_is_better: None if neither direction is better.
     """
 
     key: str
@@ -33,16 +33,16 @@ class Metric(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For an axis or the head of a column."""
+        """The label of an axis or a column."""
         return f"{self.words} ({self.unit})" if self.unit else self.words
 
     @property
     def arrow(self) -> str:
-        """Which way is better."""
+        """An arrow in the better direction."""
         return {True: " ↑", False: " ↓", None: ""}[self.higher_is_better]
 
     def best(self, values: Sequence[float]) -> float | None:
-        """The best of these numbers, if there is such a thing."""
+        """The best of these numbers; None if neither direction is better."""
         if self.higher_is_better is None or not values:
             return None
         return max(values) if self.higher_is_better else min(values)
@@ -78,10 +78,10 @@ def on_test_sets(runs: Sequence[Run]) -> list[Metric]:
 
 
 def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
-    """What runs are compared by: as asked, or else what their summaries name, or the first test metric that there is.
+    """The metric for comparing runs: the requested one, or that of their summaries, or the first test metric.
 
     Raises:
-        ValueError: no run has what was asked for.
+        ValueError: no run has the requested metric.
     """
     known = on_test_sets(runs)
     if asked is None:
@@ -94,6 +94,6 @@ def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
 
 
 def number(row: dict, key: str) -> float:
-    """A row's number; NaN where a run that diverged wrote null."""
+    """A number of a row; NaN if a diverged run wrote null."""
     value = row[key]
     return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,6 +1,6 @@
-"""A report as one HTML page that needs nothing else: figures are inline SVG, and there are no scripts.
+"""A report as one self-contained HTML page: figures are inline SVG, and there are no scripts.
 
-It fits a telephone (tables scroll sideways, figures shrink), a printer, and a dark screen.
+It suits small screens (tables scroll sideways, figures shrink), print, and dark mode.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class Page(NamedTuple):
-    """What a page says.
+    """The content of a page.
 
     Args:
         title: its heading.
         made_by: name and version of the program.
-        table: of methods; None where there are no runs.
-        figures: all figures, those that could not be drawn too.
+        table: the table of methods; None without runs.
+        figures: all figures, including those without data.
         runs: all runs that could be read.
-        problems: what is wrong with runs.
+        problems: the problems of runs.
     """
 
     title: str
@@ -90,13 +90,14 @@ def _table(table: Comparison) -> str:
 
 
 def _figure(figure: CaptionedFigure) -> str:
+    assert figure.figure is not None, "`_left_out` lists the figures without data"
     svg = inline_svg(figure.figure, figure.name, figure.title)
     caption = f"<b>{_text(figure.title)}.</b> {_text(figure.caption)}"
     return f'<figure id="{figure.name}"><div class="paper">{svg}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an element of a page: it takes the width that it is given, and its ids are its own."""
+    """The figure as an SVG element with the width of its container; `name` makes its ids unique on the page."""
     file = io.StringIO()
     save_svg(figure, file, name)
     svg = file.getvalue()
@@ -106,6 +107,7 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None, "Matplotlib writes a viewBox"
     opening = f'<svg {box.group()} role="img" aria-label="{_text(title)}" xmlns:xlink="http://www.w3.org/1999/xlink">'
     return opening + svg[svg.index(">") + 1 :]
 
@@ -118,7 +120,7 @@ def _left_out(figures: Sequence[CaptionedFigure]) -> Iterable[str]:
 
 
 def _configurations(runs: Sequence[Run]) -> Iterable[str]:
-    """What all runs share, and what sets each apart."""
+    """The fields that all runs share, and the fields of each run that differ."""
     if not runs:
         return
     configs = [dict(flat(run.config)) for run in runs]

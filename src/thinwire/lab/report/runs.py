@@ -1,7 +1,7 @@
-"""Runs as read back from their folders: finished runs, unfinished runs, and what is wrong with the others.
+"""Reads runs from their folders: finished runs, unfinished runs, and the problems of all others.
 
 A run's folder holds `config.json` (the configuration), `metrics.jsonl` (a row per log step) and, once it is finished,
-`summary.json`. Nothing is expected of a row but its `step`: what a run did not measure is not there.
+`summary.json`. A row always has `step`; every other column may be missing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "sec
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """The files of a run.
 
     Args:
-        label: what to call it in tables and figures.
-        summary: `summary.json`; empty where the run was not finished.
+        label: its name in tables and figures.
+        summary: `summary.json`; empty if the run is not finished.
         rows: `metrics.jsonl`, a dictionary per log step.
         config: `config.json`.
-        folder: where it lies.
+        folder: the folder of the run.
     """
 
     label: str
@@ -40,12 +40,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it left its result."""
+        """Whether the run has a summary."""
         return bool(self.summary)
 
 
 class Problem(NamedTuple):
-    """What is wrong with a folder or a file, in words."""
+    """A problem of a folder or a file, as text."""
 
     path: Path
     text: str
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in some folders: runs, rows of consensus experiments by file, and problems."""
+    """The runs in some folders, the rows of consensus experiments by file, and the problems."""
 
     runs: list[Run] = field(default_factory=list)
     consensus: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     """Read a finished run; its averager is its label, unless another is given.
 
     Raises:
-        ValueError: the folder holds no finished run, or a file in it is damaged; the message names the file.
+        ValueError: the folder has no finished run, or a damaged file; the message names the file.
     """
     for name in ("summary.json", "metrics.jsonl"):
         require((folder / name).exists(), f"{folder} holds no finished run: {name} is missing")
@@ -79,7 +79,7 @@ def read_run(folder: Path, label: str | None = None) -> Run:
 
 
 def _is_summary(value: dict[str, Any]) -> bool:
-    """Whether all numbers of a summary are numbers; null where a run diverged."""
+    """Whether the values of a summary are numbers, or null for a run that diverged."""
     final = value.get("final", {})
     numbers = [value.get(key) for key in NUMBERS]
     return isinstance(final, dict) and all(map(_is_number, [*numbers, *final.values()]))
@@ -93,7 +93,7 @@ def find(paths: Sequence[Path]) -> Found:
     """All runs in these folders and below them, in the order of their paths; .json files are consensus experiments.
 
     Raises:
-        ValueError: there is not one run and no experiment.
+        ValueError: there is no run and no experiment.
     """
     found = Found()
     for path in paths:
@@ -114,18 +114,18 @@ def find(paths: Sequence[Path]) -> Found:
 def _run_folders(path: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(path, followlinks=True):
         if set(FILES) & set(files):
-            below.clear()  # checkpoints and events: no runs in there
+            below.clear()  # checkpoints and events contain no runs
             yield Path(folder)
 
 
 def _add_run(folder: Path, found: Found) -> None:
-    """Read what can be read, and say what cannot."""
+    """Read a run's files, and note each problem."""
     if any(run.folder.resolve() == folder.resolve() for run in found.runs):
         return
     complaints: list[str] = []
     config = _read_object(folder / "config.json", complaints)
     rows = _read_rows(folder / "metrics.jsonl", complaints)
-    path = folder / "summary.json"  # what only finished runs have
+    path = folder / "summary.json"  # only finished runs have it
     summary = (_read_object(path, complaints) if path.exists() else None) or {}
     if not _is_summary(summary):
         complaints.append(f"{path.name} does not hold what a run writes")
@@ -135,7 +135,7 @@ def _add_run(folder: Path, found: Found) -> None:
     usable = bool(config) and bool(rows)
     if complaints:
         found.problems.append(Problem(folder, "; ".join(complaints) + ("" if usable else "; left out")))
-    if usable:
+    if config and rows:
         found.runs.append(Run(str(config.get("averager", folder.name)), summary, rows, config, folder))
 
 
@@ -154,7 +154,7 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
 
 
 def _read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
-    """All rows that can be read: a run that was killed may have left half a line."""
+    """All rows that can be read; a killed run may end with half a line."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -162,11 +162,14 @@ def _read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
         return []
     if not lines:
         complaints.append(f"{path.name} is empty")
-    rows, broken = [], []
+    rows: list[dict[str, Any]] = []
+    broken: list[str] = []
     for number, line in enumerate(lines, 1):
         row = _row(line)
-        broken += [str(number)] * (row is None)
-        rows += [row] * (row is not None)
+        if row is None:
+            broken.append(str(number))
+        else:
+            rows.append(row)
     if broken:
         complaints.append(f"line{'s' * (len(broken) > 1)} {_some(broken)} of {path.name} cannot be read")
     return rows
@@ -189,7 +192,7 @@ def _some(words: Iterable[str]) -> str:
 
 
 def _add_consensus(path: Path, found: Found) -> None:
-    """The rows that `thinwire consensus --json` writes."""
+    """Read the rows of a file of `thinwire consensus --json`."""
     needed = {"averager", "round", "bits_sent", "squared_error"}
     try:
         rows = json.loads(path.read_text())

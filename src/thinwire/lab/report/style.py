@@ -1,7 +1,7 @@
-"""How every figure looks: sizes, colours, fonts, axes, and the files that it is written to.
+"""The style of all figures: sizes, colours, fonts, axes, and file formats.
 
-Figures are 4.8 inches wide: they fit a page's text as they are, and their letters can still be read where a telephone makes
-them smaller. Text stays text in PDF and SVG.
+Figures are 4.8 inches wide. This is the width of a page's text, and letters stay readable on a small screen. Text stays text
+in PDF and SVG.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which stay apart under all common kinds of colour blindness; the darker ones first.
+# The colours of Okabe and Ito, which differ under all common kinds of colour blindness; the darker ones first.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))  # when the colours are used up
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))  # after all colours are used
 GREY, INK, GRID, AXIS = "#666666", "#222222", "#e6e6e6", "#bbbbbb"
 FORMATS = (".pdf", ".png", ".svg")
 WIDTH = 4.8  # inches
 SMALL, NORMAL = 8.0, 9.0  # font sizes in points
 
-_RC = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so that figures are the same everywhere
+_RC: dict[Any, Any] = {  # Matplotlib's own type of this lists the name of every setting
+    "font.family": "DejaVu Sans",  # comes with Matplotlib, so figures are the same on all machines
     "font.size": NORMAL,
     "axes.labelsize": NORMAL,
     "axes.labelcolor": INK,
@@ -33,7 +33,7 @@ _RC = {
     "ytick.labelsize": SMALL,
     "svg.fonttype": "none",
     "pdf.fonttype": 42,  # TrueType: letters that can be searched and edited
-    "text.parse_math": False,  # labels are values of a configuration, in which a dollar is a dollar
+    "text.parse_math": False,  # labels are values of a configuration, where a dollar sign is literal
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
 }
@@ -41,7 +41,7 @@ _RC = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Context in which figures are made and drawn."""
+    """Context with the style; make and save figures in it."""
     import matplotlib
 
     with matplotlib.rc_context(_RC):
@@ -49,7 +49,7 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(width: float = WIDTH, height: float = 3.2, **options: Any) -> Figure:
-    """An empty figure that no window and no global state knows."""
+    """An empty figure without a window, and without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,13 +59,13 @@ def new_figure(width: float = WIDTH, height: float = 3.2, **options: Any) -> Fig
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Colour and dashes of the line with this number: no two of 21 are alike."""
+    """Colour and dashes of the line with this number; the first 21 are all different."""
     turn = number // len(COLOURS)
     return {"color": COLOURS[(number + turn) % len(COLOURS)], "linestyle": DASHES[turn % len(DASHES)]}
 
 
-def plain_axes(axes: Axes, grid: str = "y") -> None:
-    """No frame, no ticks: a line below, and a faint grid."""
+def plain_axes(axes: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
+    """Draw only the bottom line and a faint grid: no frame and no ticks."""
     axes.grid(axis=grid, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(colors=GREY, which="both", length=0)
@@ -75,7 +75,7 @@ def plain_axes(axes: Axes, grid: str = "y") -> None:
 
 
 def logarithmic(axes: Axes, which: str) -> None:
-    """A logarithmic axis, "x" or "y", with its ticks at round numbers, a few of them whatever it spans."""
+    """Make the axis "x" or "y" logarithmic, with a few ticks at round numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     getattr(axes, f"set_{which}scale")("log")
@@ -103,10 +103,10 @@ def _short(value: float, _: int) -> str:
 
 
 def check_kind(path: Path) -> None:
-    """Fail before the measurement where no figure can be drawn to `path`.
+    """Check before a measurement that a figure can be saved to `path`.
 
     Raises:
-        ValueError: it ends in something else than a format.
+        ValueError: its suffix is no known format.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw to {path.name!r}: the file must end in {', '.join(FORMATS)}")
@@ -131,7 +131,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def save_svg(figure: Figure, file: TextIO, name: str) -> None:
-    """Write a figure as SVG, with nothing in it that changes from one time to the next."""
+    """Write a figure as SVG; the same figure gives the same file."""
     import matplotlib
 
     with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):

@@ -1,4 +1,4 @@
-"""Runs side by side: in the terminal, in Markdown, as CSV."""
+"""Tables of runs: for the terminal, in Markdown, and as CSV."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BYTES = ("bytes_sent_per_worker", "compression_vs_fp32", "compression_vs_bf16")
 
 
 class Column(NamedTuple):
-    """What is compared, and how a run's number is read; None where it has none, NaN where it diverged."""
+    """A metric, and the function that reads it from a run: None if it is missing, NaN if the run diverged."""
 
     metric: Metric
     read: Callable[[Run], float | None]
 
 
 class Cell(NamedTuple):
-    """Mean and standard deviation over seeds, in the column's unit, and how they are written."""
+    """Mean and standard deviation over seeds, in the column's unit, and their text."""
 
     mean: float | None
     std: float | None
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A method's line: its label, the seeds that it stands for, a cell for each column."""
+    """The line of a method: its label, its number of seeds, and a cell for each column."""
 
     label: str
     num_runs: int
@@ -56,16 +56,17 @@ def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
 
     Args:
         groups: those without a finished run get empty cells.
-        main: by which lines are sorted.
+        main: the metric by which lines are sorted.
     """
     runs = [run for group in groups for run in group.runs if run.finished]
     columns = [column for column in _columns(runs, main) if any(column.read(run) is not None for run in runs)]
     lines = [_line(group, columns) for group in groups]
     for place, column in enumerate(columns):
         _mark_best(lines, place, column.metric)
-    order = next((place for place, column in enumerate(columns) if main and column.metric.key == main.key), None)
-    if order is not None and main.higher_is_better is not None:
-        lines.sort(key=lambda line: _rank(line.cells[order].mean, main.higher_is_better))
+    if main is not None and main.higher_is_better is not None:
+        order = next((place for place, column in enumerate(columns) if column.metric.key == main.key), None)
+        if order is not None:
+            _sort(lines, order, main.higher_is_better)
     return Comparison([column.metric for column in columns], lines)
 
 
@@ -87,7 +88,7 @@ def _of_metric(shown: Metric) -> Column:
 
 
 def _final(run: Run, key: str) -> float | None:
-    """From the summary, or else the last row that has it."""
+    """The number in the summary, or else in the last row that has it."""
     rows = [run.summary.get("final") or {}, *reversed(run.rows)]
     return next((_number(row, key) for row in rows if key in row), None)
 
@@ -114,7 +115,7 @@ def _line(group: Group, columns: Sequence[Column]) -> Line:
 
 
 def _cell(values: Sequence[float | None], shown: Metric) -> Cell:
-    """Mean and sample standard deviation of those that there are; a run that diverged leaves no mean."""
+    """Mean and sample standard deviation of the existing numbers; no mean if a run diverged."""
     known = [shown.scale * value for value in values if value is not None]
     diverged = sum(not math.isfinite(value) for value in known)
     if diverged or not known:
@@ -127,7 +128,7 @@ def _cell(values: Sequence[float | None], shown: Metric) -> Cell:
 
 
 def _text(value: float, unit: str, like: float | None = None) -> str:
-    """Two decimals of a per cent, else three significant digits; a deviation has as many decimals as its mean."""
+    """Format a number: two decimals for per cent, else three significant digits; `like` sets the decimals of a deviation."""
     if unit == "%":
         return f"{value:.2f}"
     size = abs(value if like is None else like)
@@ -136,8 +137,12 @@ def _text(value: float, unit: str, like: float | None = None) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(size))) if size else 0}f}"
 
 
+def _sort(lines: list[Line], place: int, higher_is_better: bool) -> None:
+    lines.sort(key=lambda line: _rank(line.cells[place].mean, higher_is_better))
+
+
 def _mark_best(lines: list[Line], place: int, shown: Metric) -> None:
-    best = shown.best([line.cells[place].mean for line in lines if line.cells[place].mean is not None])
+    best = shown.best([mean for line in lines if (mean := line.cells[place].mean) is not None])
     for line in lines:
         cell = line.cells[place]
         line.cells[place] = cell._replace(is_best=len(lines) > 1 and best is not None and cell.mean == best)
@@ -148,12 +153,12 @@ def _rank(value: float | None, higher_is_better: bool) -> tuple[bool, float]:
 
 
 def heads(table: Comparison) -> list[str]:
-    """The heads of all columns; arrows say which way is better."""
+    """The headings of all columns; arrows show the better direction."""
     return ["method", "runs", *(m.label + m.arrow for m in table.columns)]
 
 
 def as_rich(table: Comparison, title: str) -> Table:
-    """For the terminal, as wide as it is: the first metric, bytes and seconds; the files have all columns."""
+    """A table for the terminal: the first metric, bytes and seconds; the files have all columns."""
     shown = _new_table(title)
     places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES[:2], "seconds")]
     shown.add_column("method", overflow="fold")
@@ -168,7 +173,7 @@ def as_rich(table: Comparison, title: str) -> Table:
 
 
 def as_markdown(table: Comparison) -> str:
-    """A table of GitHub's Markdown; the best of a column is bold."""
+    """A table in GitHub's Markdown; the best value of a column is bold."""
     lines = ["| " + " | ".join(heads(table)) + " |", "|---|" + "--:|" * (1 + len(table.columns))]
     for line in table.lines:
         cells = [f"**{cell.text}**" if cell.is_best else cell.text for cell in line.cells]
@@ -178,7 +183,7 @@ def as_markdown(table: Comparison) -> str:
 
 
 def as_csv(table: Comparison) -> str:
-    """Full precision: a column with the mean and one with the standard deviation for each metric, in the table's units."""
+    """CSV in full precision, in the units of the table: for each metric a column of means and one of deviations."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"{m.key}_percent" if m.unit == "%" else _MEGABYTES.get(m.key, m.key) for m in table.columns]

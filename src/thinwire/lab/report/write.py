@@ -1,7 +1,7 @@
-"""A report, whole: from folders of runs to the files of its own folder.
+"""Writes a complete report: reads folders of runs, and writes the files of the report's folder.
 
 report.html      one page with everything
-table.md         the table of methods, for a text
+table.md         the table of methods, for documents
 table.csv        the same with full precision, for other programs
 figures/         each figure as .pdf and .svg, for print, and .png
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """What was reported on, and what was written.
+    """The content of a report, and its page.
 
     Args:
-        table: of methods; None where there are experiments of consensus alone.
-        problems: what is wrong with runs.
+        table: the table of methods; None if there are only consensus experiments.
+        problems: the problems of runs.
         left_out: a line for each figure that could not be drawn, with the reason.
         page: the HTML page.
     """
@@ -53,13 +53,13 @@ def write_report(
     """Write tables, figures and the page.
 
     Args:
-        paths: folders of runs, folders with such folders somewhere below, and .json files of `thinwire consensus`.
+        paths: folders of runs, folders above them, and .json files of `thinwire consensus`.
         out: the report's folder; files of an earlier report are replaced.
         title: the page's heading.
-        made_by: what the page says that made it.
-        metric: what methods are compared by, as a row of metrics calls it; the first test metric, unless given.
-        group: fields of the configuration that make a method; all in which runs differ but the seed, unless given.
-        names: what a label says of a field, such as an averager -> what to say instead.
+        made_by: name and version of the program, for the page.
+        metric: key of the metric for comparing methods; by default the first test metric.
+        group: fields of the configuration that make a method; by default all that differ, except the seed.
+        names: the text of a value in labels -> the text to show instead.
 
     Raises:
         ValueError: no run, no such metric, field or name, or a folder that cannot be written.
@@ -86,7 +86,7 @@ def write_report(
 
 
 def _replace(path: Path, figure: Figure | None) -> None:
-    """Write a figure, or remove that of an earlier report."""
+    """Write a figure, or remove the file of an earlier report."""
     if figure is None:
         path.unlink(missing_ok=True)
     else:

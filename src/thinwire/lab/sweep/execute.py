@@ -79,7 +79,7 @@ def execute(path: Path) -> int:
     try:
         code = _code_of(run)
     except SystemExit as exit:  # a signal
-        code = exit.code
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     write_json(ended, {"code": code})
     return code
 

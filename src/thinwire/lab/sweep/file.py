@@ -40,7 +40,7 @@ else:
     import tomli as tomllib
 
 TOP = ("recipe", "command", "output", "fixed", "grid", "list")
-SHAPES = {
+SHAPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "fixed": (dict, "a table, [fixed]"),
     "grid": ((dict, list), "a table, [grid], or several, [[grid]]"),
     "list": (list, "a list of tables, [[list]]"),

@@ -73,7 +73,8 @@ def _replaced(node: Any, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
     """The current dataclass if it is of this kind, else a new one with its defaults."""
-    kinds = {kind.__name__: kind for kind in (*_members(hint), type(current)) if is_dataclass(kind)}
+    members = (*_members(hint), type(current))
+    kinds = {kind.__name__: kind for kind in members if isinstance(kind, type) and is_dataclass(kind)}
     require(name in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
     return current if type(current) is kinds[name] else kinds[name]()
 

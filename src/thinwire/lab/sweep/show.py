@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleDimensions
@@ -41,7 +42,7 @@ def counted(statuses: Statuses) -> str:
         >>> counted({"a": Status("finished"), "b": Status("waiting"), "c": Status("waiting")})
         '3 runs: 1 finished, 2 waiting'
     """
-    numbers = Counter(status.state for status in statuses.values())
+    numbers = Counter[str](status.state for status in statuses.values())
     return f"{len(statuses)} runs: " + ", ".join(f"{numbers[state]} {state}" for state in STYLES if numbers[state])
 
 
@@ -121,9 +122,11 @@ class LiveTable:
         self.tick()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.update(status_table(self._sweep, statuses_of(self._sweep.runs)))  # all of it stays on the terminal
-        self._live.__exit__(*error)
+        self._live.__exit__(kind, error, trace)
 
     def tick(self) -> None:
         """Read the states anew, where the last time is long enough ago."""

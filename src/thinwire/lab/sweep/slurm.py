@@ -119,7 +119,8 @@ def minutes(time: str) -> int:
         [90, 90, 90, 2880, 2190]
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    require(match is not None, f"time must be minutes, hours:minutes:seconds or days-hours:minutes, got {time!r}")
+    if match is None:
+        raise ValueError(f"time must be minutes, hours:minutes:seconds or days-hours:minutes, got {time!r}")
     days, *parts = (int(part or 0) for part in match.groups())
     if match[1] is not None or match[4] is not None:
         hours, mins, seconds = parts

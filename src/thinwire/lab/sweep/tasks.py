@@ -75,7 +75,8 @@ class Train(Task):
         from ..recipes import recipes
 
         known = recipes()
-        require(recipe is not None, 'which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
+        if recipe is None:
+            raise ValueError('which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
         require(recipe in known, f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}")
         return known[recipe].config
 

@@ -127,9 +127,9 @@ def _finished(folder: Path) -> list[Path]:
 
 def _best(found: list[Path], metric: str) -> Path | None:
     """The checkpoint with the best test result; ties go to the first."""
-    tested = {path: _tested(describe(path), metric) for path in found}
+    tested = {path: result for path in found if (result := _tested(describe(path), metric)) is not None}
     sign = -1 if metric in LOWER_IS_BETTER else 1
-    return max((path for path in found if tested[path] is not None), key=lambda path: sign * tested[path], default=None)
+    return max(tested, key=lambda path: sign * tested[path], default=None)
 
 
 def _tested(facts: dict[str, Any], metric: str) -> float | None:

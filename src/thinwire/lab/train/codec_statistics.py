@@ -6,14 +6,13 @@ The measurement sends nothing and uses no random state, so it does not change th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...average import Mean
 from ...codec import Codec, Key
 from ...strategy import GradientCompression
 from .strategy import Strategy
@@ -48,15 +47,18 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
         >>> tw.LocalWorld(1).run(worker)
         [{'variance': 0.1}]
     """
-    handle = strategy.handle
-    if not isinstance(handle, GradientCompression) or not isinstance(handle.averager, Mean):
+    if strategy.models_differ:
+        return {}
+    handle = cast(GradientCompression, strategy.handle)  # models are equal only if their gradients are averaged
+    codec = handle.codec
+    if codec is None:
         return {}
     found: dict[str, Any] = {}
-    variance = _variance(handle.averager, handle.codec, gradients)
+    variance = _variance(codec, handle.averager.encoded_tensors(list(gradients.items())))
     if variance is not None:
         found["variance"] = variance
-    if handle.averager.codec.adaptive_part is not None:
-        found["levels"] = list(handle.codec.level_values)
+    if handle.averager.is_adaptive and codec.level_values is not None:
+        found["levels"] = list(codec.level_values)
     return found
 
 
@@ -73,7 +75,7 @@ def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """
     gradients: dict[str, Tensor] = {}
 
-    def keeping(name: str):
+    def keeping(name: str) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
             before = gradients.get(name)
             gradients[name] = gradient.detach().clone() if before is None else before + gradient.detach()
@@ -88,14 +90,11 @@ def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def _variance(averager: Mean, codec: Codec, gradients: Mapping[str, Tensor]) -> float | None:
-    encoded = [g for g in gradients.values() if g.ndim >= averager.min_ndim]
+def _variance(codec: Codec, encoded: list[Tensor]) -> float | None:
     if codec.lossless or codec.votes or not encoded:
         return None
     if not all(g.isfinite().all() for g in encoded):
         return math.nan
-    if averager.granularity != "layer":
-        encoded = [torch.cat([g.reshape(-1) for g in encoded])]
     encoded = [g.to(torch.float32) for g in encoded]
     lost = [torch.empty(g.numel(), dtype=torch.float32, device=g.device) for g in encoded]
     codec.encode(encoded, [Key(stream=i) for i in range(len(encoded))], lost)

@@ -206,9 +206,13 @@ def _expanded(counts: str) -> list[int]:
         >>> _expanded("4(x2),1")
         [4, 4, 1]
     """
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
-    require(None not in parts, f"the environment's SLURM_STEP_TASKS_PER_NODE must be such as '4(x2),1', got {counts!r}")
-    return [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
+    numbers: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE in the environment must be like '4(x2),1', got {counts!r}")
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
 
 
 def _ancestor(name: str) -> str:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from warnings import filterwarnings
 
 import torch
+from torch import Tensor
 
 from ...algorithm import require
 from ...allocator import keep_freed_memory
@@ -82,7 +83,10 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
             set_learning_rate(training.optimizer, learning_rate)
             row_is_due = step.number % config.log_every == 0 or step.ends_epoch
             watched = config.variance and row_is_due and comm.rank == 0
-            with meter.clock("step"), own_gradients(training.model) if watched else nullcontext({}) as gradients:
+            collecting: AbstractContextManager[dict[str, Tensor]] = (
+                own_gradients(training.model) if watched else nullcontext({})
+            )
+            with meter.clock("step"), collecting as gradients:
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)

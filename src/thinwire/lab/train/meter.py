@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ...clock import Clock
 from ...comm import Communicator
+from ...strategy import AsynchronousGossip, ParameterGossip
 from .data import Dataset
 from .strategy import Strategy
 
@@ -60,7 +61,9 @@ class Meter:
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
         row |= self._seconds_by_phase()
         if self._strategy.models_differ:
-            row["consensus_distance"] = self._strategy.handle.consensus_distance(self._comm)
+            # Models differ only under gossip.
+            gossip = cast(ParameterGossip | AsynchronousGossip, self._strategy.handle)
+            row["consensus_distance"] = gossip.consensus_distance(self._comm)
         self._start_row()
         return row
 

@@ -139,7 +139,8 @@ class Optimizer(ABC):
             >>> [(len(group["params"]), group["weight_decay"]) for group in SGD().groups(nn.Linear(2, 3))]
             [(1, 0.0005), (1, 0.0)]
         """
-        decayed, spared = [], []
+        decayed: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
         for parameter in model.parameters():
             if parameter.requires_grad:
                 (decayed if self.decay_vectors or parameter.dim() > 1 else spared).append(parameter)
@@ -236,8 +237,7 @@ class DGCSGD(Optimizer):
         require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        options = {"momentum": self.momentum, "nesterov": self.nesterov}
-        return strategy.DGCSGD(self.groups(model), self.learning_rate, **options)
+        return strategy.DGCSGD(self.groups(model), self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -43,13 +43,14 @@ def run_on_all(comm: Communicator, do: Callable[[], Result]) -> Result:
         >>> tw.LocalWorld(2).run(lambda comm: run_on_all(comm, lambda: comm.rank + 1))
         [1, 2]
     """
-    result, mistake = None, None
+    results: list[Result] = []
+    mistake = None
     try:
-        result = do()
+        results.append(do())
     except ValueError as error:
         mistake = error
     found = comm.gather_objects(mistake and str(mistake))
     if any(text is not None for text in found):
         rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
         raise SharedError(text if len(set(found)) == 1 else f"worker {rank}: {text}") from mistake
-    return result
+    return results[0]

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -92,8 +92,14 @@ def loopback_store(port: int) -> dist.TCPStore:
             reason = f"port {port} cannot be used: {error.strerror}"
             raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
         port = listener.getsockname()[1]
-        options = {"is_master": True, "wait_for_workers": False, "timeout": RENDEZVOUS}
-        return dist.TCPStore(LOOPBACK, port, master_listen_fd=listener.detach(), **options)
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=RENDEZVOUS,
+            master_listen_fd=listener.detach(),
+        )
 
 
 @contextmanager
@@ -120,7 +126,7 @@ def _for_children(config: RunConfig) -> Iterator[None]:
 class _Requests:
     """Signals to this process, which are passed on to the workers."""
 
-    def __init__(self, workers: list[BaseProcess]):
+    def __init__(self, workers: Sequence[BaseProcess]):
         self._workers = workers
         self.signal = 0
         self.deadline = float("inf")
@@ -142,7 +148,7 @@ class _Requests:
 
 
 @contextmanager
-def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
+def _requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[_Requests]:
     """Context that passes signals on to the workers, and kills all that are left at its end."""
     requests = _Requests(workers)
     handlers = {number: signal.signal(number, requests.receive) for number in SIGNALS}
@@ -158,7 +164,7 @@ def _requests_passed_on(workers: list[BaseProcess]) -> Iterator[_Requests]:
 
 
 def _watch(
-    workers: list[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float
+    workers: Sequence[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float
 ) -> None:
     """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit."""
     signalled = [128 + number for number in SIGNALS]
@@ -183,10 +189,12 @@ def _watch(
         if running and now > requests.deadline:
             raise WorkerError(_too_slow(workers, requests.signal, folder))
     if workers[0].exitcode:
-        raise Interrupted(workers[0].exitcode - 128, latest(folder / "checkpoints"))
+        saved = latest(folder / "checkpoints")
+        assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
+        raise Interrupted(workers[0].exitcode - 128, saved)
 
 
-def _stopped(workers: list[BaseProcess]) -> list[int]:
+def _stopped(workers: Sequence[BaseProcess]) -> list[int]:
     """Ranks of the workers that are stopped, as after SIGSTOP."""
     return [rank for rank, worker in enumerate(workers) if worker.exitcode is None and _state(worker.pid) == "T"]
 
@@ -199,7 +207,7 @@ def _state(pid: int | None) -> str:
         return ""
 
 
-def _too_slow(workers: list[BaseProcess], number: int, folder: Path) -> str:
+def _too_slow(workers: Sequence[BaseProcess], number: int, folder: Path) -> str:
     """The message for workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
     late = _stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
     name = signal.Signals(number).name
@@ -209,11 +217,12 @@ def _too_slow(workers: list[BaseProcess], number: int, folder: Path) -> str:
     )
 
 
-def _diagnosis(workers: list[BaseProcess], folder: Path, store: dist.Store) -> str:
+def _diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) -> str:
     """The worker that failed first, and why. The others fail after it, because they lose their connection."""
     for rank, worker in enumerate(workers):
-        if (worker.exitcode or 0) < 0:
-            return f"worker {rank} was ended by {signal.Signals(-worker.exitcode).name}"
+        exitcode = worker.exitcode or 0
+        if exitcode < 0:
+            return f"worker {rank} was ended by {signal.Signals(-exitcode).name}"
     for rank in _stopped(workers):
         pid = workers[rank].pid
         return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
@@ -254,6 +263,7 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
     except Interrupted as stop:
         os._exit(128 + stop.signal)
     except SharedError as mistake:
+        assert store is not None, "workers share an error only once they are connected"
         store.set("mistake", str(mistake))
         os._exit(MISTAKEN)
     except BaseException as error:
@@ -263,7 +273,9 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
 
 
 def _end_with_launcher() -> None:
-    multiprocessing.parent_process().join()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "a worker is a child process"
+    launcher.join()
     os._exit(1)
 
 
@@ -286,6 +298,8 @@ def in_one_line(error: Exception) -> str:
         "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'"
     """
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in errno.errorcode and error.filename is not None:
-        return f"{errno.errorcode[error.errno]}: {error.strerror}: {str(error.filename)!r}"
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        name = errno.errorcode.get(error.errno)
+        if name is not None:
+            return f"{name}: {error.strerror}: {str(error.filename)!r}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -67,7 +67,8 @@ def steps(
         clock: times the loading of batches as phase "data".
     """
     per_epoch, num_steps = count_steps(config, data, comm.size)
-    clock, batches = clock or Clock(), iter(())
+    clock = clock or Clock()
+    batches: Iterator[Batch] = iter(())
     for i in range(done, num_steps):
         epoch, position = divmod(i, per_epoch)
         with clock("data"):
@@ -102,4 +103,5 @@ def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int) -
     if config.split == "even":
         return shard(data.num_examples, comm.rank, comm.size, config.seed, epoch)
     keys = data.labels if config.split == "by-class" else torch.arange(data.num_examples)
+    assert keys is not None, "`check_split` demands labels"
     return uneven_shard(keys, comm.rank, comm.size, config.seed, epoch, config.shuffled)

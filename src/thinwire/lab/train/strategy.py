@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from ...average import Averager, Pairwise
 from ...comm import Communicator, ProcessGroupCommunicator
 from ...strategy import (
     AsynchronousGossip,
@@ -74,12 +75,13 @@ def attach(
     Raises:
         ValueError: averager, optimizer and options do not go together.
     """
-    own_comm = ProcessGroupCommunicator(timeout_seconds=config.timeout) if comm is None else None
+    if comm is not None:
+        return _attached(config, model, optimizer, scaler, comm)
+    own_comm = ProcessGroupCommunicator(timeout_seconds=config.timeout)
     try:
-        return replace(_attached(config, model, optimizer, scaler, comm or own_comm), own_comm=own_comm)
+        return replace(_attached(config, model, optimizer, scaler, own_comm), own_comm=own_comm)
     except BaseException:
-        if own_comm is not None:
-            own_comm.close()
+        own_comm.close()
         raise
 
 
@@ -90,18 +92,27 @@ def _attached(
     scaler: torch.amp.GradScaler | None,
     comm: Communicator,
 ) -> Strategy:
-    averager = config.parsed_averager()
-    always = {"comm": comm, "on_nonfinite": config.on_nonfinite, "max_nonfinite": config.max_nonfinite}
+    chosen = config.parsed_averager()
+    always: dict[str, Any] = {"comm": comm, "on_nonfinite": config.on_nonfinite, "max_nonfinite": config.max_nonfinite}
     shared = always | {"seed": config.seed, "scaler": scaler}
-    if not averager.has_rounds:
-        asynchronous = gossip_asynchronously(model, optimizer, averager, **always)
+    if not chosen.has_rounds:
+        pairwise = cast(Pairwise, chosen)  # all averagers have rounds
+        asynchronous = gossip_asynchronously(model, optimizer, pairwise, **always)
         return Strategy(asynchronous, True, ("publish",), in_rounds=False)
+    averager = cast(Averager, chosen)
     if averager.gives_one_mean:
         gradients = compress_gradients(model, averager, **shared)
         gradients.check_optimizer(optimizer)
         phases = ("compensate", "encode", "exchange", "blocked")
         return Strategy(gradients, False, phases, accumulating=gradients.no_sync)
-    options = {"overlap": config.overlap, "staleness": config.staleness, "order": config.order}
-    gossip = gossip_parameters(model, optimizer, averager, **options, **shared)
-    phases = ("encode",) if config.overlap else ("encode", "wait", "decode")
-    return Strategy(gossip, True, phases, absorb=gossip.synchronize)
+    gossip = gossip_parameters(
+        model,
+        optimizer,
+        averager,
+        overlap=config.overlap,
+        staleness=config.staleness,
+        order=config.order,
+        **shared,
+    )
+    inside = ("encode",) if config.overlap else ("encode", "wait", "decode")
+    return Strategy(gossip, True, inside, absorb=gossip.synchronize)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...algorithm import require
-from ...average import Averager
 from .config import RunConfig
 from .data import Batch, Dataset
 from .models import apply
@@ -169,7 +168,9 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None)
-    return Training(config, model, torch.compile(model) if config.compile else model, optimizer, scaler, strategy)
+    # A compiled module is a module, although `torch.compile` promises only a callable.
+    compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
+    return Training(config, model, compiled, optimizer, scaler, strategy)
 
 
 def check_clipping(config: RunConfig) -> None:
@@ -179,9 +180,8 @@ def check_clipping(config: RunConfig) -> None:
         ValueError: the averager accumulates gradients (momentum) before the clipping.
     """
     averager = config.parsed_averager()
-    adds_up = isinstance(averager, Averager) and averager.has_momentum
     require(
-        config.clip_norm is None or not adds_up,
+        config.clip_norm is None or not averager.has_momentum,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "
         "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
     )

@@ -1,4 +1,4 @@
-"""Weights & Biases: the rows of metrics, sent to a project there. Its package is asked for only where the project is."""
+"""Sends the rows of metrics to a Weights & Biases project. Only runs with a project need the package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .config import RunConfig
 
 
 def check_installed(config: RunConfig) -> None:
-    """See that the package is there, if the configuration asks for it.
+    """Check that the package is installed, if the configuration names a project.
 
     Raises:
-        ValueError: it isn't.
+        ValueError: it is not installed.
     """
     if config.wandb is not None:
         _package(config.wandb)
@@ -40,6 +40,7 @@ class WandB:
     def __init__(self, config: RunConfig, folder: Path):
         remembered = folder / "wandb-id.txt"
         before = {"id": remembered.read_text(), "resume": "allow"} if remembered.exists() else {}
+        assert config.wandb is not None, "only a run with a project has one of these"
         self._run = _package(config.wandb).init(
             project=config.wandb, name=folder.name, dir=str(folder), config=config.as_dict(), **before
         )

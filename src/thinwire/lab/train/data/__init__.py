@@ -1,4 +1,4 @@
-"""Data sets: one file each, and how their examples are dealt out to workers."""
+"""Data sets, one file each, and the distribution of their examples over workers."""
 
 from .augment import Augmentation
 from .base import IGNORE, LOWER_IS_BETTER, Batch, Dataset, sums

@@ -1,6 +1,6 @@
-"""Augmentation of small images as tensor work on whole batches, from a generator that the caller seeds.
+"""Augmentation of small images: tensor operations on whole batches, with a generator that the caller seeds.
 
-Crops and flips take images of any dtype; cutting out writes zeros, which after standardising is the mean colour.
+Crops and flips take images of any dtype. A cutout writes zeros, which are the mean colour of standardised images.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ BORDERS = ("zeros", "reflect")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is random about a training image; `Augmentation(0, False)` => nothing.
+    """Random changes of a training image; `Augmentation(0, False)` => none.
 
     Raises:
         ValueError: a negative size, or an unknown border.
     """
 
     padding: int = 4
-    """Pixels added at each edge before an image of the old size is cropped at a random place; 0 => no crop."""
+    """Pixels added at each edge before a random crop to the old size; 0 => no crop."""
     flip: bool = True
-    """Whether half of the images are mirrored, left to right."""
+    """Whether to mirror half of the images, left to right."""
     cutout: int = 0
-    """Side of a square at a random place that is blanked, in pixels; 0 => none."""
+    """Side in pixels of a square that is blanked at a random place; 0 => none."""
     border: str = "zeros"
-    """What the padding shows: "zeros" (black), or "reflect", the image mirrored at its edge."""
+    """Content of the padding: "zeros" (black), or "reflect", the image mirrored at its edge."""
 
     def __post_init__(self):
         for name in ("padding", "cutout"):
@@ -39,18 +39,18 @@ class Augmentation:
         require(self.border in BORDERS, f"augmentation.border must be one of {BORDERS}, got {self.border!r}")
 
     def before(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Crop and flip, of pixels as they were stored."""
+        """Crop and flip the stored pixels."""
         if self.padding:
             images = random_crop(images, self.padding, self.border, generator)
         return random_flip(images, generator) if self.flip else images
 
     def after(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Cut out, of standardised pixels."""
+        """Cut out a square of the standardised pixels."""
         return random_cutout(images, self.cutout, generator) if self.cutout else images
 
 
 def random_crop(images: Tensor, padding: int, border: str, generator: torch.Generator) -> Tensor:
-    """Pad each edge, then crop the old size at a place of its own for each image.
+    """Pad each edge, then crop each image to the old size at its own random place.
 
     Args:
         images: (N, C, H, W).
@@ -73,7 +73,7 @@ def random_crop(images: Tensor, padding: int, border: str, generator: torch.Gene
     else:
         rows, columns = (_mirrored(side, padding, images.device) for side in (height, width))
         padded = images.index_select(2, rows).index_select(3, columns)
-    # A view of all crops of every image, (N, C, 2p+1, 2p+1, H, W), from which one each is copied.
+    # A view of all crops of every image, (N, C, 2p+1, 2p+1, H, W); one crop of each image is copied.
     crops = padded.unfold(2, height, 1).unfold(3, width, 1)
     return crops[torch.arange(len(images), device=images.device), :, top, left]
 

@@ -1,21 +1,21 @@
-"""What the training loop may rely on in every data set.
+"""The contract between data sets and the training loop.
 
-A data set's configuration is a frozen dataclass; its `load()` gives a `Dataset`, the same on all workers. An *example* is
-what a worker's share is made of: an image with its class, a window of text, or a ready-made batch of sentence pairs.
+The configuration of a data set is a frozen dataclass; its `load()` returns a `Dataset`, the same on all workers. The share of
+a worker consists of *examples*: images with their classes, windows of text, or prepared batches of sentence pairs.
 
     plan = data.plan(share, batch_size)                    (num_batches, batch_size) indices of examples
-    for batch in data.batches(plan, seed, rank, epoch):    from `first` on, where an epoch is resumed
+    for batch in data.batches(plan, seed, rank, epoch):    from `first` on, if an epoch is resumed
         scores, state = apply(module, batch.inputs, state)
         row_sums += data.sums(scores, batch.labels)
     data.metrics(comm.all_reduce(row_sums).wait())         {"loss": ..., "accuracy": ..., ...}
     data.metrics(comm.all_reduce(data.evaluate(module, rank, size, batch_size)).wait())
 
-What is random in a batch (crops, flips) is a pure function of seed, rank, epoch and the batch's number, so it doesn't
-depend on what was loaded before, nor on the number of loader processes. `evaluate` covers every test example once over all
-workers; sums of all workers may be added up, and then say what one worker alone would have said.
+Crops, flips and other random choices in a batch are a pure function of seed, rank, epoch and the number of the batch. They do
+not depend on earlier batches or on the number of loader processes. The `evaluate` calls of all workers cover every test
+example once. The sum of their results is the result of a single worker.
 
-Data that is `in_order` is text that a recurrent model reads on from batch to batch: a worker's share must be a contiguous,
-ascending range, and the state passed to the first batch of an epoch is None.
+`in_order` data is text that a recurrent model reads continuously from batch to batch. The share of a worker must be a
+contiguous, ascending range, and the state for the first batch of an epoch is None.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Shape = tuple[int, int, int]
 
 
 class Batch(NamedTuple):
-    """What a model takes in one step.
+    """The inputs and labels of one step.
 
     Args:
-        inputs: the module's arguments.
+        inputs: the arguments of the module.
         labels: (...) int64, the class of each row of scores, or IGNORE.
     """
 
@@ -66,58 +66,58 @@ class Batch(NamedTuple):
 
 
 class Dataset(ABC):
-    """Training and test examples, ready to be dealt out."""
+    """Training and test examples, ready to be distributed."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-    """What `metrics` reports."""
+    """Names of the metrics that `metrics` returns."""
     best_metric: ClassVar[str] = "accuracy"
-    """Which of them says how good a model is."""
+    """The metric that selects the best model."""
     num_loaders: int = 0
-    """Processes that make batches ahead of time; 0 => the training process makes them itself."""
+    """Processes that prepare batches in advance; 0 => the training process makes them."""
     in_order: bool = False
-    """A worker's share must be a contiguous range, for a model carries its state from batch to batch."""
+    """Whether a worker's share must be a contiguous range, because the model keeps its state between batches."""
 
     @property
     @abstractmethod
     def num_classes(self) -> int:
-        """Scores for each label: classes, or entries of the vocabulary."""
+        """The number of scores per label: classes, or entries of the vocabulary."""
 
     @property
     @abstractmethod
     def num_examples(self) -> int:
-        """Training examples, over all workers."""
+        """The number of training examples over all workers."""
 
     @property
     def labels(self) -> Tensor | None:
-        """(num_examples,) int64, the class of each training example; None where examples have none."""
+        """(num_examples,) int64, the class of each training example; None if examples have no class."""
         return None
 
     def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
         """Shapes (C, H, W) of the training images of the first epochs, in their order, and of the test images.
 
-        Both lists are empty where examples are not images.
+        Both lists are empty if examples are not images.
         """
         return [], []
 
     @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
-        """Training examples as a batch; whatever is random in it comes from `generator`."""
+        """Make a batch of training examples; all random choices use `generator`."""
 
     @abstractmethod
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
-        """This worker's part of the test set."""
+        """The batches of this worker's part of the test set."""
 
     def plan(self, share: Tensor, batch_size: int) -> Tensor:
         """Cut a worker's share into full batches, (num_batches, batch_size).
 
-        Data in order is cut into `batch_size` streams, so that row j + 1 of the plan goes on where row j ends.
+        `in_order` data is cut into `batch_size` streams, so that row j + 1 of the plan continues row j.
         """
         num_batches = len(share) // batch_size
         share = share[: num_batches * batch_size]
         return share.view(batch_size, num_batches).T if self.in_order else share.view(num_batches, batch_size)
 
     def batches(self, plan: Tensor, seed: int, rank: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of a plan, from number `first` on; made ahead of time where there are loader processes."""
+        """The batches of a plan, from number `first` on; loader processes make them in advance."""
         ready_made = _Epoch(self, plan, seed, rank, epoch)
         if self.num_loaders == 0:
             return map(ready_made.__getitem__, range(first, len(plan)))
@@ -125,7 +125,7 @@ class Dataset(ABC):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
-        """This worker's sums over the test set, (K,) float64, to be added up over workers and given to `metrics`."""
+        """This worker's sums over the test set, (K,) float64; pass their sum over workers to `metrics`."""
         module.eval()
         device, state = next(module.parameters()).device, None
         total = torch.zeros(4, dtype=torch.float64)
@@ -148,17 +148,17 @@ class Dataset(ABC):
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """The same images (N, C, H, W), but laid out pixel by pixel in memory: convolutions on CPUs are 1.3 times as fast so."""
+    """The same images (N, C, H, W) with channels last in memory, which makes convolutions on CPUs 1.3 times as fast."""
     return images.contiguous(memory_format=torch.channels_last)
 
 
 def sums(scores: Tensor, labels: Tensor, top5: bool = True) -> Tensor:
-    """Loss (nats), answers that are right, right among the first five, and all that count: (4,) float64 on the CPU.
+    """Sums of loss (nats), correct answers, correct among the first five, and counted labels: (4,) float64 on the CPU.
 
     Args:
         scores: (..., num_classes).
-        labels: (...) int64; those that are IGNORE don't count.
-        top5: whether to look for the first five; False => the third sum is 0, in half the time for a large vocabulary.
+        labels: (...) int64; IGNORE is not counted.
+        top5: whether to compute the first five; False => the third sum is 0, and a large vocabulary takes half the time.
 
     Example:
         >>> sums(torch.eye(3) * 100, torch.tensor([0, 2, IGNORE])).tolist()
@@ -185,7 +185,7 @@ def batch_generator(seed: int, rank: int, epoch: int, number: int) -> torch.Gene
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The batches of an epoch by number, as PyTorch's loader processes ask for them."""
+    """The batches of an epoch by number, for PyTorch's loader processes."""
 
     data: Dataset
     plan: Tensor
@@ -205,19 +205,19 @@ def loaded(batches: Any, numbers: range, num_loaders: int) -> Iterator[Batch]:
     """Items of `batches` in the order of `numbers`, made by `num_loaders` processes, each two items ahead.
 
     Raises:
-        ValueError: what a process raised, in its own words.
+        ValueError: a process raised it; the message is the same.
     """
-    loader = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         _Reported(batches),
         batch_size=None,
         sampler=numbers,
         num_workers=num_loaders,
         collate_fn=_as_it_is,
         worker_init_fn=ignore_requests,
-        # Forked, loaders start at once, and PyTorch's watchdog ends them within seconds of their parent, however that ends.
-        # Started by a fork server, as the worker's own start method would have it, they'd outlive it.
+        # Forked loaders start at once. PyTorch's watchdog ends them within seconds after their parent. Loaders of a fork
+        # server, the worker's own start method, would outlive it.
         multiprocessing_context="fork",
-        generator=torch.Generator(),  # the loader draws a seed, and the run's random state is not its to advance
+        generator=torch.Generator(),  # the loader draws a seed, which must not advance the run's random state
     )
     for item in loader:
         if isinstance(item, ValueError):
@@ -226,8 +226,8 @@ def loaded(batches: Any, numbers: range, num_loaders: int) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True)
-class _Reported:
-    """Hands over a user's mistake as a value: raised in a loader process, it would reach the user as a traceback."""
+class _Reported(torch.utils.data.Dataset[Any]):
+    """Returns a user error as a value, because an error raised in a loader process would be shown as a traceback."""
 
     batches: Any
 

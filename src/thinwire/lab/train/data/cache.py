@@ -1,8 +1,8 @@
-"""Files that are made once and read ever after: decoded images, vocabularies, encoded text.
+"""A cache of files that are made once: decoded images, vocabularies, encoded text.
 
-They lie in `$XDG_CACHE_HOME/thinwire` (`~/.cache/thinwire` where that is not set) under a name that changes with what they
-were made from, so that they need no upkeep; the folder may be deleted at any time. A file appears whole or not at all;
-where several workers want the same file, one makes it and the others wait.
+The folder is `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire` if that is not set. The name of a file depends on its sources,
+so it is never out of date, and the folder may be deleted at any time. A file is written completely or not at all. If several
+workers need the same file, one makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 
 def cache_folder() -> Path:
-    """Where cached files lie."""
+    """The folder of cached files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
 
 
 def cached(name: str, made_from: str, make: Callable[[Path], None]) -> Path:
-    """Path of a file that `make(path)` has written, now or earlier.
+    """Return the path of a file that `make(path)` writes, unless it is cached.
 
     Args:
-        name: what it is, with its suffix.
-        made_from: text that differs wherever the file's content would; see `fingerprint`.
-        make: writes the file to the path that it is given.
+        name: name of the file, with its suffix.
+        made_from: text that differs if the content of the file would differ; see `fingerprint`.
+        make: writes the file to a given path.
     """
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     path = cache_folder() / f"{digest}-{name}"
@@ -41,16 +41,16 @@ def cached(name: str, made_from: str, make: Callable[[Path], None]) -> Path:
 
 
 def cached_tensors(name: str, made_from: str, make: Callable[[], Any]) -> Any:
-    """Tensors (in lists, tuples or dictionaries) that `make()` returned, now or earlier.
+    """Return the tensors (in lists, tuples or dictionaries) of `make()`, unless they are cached.
 
-    They are mapped from the file, so that all workers of a machine share the memory.
+    They are mapped from the file, so all workers of a machine share the memory.
     """
     path = cached(name, made_from, lambda path: torch.save(make(), path))
     return torch.load(path, weights_only=True, mmap=True)
 
 
 def fingerprint(paths: list[Path]) -> str:
-    """Text that changes with the files' names, sizes and times of change; the files are not read."""
+    """Text that changes with the names, sizes and modification times of the files; it does not read them."""
     digest = hashlib.sha256()
     for path in paths:
         found = path.stat()
@@ -59,7 +59,7 @@ def fingerprint(paths: list[Path]) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write(temporary)` write a file beside `path`, then give it its name; on an error, nothing is left."""
+    """Let `write(temporary)` write a file beside `path`, then rename it; after an error, no file is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(temporary)
@@ -70,7 +70,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out while `path` is made; the lock ends with the process, however it ends."""
+    """Lock out other processes while `path` is made; the lock ends with the process in any case."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -11,7 +11,7 @@ import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -46,16 +46,16 @@ DAMAGE = (
 class CIFAR10:
     """CIFAR-10 from the official archive, or from a folder of image files.
 
-    Images are decoded once and kept decoded (see `cache`); from then on they come from memory.
+    Images are decoded once and cached (see `cache`); afterwards they are read from memory.
 
     Raises:
-        ValueError: when loading: files are missing and can't be downloaded, or are damaged.
+        ValueError: when loading: files are missing and cannot be downloaded, or are damaged.
     """
 
     folder: Path = Path("data/cifar10")
     """Holds cifar-10-python.tar.gz, or train/<class>/*.jpg and test/<class>/*.jpg; if neither, the archive is fetched."""
     augmentation: Augmentation = Augmentation()
-    """What is random about a training image."""
+    """Random changes of a training image."""
 
     def load(self) -> Images:
         """All images, (N, 3, 32, 32) uint8."""
@@ -104,14 +104,14 @@ def read_archive(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
             for member in archive:
                 name = Path(member.name).name
                 if name.startswith("data_batch_") or name == "test_batch":
-                    require(member.isfile(), f"{member.name} must be a file")
-                    batches[name] = _read_batch(archive.extractfile(member))
+                    file = archive.extractfile(member) if member.isfile() else None
+                    if file is None:
+                        raise ValueError(f"{member.name} must be a file")
+                    batches[name] = _read_batch(file)
             while archive.fileobj.read(1 << 20):  # to the end, where gzip compares its checksum
                 pass
         train = [batches[f"data_batch_{i}"] for i in range(1, 6)]
-        return [
-            tuple(torch.cat(parts) for parts in zip(*part, strict=True)) for part in (train, [batches["test_batch"]])
-        ]
+        return [_joined(train), batches["test_batch"]]
     except DAMAGE as error:
         raise ValueError(
             f"{path} is truncated or damaged: {path.stat().st_size:,} bytes, expected {ARCHIVE_BYTES:,} "
@@ -119,7 +119,11 @@ def read_archive(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
         ) from error
 
 
-def _read_batch(file: BinaryIO) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([pixels for pixels, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def _read_batch(file: IO[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
     batch = _Arrays(file, encoding="bytes").load()
     require(isinstance(batch, dict), f"a batch must be a dictionary, got {type(batch).__name__}")
     pixels = torch.from_numpy(np.array(batch[b"data"], dtype=np.uint8)).view(-1, 3, SIDE, SIDE)
@@ -130,7 +134,7 @@ def _read_batch(file: BinaryIO) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads arrays and plain values alone: a pickle could else run anything."""
+    """Reads only arrays and plain values, because an unrestricted pickle can run any code."""
 
     ALLOWED = {("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 

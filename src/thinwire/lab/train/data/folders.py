@@ -49,7 +49,8 @@ def list_images(folder: Path) -> ImageFiles:
     )
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     require(len(classes) > 0, f"{folder} has no class folders; images belong into {folder}/<class>/")
-    names, labels = [], []
+    names: list[bytes] = []
+    labels: list[int] = []
     for label, name in enumerate(classes):
         found = sorted(entry.name for entry in os.scandir(folder / name) if entry.name.endswith(SUFFIXES))
         require(len(found) > 0, f"{folder / name} has no images ({', '.join(SUFFIXES[:3])}); fill or remove the folder")

@@ -49,14 +49,13 @@ class Images(Dataset):
         return self._train.labels
 
     def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
-        train, test = ([tuple(split.inputs.shape[1:])] for split in (self._train, self._test))
-        return train, test
+        return [_shape(self._train)], [_shape(self._test)]
 
     def to(self, device: torch.device | str) -> Images:
         """The same images on a device, where batches are then made."""
         train, test = (Split(*(part.to(device) for part in split)) for split in (self._train, self._test))
         mean, std = self._mean.flatten().tolist(), self._std.flatten().tolist()
-        return Images(train, test, self._num_classes, mean, std, self._augmentation)
+        return Images(train, test, self._num_classes, tuple(mean), tuple(std), self._augmentation)
 
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         images, labels = (part[indices.to(part.device)] for part in self._train)
@@ -71,3 +70,8 @@ class Images(Dataset):
 
     def _standardised(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
+
+
+def _shape(split: Split) -> Shape:
+    _, channels, height, width = split.inputs.shape
+    return channels, height, width

@@ -1,7 +1,7 @@
 """Sentence pairs for translation: one line of each file is a translation of the same line of the other.
 
-Both languages share one byte-pair vocabulary. Pairs of like length are put together once into batches of up to
-`max_tokens` tokens, padding included, and such a batch is what counts as an example: shares and epochs shuffle batches.
+Both languages share one byte-pair vocabulary. Pairs of similar length are grouped once into batches of up to `max_tokens`
+tokens, padding included. Such a batch is one example: shares and epochs shuffle batches.
 
 Source: Vaswani et al. 2017, arXiv 1706.03762 (batches by tokens); BLEU: Papineni et al. 2002, as computed by sacreBLEU
 (Post 2018, arXiv 1804.08771) on text as it is written, with its default tokens ("13a").
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ from .base import IGNORE, Batch, Dataset
 from .vocabulary import Ragged, encode_lines, load_subwords, read_lines, subwords
 
 
+class Translator(Protocol):
+    """A module that translates tokens (N, S) to tokens (N, T)."""
+
+    def translate(self, source_NS: Tensor) -> Tensor:
+        """Greedy translations, padded at the end."""
+
+
 @dataclass(frozen=True)
 class ParallelText:
     """Files `<folder>/<part>.<language>`, such as Multi30k's or WMT's.
@@ -32,11 +40,11 @@ class ParallelText:
     """
 
     folder: Path = Path("data/multi30k")
-    """Holds the files."""
+    """Folder of the files."""
     train: str = "train"
-    """Part to learn from."""
+    """Part for training."""
     test: str = "test_2016_flickr"
-    """Part to test on."""
+    """Part for testing."""
     source: str = "en"
     """Language to translate from."""
     target: str = "de"
@@ -66,10 +74,10 @@ class ParallelText:
 
 
 class Pairs(Dataset):
-    """What `ParallelText` loads.
+    """The data set that `ParallelText` loads.
 
-    Inputs of a batch are sources (N, S), ending in EOS, and targets (N, T), starting with BOS; labels are the targets from
-    their first word to EOS. All are padded at the end.
+    Inputs of a batch are sources (N, S), which end in EOS, and targets (N, T), which start with BOS. Labels are the targets
+    from their first word to EOS. All are padded at the end.
     """
 
     metric_names = ("loss", "accuracy", "perplexity", "bleu")
@@ -80,7 +88,8 @@ class Pairs(Dataset):
     ):
         self._train, self._test, self._references = train, test, references
         self._tokenizer = load_subwords(vocabulary)
-        self._batches = batches_by_tokens(*(side.lengths for side in train), config.max_tokens, config.max_length)
+        sources, targets = train
+        self._batches = batches_by_tokens(sources.lengths, targets.lengths, config.max_tokens, config.max_length)
         fit = f"no training pair of {config.folder} has {config.max_length} tokens or fewer; raise data.max_length"
         require(len(self._batches) > 0, fit)
 
@@ -99,7 +108,7 @@ class Pairs(Dataset):
         return (_batch(self._test, part) for part in self._test_parts(rank, size, batch_size))
 
     def evaluate(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
-        """As everywhere, and after these four sums the ten that make BLEU: (14,) float64.
+        """The four sums of every data set, then the ten sums for BLEU: (14,) float64.
 
         Args:
             batch_size: sentences in a batch.
@@ -108,12 +117,12 @@ class Pairs(Dataset):
         return torch.cat([sums_4, self._bleu_sums(module, rank, size, batch_size)])
 
     def metrics(self, sums_K: Tensor) -> dict[str, float]:
-        """Metrics of the sums; BLEU (0..100) where `evaluate` made them."""
+        """Metrics of the sums; with BLEU (0..100) if they come from `evaluate`."""
         return super().metrics(sums_K) | ({"bleu": bleu(sums_K[4:])} if len(sums_K) > 4 else {})
 
     def translate(self, module: nn.Module, source_NS: Tensor) -> list[str]:
-        """Sentences as text, by the likeliest token after token."""
-        tokens = module.translate(source_NS)
+        """Translate greedily, and return sentences as text."""
+        tokens = cast(Translator, module).translate(source_NS)  # the models for this data have it
         return self._tokenizer.decode_batch([row[row != PAD].tolist() for row in tokens.cpu()])
 
     def _bleu_sums(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
@@ -124,16 +133,16 @@ class Pairs(Dataset):
         return bleu_sums(ours, theirs)
 
     def _test_parts(self, rank: int, size: int, batch_size: int) -> list[Tensor]:
-        # By length, so that a batch has little padding; dealt out singly, so that all workers have as much to do.
+        # By length, so that a batch has little padding; distributed one by one, so that all workers have equal work.
         order = self._test[0].lengths.argsort(stable=True)[rank::size]
         return [part for part in order.split(batch_size) if len(part)]
 
 
 def check_pair(source: Path, target: Path) -> None:
-    """See that two files are translations of each other, as far as their number of lines says.
+    """Check that two files have the same number of lines, as translations of each other have.
 
     Raises:
-        ValueError: they aren't, or can't be read.
+        ValueError: they do not, or cannot be read.
     """
     lines = [len(read_lines(path)) for path in (source, target)]
     require(
@@ -143,11 +152,11 @@ def check_pair(source: Path, target: Path) -> None:
 
 
 def batches_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: int, max_length: int) -> list[Tensor]:
-    """Group pairs of like length; `batch size * longest sentence of either side` is at most `max_tokens`.
+    """Group pairs of similar length; `batch size * longest sentence of either side` is at most `max_tokens`.
 
     Args:
         source_lengths, target_lengths: (N,) int64.
-        max_tokens: in a batch.
+        max_tokens: tokens in a batch.
         max_length: pairs with a longer side are left out, and so are those with an empty side (of EOS alone).
 
     Returns:
@@ -164,16 +173,16 @@ def batches_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens
     order = order[used[order]]
     batches, first = [], 0
     for i, length in enumerate(longest[order].tolist()):
-        if (i + 1 - first) * length > max_tokens:  # lengths ascend, so the last is the batch's longest
+        if (i + 1 - first) * length > max_tokens:  # lengths ascend, so the last is the longest of the batch
             batches.append(order[first:i])
             first = i
     return batches + [order[first:]] * (first < len(order))
 
 
 def bleu_sums(ours: list[str], theirs: list[str]) -> Tensor:
-    """What BLEU is made of, (10,) float64: n-grams that match and n-grams in all, n = 1..4, and both lengths.
+    """The sums for BLEU, (10,) float64: matching n-grams and all n-grams for n = 1..4, and both lengths.
 
-    They may be added up over workers. An empty list gives zeros.
+    They may be added over workers. An empty list gives zeros.
     """
     from sacrebleu.metrics import BLEU
 

@@ -1,7 +1,7 @@
-"""From text to tokens: words, bytes, and byte-pair subwords whose vocabulary is learned from the text itself.
+"""Converts text to tokens: words, bytes, or byte-pair subwords with a vocabulary learned from the text.
 
-Subword vocabularies are trained with `tokenizers` and kept (see `cache`); so is encoded text. Files are UTF-8, a sentence
-or paragraph a line.
+`tokenizers` trains subword vocabularies. These and encoded text are cached (see `cache`). Files are UTF-8, with one sentence or
+paragraph per line.
 
 Source: Sennrich et al. 2016, Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
 """
@@ -26,7 +26,7 @@ CHUNK_LINES = 20_000
 
 
 class Ragged(NamedTuple):
-    """Sentences of different lengths, end to end.
+    """Concatenated sentences of different lengths.
 
     Args:
         tokens: (sum of lengths,) int32.
@@ -68,7 +68,7 @@ def read_lines(path: Path) -> list[str]:
 def encode_words(train: Path, test: Path, _: int) -> tuple[Tensor, Tensor, int]:
     """Tokens of both files and the size of the vocabulary: words of the training file, `<unk>`, and `<eos>` at line ends.
 
-    Ids follow the order of first appearance; words of the test file that aren't in the training file are `<unk>`.
+    Ids follow the order of first appearance. Words of the test file that are not in the training file are `<unk>`.
     """
     ids = {"<unk>": 0, "<eos>": 1}
     first = [ids.setdefault(word, len(ids)) for word in _words(train)]
@@ -90,9 +90,9 @@ def encode_subwords(train: Path, test: Path, vocabulary_size: int) -> tuple[Tens
 
 
 def subwords(paths: list[Path], size: int) -> Path:
-    """The file of a byte-pair vocabulary of up to `size` entries, learned from these texts; all workers get the same.
+    """The file of a byte-pair vocabulary of up to `size` entries, learned from these texts; the same for all workers.
 
-    Words are split where spaces are, which subwords keep as a mark, so that decoding restores the text.
+    Text is split at spaces. Subwords keep a mark for a space, so that decoding restores the text.
     """
 
     def make(path: Path) -> None:
@@ -110,7 +110,7 @@ def subwords(paths: list[Path], size: int) -> Path:
 
 
 def load_subwords(path: Path):
-    """The tokenizer of a file that `subwords` gave."""
+    """The tokenizer of a file that `subwords` returned."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))

@@ -1,4 +1,4 @@
-"""Models: one family a file, each with a frozen configuration that builds it."""
+"""Models: one file per family, each with a frozen configuration that builds it."""
 
 from .base import Model, apply, num_parameters
 from .digits import DigitsNet

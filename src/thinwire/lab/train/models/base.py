@@ -1,10 +1,9 @@
-"""What the training loop may rely on in every model.
+"""The contract between models and the training loop.
 
-A model is a frozen configuration whose `build(num_classes)` makes an ordinary `nn.Module`; data says how many classes
-(or vocabulary entries) there are, and the default is the published number. The module maps a batch's inputs to scores
-of shape (..., num_classes), one row for each label. A recurrent module takes its state as one more argument, None at the
-start, and returns `(scores, state)`; `apply` covers both, so that a loop need not know which it has. Weights are drawn
-from PyTorch's global generator, as modules do.
+A model is a frozen configuration whose `build(num_classes)` makes an ordinary `nn.Module`. The data set determines the number
+of classes (or vocabulary entries); the default is the published number. The module maps the inputs of a batch to scores of
+shape (..., num_classes), one row per label. A recurrent module takes its state as one more argument, None at the start, and
+returns `(scores, state)`; `apply` handles both kinds. As in other modules, weights come from PyTorch's global generator.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Model(ABC):
 
     @abstractmethod
     def build(self, num_classes: int) -> nn.Module:
-        """The network with random weights, that gives `num_classes` scores for each label."""
+        """The network with random weights; it computes `num_classes` scores for each label."""
 
 
 def apply(module: nn.Module, inputs: tuple[Tensor, ...], state: Any = None) -> tuple[Tensor, Any]:
@@ -39,5 +38,5 @@ def apply(module: nn.Module, inputs: tuple[Tensor, ...], state: Any = None) -> t
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Trainable numbers of a module; shared ones count once."""
+    """The number of trainable parameters of a module; shared ones count once."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -1,10 +1,12 @@
-"""One token at a time through the decoder of an `nn.Transformer`, keeping the keys and values of what came before.
+"""Incremental decoding with an `nn.Transformer`: one token at a time, with the keys and values of earlier tokens kept.
 
-Decoding token T + 1 afresh would compute all T before it again, as PyTorch's own layers must; kept keys and values make a
-step's cost that of one token. The weights are those of the layers; a test holds the result to theirs.
+PyTorch's own layers compute all T earlier tokens again for token T + 1. With kept keys and values, a step costs one token.
+The weights are those of the layers; a test compares the results.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,37 +14,39 @@ from torch.nn import functional as F
 
 
 class IncrementalDecoder:
-    """The decoder, at work on one batch of sources; not for training.
+    """Decodes one batch of sources; not for training.
 
     Args:
-        decoder: of an `nn.Transformer` with `batch_first`, its norms after each sum, in eval mode.
+        decoder: the decoder of an `nn.Transformer` with `batch_first` and `norm_first=False`, in eval mode.
         memory_NSD: the encoder's output.
         padding_NS: True where a source is padded.
     """
 
     def __init__(self, decoder: nn.TransformerDecoder, memory_NSD: Tensor, padding_NS: Tensor):
-        self._decoder, self._seen = decoder, ~padding_NS[:, None, None, :]
+        self._seen = ~padding_NS[:, None, None, :]
         self._memory = [_keys_and_values(layer.multihead_attn, memory_NSD) for layer in decoder.layers]
+        assert decoder.norm is not None, "the decoder of an `nn.Transformer` ends in a norm"
+        self._norm = decoder.norm
+        # A `ModuleList` does not know the type of its modules.
+        self._layers = [cast(nn.TransformerDecoderLayer, layer) for layer in decoder.layers]
         self._past: list[tuple[Tensor, Tensor] | None] = [None] * len(decoder.layers)
 
     def step(self, x_N1D: Tensor) -> Tensor:
         """The decoder's output (N, 1, D) for the next embedded token."""
-        for i, layer in enumerate(self._decoder.layers):
-            blocks = [
-                (layer.norm1, lambda x, i=i, layer=layer: self._look_back(i, layer.self_attn, x)),
-                (layer.norm2, lambda x, i=i, layer=layer: self._look_at_source(i, layer.multihead_attn, x)),
-                (layer.norm3, lambda x, layer=layer: layer.linear2(layer.activation(layer.linear1(x)))),
-            ]
-            for norm, block in blocks:
-                x_N1D = norm(x_N1D + block(x_N1D))
-        return self._decoder.norm(x_N1D)
+        x = x_N1D
+        for i, layer in enumerate(self._layers):
+            x = layer.norm1(x + self._look_back(i, layer.self_attn, x))
+            x = layer.norm2(x + self._look_at_source(i, layer.multihead_attn, x))
+            x = layer.norm3(x + layer.linear2(layer.activation(layer.linear1(x))))
+        return self._norm(x)
 
     def _look_back(self, i: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-        new = _keys_and_values(attention, x)
-        if self._past[i] is not None:
-            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._past[i], new, strict=True))
-        self._past[i] = new
-        return _attend(attention, x, *new, None)
+        keys, values = _keys_and_values(attention, x)
+        past = self._past[i]
+        if past is not None:
+            keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
+        self._past[i] = keys, values
+        return _attend(attention, x, keys, values, None)
 
     def _look_at_source(self, i: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
         return _attend(attention, x, *self._memory[i], self._seen)
@@ -52,7 +56,8 @@ def _keys_and_values(attention: nn.MultiheadAttention, x: Tensor) -> tuple[Tenso
     """Each (N, heads, T, D / heads)."""
     width = attention.embed_dim
     both = F.linear(x, attention.in_proj_weight[width:], attention.in_proj_bias[width:])
-    return tuple(_by_head(attention, part) for part in both.chunk(2, dim=-1))
+    keys, values = both.chunk(2, dim=-1)
+    return _by_head(attention, keys), _by_head(attention, values)
 
 
 def _attend(attention: nn.MultiheadAttention, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """A small convolutional network for 8x8 images.
 
-Three 3x3 convolutions and one linear layer, none with a bias: all parameters are matrices or kernels, so all of the
-gradient is there to be compressed.
+It has three 3x3 convolutions and one linear layer without biases. All parameters are matrices or kernels, so the whole
+gradient can be compressed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .base import Model
 
 @dataclass(frozen=True)
 class DigitsNet(Model):
-    """Shape of the network; `width` channels w give 90 w^2 + 169 w parameters, all of them in matrices and kernels."""
+    """Size of the network: `width` channels w give 90 w^2 + 169 w parameters, all in matrices and kernels."""
 
     width: int = 48
     """Channels of the first convolution; the next have twice and four times as many. Higher => more to learn and send."""
@@ -25,7 +25,7 @@ class DigitsNet(Model):
         require(self.width >= 1, f"model.width must be 1 or more, got {self.width}")
 
     def build(self, num_classes: int = 10) -> nn.Module:
-        """The network with random weights, drawn from PyTorch's global generator as modules do.
+        """The network with random weights from PyTorch's global generator.
 
         Maps images (N, 1, 8, 8) to scores (N, num_classes).
         """

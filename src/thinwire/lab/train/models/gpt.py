@@ -37,9 +37,9 @@ class GPT(Model):
     width: int = 384
     """Numbers in a token's vector; higher => better, slower, more to send."""
     heads: int = 6
-    """Attention heads; they divide the width among them."""
+    """Attention heads; each has an equal part of the width."""
     context: int = 256
-    """Most tokens that the model can look at."""
+    """Largest number of tokens that the model reads."""
     dropout: float = 0.1
     """Share of numbers set to 0 while training; higher => less overfitting, slower learning."""
 
@@ -81,7 +81,7 @@ class GPTModule(nn.Module):
 
 
 def _initialise(module: GPTModule, layers: int) -> None:
-    """GPT-2's: normal of 0.02, and less by `sqrt(2 * layers)` in layers that add to the residual stream."""
+    """Initialise as GPT-2: normal of 0.02, divided by `sqrt(2 * layers)` in layers that add to the residual stream."""
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             adds = name.endswith(("out_proj.weight", "linear2.weight"))

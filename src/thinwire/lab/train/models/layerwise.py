@@ -3,7 +3,7 @@
     ResNet-9   6,573,120 parameters (10 classes)
     AlexNet    2,255,296 parameters (10 classes): AlexNet's widths, all kernels 3x3, batch-norm, one linear layer
 
-Their scores are multiplied by 1/8, which stands for a softer softmax; linear layers have no bias.
+Their scores are multiplied by 1/8, which makes the softmax softer. Linear layers have no bias.
 
 Source: Dutta et al. 2020, On the Discrepancy between the Theoretical Analysis and Practical Implementations of Compressed
 Communication for Distributed Deep Learning, arXiv 1911.08250. ResNet-9 is D. Page's DAWNBench entry of 2018, "How to
@@ -81,7 +81,7 @@ class AlexNet(Model):
 
 
 class Residual(nn.Module):
-    """`x + layer(layer(x))`; the sum is not rectified again."""
+    """`x + layer(layer(x))`, without a ReLU after the sum."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -1,7 +1,7 @@
-"""An LSTM language model whose output layer is the embedding, transposed.
+"""An LSTM language model whose output layer shares the weights of the embedding.
 
-28,949,319 parameters (110 MiB) with the vocabulary of 28,869 words that PowerSGD and PowerGossip cut WikiText-2 into;
-31,819,578 with the 33,278 of its own.
+It has 28,949,319 parameters (110 MiB) with the vocabulary of PowerSGD and PowerGossip, 28,869 words of WikiText-2, and
+31,819,578 with the full vocabulary of 33,278 words.
 
 Source: Press and Wolf 2017, Using the Output Embedding to Improve Language Models, arXiv 1608.05859; as trained by
 Vogels et al. 2020, PowerGossip, arXiv 2008.01425: 3 layers of 650, dropout 0.4.
@@ -50,7 +50,7 @@ class LSTMModule(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(num_words, width)
-        between = dropout if layers > 1 else 0.0  # PyTorch warns of dropout between layers where there is but one
+        between = dropout if layers > 1 else 0.0  # PyTorch warns about dropout between layers if there is only one
         self.lstm = nn.LSTM(width, width, layers, dropout=between, batch_first=True)
         self.output = nn.Linear(width, num_words)
         self.output.weight = self.embedding.weight
@@ -61,7 +61,7 @@ class LSTMModule(nn.Module):
         self, tokens_NT: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is not None:
-            state = tuple(part.detach() for part in state)  # gradients reach back to the start of the batch, no further
+            state = state[0].detach(), state[1].detach()  # gradients end at the start of the batch
         inputs = self.dropout(self.embedding(tokens_NT))
         if inputs.is_cpu and not cpu_computes_lstms_in_bf16():
             with torch.autocast("cpu", enabled=False):

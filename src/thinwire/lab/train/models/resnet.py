@@ -1,4 +1,4 @@
-"""Residual networks: the deep thin ones for CIFAR and the wide ones for ImageNet.
+"""Residual networks: deep and narrow ones for CIFAR, wide ones for ImageNet.
 
     CIFAR     3x3 convolution to 16 channels; three stages of n blocks with 16, 32, 64 channels; mean; linear.
               depth = 6n + 2. Parameters with projection shortcuts (10 classes), and with identity shortcuts:
@@ -146,7 +146,9 @@ def zero_last_norms(module: nn.Module) -> None:
     """Set the scale of the last norm of every block to 0."""
     for block in module.modules():
         if isinstance(block, BasicBlock | Bottleneck):
-            nn.init.zeros_(block.residual[-1].weight)
+            weight = block.residual[-1].weight
+            assert isinstance(weight, Tensor), "the last layer of a block is a norm"
+            nn.init.zeros_(weight)
 
 
 def _shortcut(channels: int, width: int, stride: int, shortcut) -> nn.Module:

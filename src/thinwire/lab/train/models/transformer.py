@@ -1,7 +1,7 @@
-"""An encoder-decoder Transformer for translation, on PyTorch's own `nn.Transformer`.
+"""An encoder-decoder Transformer for translation, based on PyTorch's `nn.Transformer`.
 
-The default is the base model of the paper, whose Table 3 gives 65 million parameters; with one vocabulary of 37,000
-entries shared by both languages and by the output layer, as there, ours has 63,121,544.
+The default is the base model of the paper, whose Table 3 gives 65 million parameters. This one has 63,121,544, with one
+vocabulary of 37,000 entries for both languages and the output layer, as in the paper.
 
 Source: Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762.
 """
@@ -42,7 +42,7 @@ class Transformer(Model):
     width: int = 512
     """Numbers in a token's vector; higher => better, slower, more to send."""
     heads: int = 8
-    """Attention heads; they divide the width among them."""
+    """Attention heads; each has an equal part of the width."""
     hidden: int = 2048
     """Width of the layer inside each feed-forward block."""
     dropout: float = 0.1
@@ -76,7 +76,7 @@ class TransformerModule(nn.Module):
             dropout=config.dropout,
             batch_first=True,
         )
-        self.transformer.encoder.use_nested_tensor = False  # a prototype, and PyTorch warns of it
+        self.transformer.encoder.use_nested_tensor = False  # a prototype, about which PyTorch warns
         self.output = nn.Linear(config.width, num_tokens)
         self.output.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
@@ -84,7 +84,7 @@ class TransformerModule(nn.Module):
 
     def forward(self, source_NS: Tensor, target_NT: Tensor) -> Tensor:
         length = target_NT.shape[1]
-        # Padding of targets stands at their end, where the causal mask hides it from every place that counts.
+        # Targets are padded at their end, where the causal mask hides the padding from every counted position.
         hidden = self.transformer.decoder(
             self._embed(target_NT),
             self.encode(source_NS),
@@ -95,22 +95,23 @@ class TransformerModule(nn.Module):
         return self.output(hidden)
 
     def encode(self, source_NS: Tensor) -> Tensor:
-        """What the decoder reads of the sources: (N, S, width)."""
+        """The encoder's output for the sources: (N, S, width)."""
         return self.transformer.encoder(self._embed(source_NS), src_key_padding_mask=source_NS == PAD)
 
     @torch.no_grad()
     def translate(self, source_NS: Tensor, num_extra: int = 20) -> Tensor:
-        """Greedy translations (N, T): the likeliest token after token, up to EOS and then PAD; the module is in eval mode.
+        """Greedy translations (N, T) up to EOS, padded with PAD; the module must be in eval mode.
 
         Args:
             source_NS: sources, padded at the end.
-            num_extra: how many tokens a translation may be longer than its source.
+            num_extra: the number of tokens by which a translation may exceed its source.
         """
         padding = source_NS == PAD
         decoder = IncrementalDecoder(self.transformer.decoder, self.encode(source_NS), padding)
         limits = (~padding).sum(dim=1) + num_extra
         token = source_NS.new_full((len(source_NS),), BOS)
-        ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
+        ended = torch.zeros_like(token, dtype=torch.bool)
+        tokens: list[Tensor] = []
         while not ended.all():
             scores = self.output(decoder.step(self._embed(token[:, None], len(tokens)))[:, 0])
             token = scores.argmax(dim=-1).masked_fill(ended, PAD)

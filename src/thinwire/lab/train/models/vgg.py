@@ -33,7 +33,7 @@ class VGG16(Model):
     """
 
     size: str = "cifar"
-    """Which head: "cifar" for 32x32 images, "imagenet" for 224x224."""
+    """Size of the head: "cifar" for 32x32 images, "imagenet" for 224x224."""
 
     def __post_init__(self):
         known = ("cifar", "imagenet")
@@ -50,6 +50,7 @@ class VGG16(Model):
         for layer in module:
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+                assert layer.bias is not None, "no convolution here leaves it out"
                 nn.init.zeros_(layer.bias)
             elif isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=0.01)
