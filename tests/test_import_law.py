@@ -109,7 +109,7 @@ def test_only_the_gradient_strategy_and_the_checks_of_models_know_ddp():
         for path, room in rooms()
         if room in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
     }
-    assert users == {"strategy/gradients.py", "strategy/models.py"}
+    assert users == {"strategy/gradient_compression.py", "strategy/models.py"}
 
 
 def test_the_core_needs_torch_and_numpy_alone():

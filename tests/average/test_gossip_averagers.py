@@ -12,6 +12,7 @@ import torch
 from helpers.spawn import spawn
 
 import thinwire as tw
+from thinwire.average.gossip_nodes import pack_weighted, unpack_weighted
 
 RING = tw.Ring()
 AVERAGERS = [
@@ -68,6 +69,15 @@ def estimates(averager, size, rounds, values=start):
 
 def starts(size, values=start):
     return torch.stack([flat(values(rank)) for rank in range(size)])
+
+
+@pytest.mark.parametrize("offset", range(9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weighted_messages_may_start_at_any_address(offset, dtype):
+    message = pack_weighted(0.25, torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
+    received = torch.cat([torch.zeros(offset, dtype=torch.uint8), message])[offset:]
+    weight, x = unpack_weighted(received, dtype)
+    assert weight == 0.25 and x.dtype == dtype and x.tolist() == [1.0, -2.0, 3.0]
 
 
 # ---- conformance ----

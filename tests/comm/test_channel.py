@@ -16,7 +16,7 @@ import torch
 from helpers.spawn import WORLDS, run_threads, spawn
 
 from thinwire.comm import CommunicationError, sockets
-from thinwire.comm.sockets import own_address
+from thinwire.comm.connect import own_address
 
 
 def everyone(comm):

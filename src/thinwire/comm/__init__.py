@@ -1,7 +1,8 @@
 """Communicators: how bytes move between workers, and the ledger that counts them. `base` has the contract."""
 
-from .base import CommunicationError, Communicator, Handle
+from .base import Communicator
 from .channel import Channel, Message
+from .handle import CommunicationError, Handle
 from .ledger import Ledger
 from .local_world import LocalWorld
 from .process_group import ProcessGroupCommunicator

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import CommunicationError, Communicator, Start, as_bytes
+from .base import Communicator, Start
+from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
+from .handle import CommunicationError
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
 

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import debug
-from .base import CommunicationError, Communicator, Start
+from .base import Communicator, Start
 from .channel import Channel
-from .sockets import open_sockets
+from .connect import open_sockets
+from .handle import CommunicationError
 
 HANG_UP_TAG = 1  # all messages have tag 0
 

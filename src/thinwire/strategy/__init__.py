@@ -7,7 +7,8 @@ from .dgc_sgd import DGCSGD
 from .gossip import gossip_parameters
 from .gossip_base import GossipStrategy
 from .gossip_steps import ParameterGossip
-from .gradients import GradientCompression, compress_gradients, gradient_hook
+from .gradient_compression import GradientCompression
+from .gradients import compress_gradients, gradient_hook
 from .local_rounds import LocalUpdates
 from .local_updates import local_updates
 

@@ -23,7 +23,7 @@ from ..comm import Communicator
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .models import make_equal, refuse_ddp, updated_by
-from .optimizer_step import Arguments
+from .optimizer_step import Arguments, stepping_optimizer
 from .own_gradients import OwnGradients
 from .pairwise_exchange import PairwiseExchange
 
@@ -44,6 +44,7 @@ class AsynchronousGossip(GossipStrategy):
         max_nonfinite: int,
     ):
         refuse_ddp(self.call, model)
+        optimizer = stepping_optimizer(self.call, optimizer)
         super().__init__(model, updated_by(optimizer, model), averager, comm, on_nonfinite, max_nonfinite)
         self._optimizer = optimizer
         self._has_raised = False

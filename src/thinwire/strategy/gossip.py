@@ -64,7 +64,8 @@ def gossip_parameters(
 
     Args:
         model: any module that is not wrapped in `DistributedDataParallel`.
-        optimizer: any `torch.optim` optimizer over parameters of `model`, with or without a closure.
+        optimizer: any `torch.optim` optimizer over parameters of `model`, with or without a closure; or one that Accelerate's
+            `prepare` returned.
         averager: any gossip averager, such as `Choco(Ring(), TopK(0.01))`; or `Mean()`, uncompressed and without overlap.
         comm: how to communicate; by default a process group of its own over all workers.
         overlap: whether messages travel while the training goes on.

@@ -26,7 +26,7 @@ from ..comm import Communicator
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .models import NamedParameters, make_equal, refuse_ddp, updated_by
-from .optimizer_step import Arguments, closure_of, with_closure
+from .optimizer_step import Arguments, closure_of, stepping_optimizer, with_closure
 from .own_gradients import OwnGradients
 from .rounds import ParameterRounds
 
@@ -54,6 +54,7 @@ class ParameterGossip(GossipStrategy):
         seed: int,
     ):
         refuse_ddp(self.call, model)
+        optimizer = stepping_optimizer(self.call, optimizer)
         parameters = _taking_part(model, optimizer)
         _require_exact(averager, parameters)
         super().__init__(model, parameters, averager, comm, on_nonfinite, max_nonfinite)

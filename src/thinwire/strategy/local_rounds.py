@@ -41,7 +41,7 @@ from .base import Strategy
 from .dgc_sgd import check_optimizer
 from .live_parameters import LiveParameters
 from .models import as_real, make_equal, refuse_ddp, trainable, unexpanded
-from .optimizer_step import Arguments
+from .optimizer_step import Arguments, stepping_optimizer
 from .own_gradients import OwnGradients
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -68,7 +68,7 @@ class LocalUpdates(Strategy):
     ):
         refuse_ddp(self.call, model)
         super().__init__(model, trainable(model), averager, comm, on_nonfinite, max_nonfinite)
-        self._optimizer, self._every, self._step = optimizer, every, 0
+        self._optimizer, self._every, self._step = stepping_optimizer(self.call, optimizer), every, 0
         with self._attaching() as comm:
             names = [name for name, _ in self.parameters]
             make_equal(model, comm, averager=averager, every=every, parameters=names)
@@ -80,7 +80,7 @@ class LocalUpdates(Strategy):
             if averager.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
             self._state = averager.init(self._anchors, comm, seed)
-            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
+            self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -44,7 +44,8 @@ def local_updates(
     Args:
         model: any module that is not wrapped in `DistributedDataParallel`; its parameters and buffers are first made equal to
             rank 0's. Frozen parameters take no part.
-        optimizer: the inner optimizer, over the model's parameters; its state stays local.
+        optimizer: the inner optimizer, over the model's parameters, or what Accelerate's `prepare` made of it; its state
+            stays local.
         averager: such as `Mean()`, `Mean(TopK(0.01), ErrorFeedback())`, `PowerSGD()`, `Mix(Ring())`.
         every: H, steps of the optimizer between rounds; higher => fewer messages, workers drift further apart. A final partial
             period is averaged only by `synchronize`.

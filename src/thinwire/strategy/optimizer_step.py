@@ -1,16 +1,44 @@
-"""The arguments of `Optimizer.step`, as its pre-hooks get and replace them; the first is the optimizer."""
+"""What strategies need of an optimizer's step: the optimizer that runs it, and its arguments."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from ..algorithm import require
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
+
+
+def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose `step` updates the parameters and runs hooks: the given one, or the one that Accelerate wrapped.
+
+    Args:
+        call: the public function that attaches to it; for the message.
+        optimizer: what the user steps.
+
+    Raises:
+        ValueError: it is another wrapper, which has no step hooks.
+    """
+    library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
+    if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
+        return stepping_optimizer(call, optimizer.optimizer)
+    require(
+        "_optimizer_step_post_hooks" in vars(optimizer),
+        f"{call}: {type(optimizer).__name__} has no step hooks, so no averaging would follow its steps; pass the "
+        "torch.optim optimizer that it wraps, or call its base class's __init__",
+    )
+    return optimizer
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """The closure among the arguments; None if there is none."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:

@@ -1,0 +1,42 @@
+"""The handle of an operation that may still be in flight, and the error of one that failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class CommunicationError(RuntimeError):
+    """A message could not be sent or received."""
+
+
+class Handle:
+    """The result of an operation that may still be in flight.
+
+    Args:
+        finish: waits for the operation and returns its result; called once, by the first thread that waits.
+
+    Example:
+        >>> Handle(lambda: 42).wait()
+        42
+    """
+
+    def __init__(self, finish: Callable[[], Any]):
+        self._finish: Callable[[], Any] | None = finish
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Any:
+        """Block until the operation is done; return its result, or raise its error. Later calls do the same."""
+        with self._lock:
+            if self._finish is not None:
+                try:
+                    self._result = self._finish()
+                except Exception as error:
+                    self._error = error
+                self._finish = None  # frees buffers and works
+        if self._error is not None:
+            raise self._error
+        return self._result
