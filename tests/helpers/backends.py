@@ -1,4 +1,4 @@
-"""Any input for a kernel, and the comparison of the C++ backend with the reference."""
+"""Any input for a kernel, and the comparison of a backend with the reference."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def clones(xs):
     return [x.clone() for x in xs]
 
 
-def assert_backends_agree(compute) -> None:
+def assert_backends_agree(compute, backend: str = "cpu") -> None:
     """`compute()` gives tensors (compared bit by bit, but for NaN's payload) and plain values."""
     results = []
-    for backend in ("cpu", "reference"):
-        with kernels.use_backend(backend):
+    for name in (backend, "reference"):
+        with kernels.use_backend(name):
             results.append(compute())
     for ours, truth in zip(*results, strict=True):
         if isinstance(ours, torch.Tensor) and ours.dtype == torch.float32:

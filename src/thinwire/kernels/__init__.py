@@ -21,10 +21,10 @@ One file per family: its checked functions, its records and its reference in pla
 wait for a device.
 
 A *segment* is a contiguous 1-D float32 tensor; each function takes a list of them on one device, so one call serves a
-whole bucket of gradients. Tensors in main memory go to the C++ backend `cpu`, all others to the reference; see
-`thinwire.kernels.backend`. Nothing is kept between calls and nothing random is drawn but from the given keys. The caller
-owns every buffer; a residual may be its segment itself, and no other arguments may overlap. A payload may start at any
-address. Byte layouts are documented in `docs/wire.md`.
+whole bucket of gradients. Tensors in main memory go to the C++ backend `cpu`, those on GPUs to `triton`, all others to
+the reference; see `thinwire.kernels.backend`. Nothing is kept between calls but GPU tables of addresses, and nothing
+random is drawn but from the given keys. The caller owns every buffer; a residual may be its segment itself, and no other
+arguments may overlap. A payload may start at any address. Byte layouts are documented in `docs/wire.md`.
 """
 
 from . import (

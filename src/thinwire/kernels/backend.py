@@ -1,4 +1,4 @@
-"""Choose the backend that runs a kernel: C++ for tensors in main memory, else the reference in plain PyTorch.
+"""Choose the backend that runs a kernel: C++ for tensors in main memory, Triton on GPUs, else the reference in PyTorch.
 
 Each kernel has a reference in its family's file. A *backend* is a package such as `kernels.cpu` that mirrors the
 families and declares, in each module's `__all__`, the kernels that it has. A kernel that a backend does not declare
@@ -22,7 +22,15 @@ R = TypeVar("R")
 
 Functions = Mapping[str, Callable[..., Any]]
 
-PACKAGES = {"cpu": "cpu"}  # device type -> the package in `thinwire.kernels` that serves it
+# device type -> the package in `thinwire.kernels` that serves it; "cuda" is PyTorch's name for AMD's GPUs too
+PACKAGES = {"cpu": "cpu", "cuda": "triton"}
+
+_TITLES = {"cpu": "C++", "triton": "Triton"}
+_REMEDIES = {
+    "cpu": "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install) and then thinwire again: "
+    "pip install --force-reinstall --no-deps thinwire",
+    "triton": "install the extra gpu: pip install 'thinwire[gpu]'",
+}
 
 _REFERENCES: dict[str, Callable[..., Any]] = {}
 _forced: Functions | None = None
@@ -67,16 +75,16 @@ def _load(package: str) -> Functions:
 
 @cache
 def functions_for(device_type: str) -> Functions:
-    """The kernels for a type of device; empty where the reference must serve. Warns once if C++ is missing."""
+    """The kernels for a type of device; empty where the reference must serve. Warns once if a backend is missing."""
     if device_type not in PACKAGES:
         return {}
+    package = PACKAGES[device_type]
     try:
-        return _load(PACKAGES[device_type])
+        return _load(package)
     except ImportError as error:
         warnings.warn(
-            f"thinwire: the C++ kernels cannot be loaded ({error}). Plain PyTorch serves instead: same results, but "
-            "many times slower. To get the fast kernels, install a C++17 compiler (Debian: apt install g++; macOS: "
-            "xcode-select --install) and then thinwire again: pip install --force-reinstall --no-deps thinwire",
+            f"thinwire: the {_TITLES[package]} kernels cannot be loaded ({error}). Plain PyTorch serves instead: same "
+            f"results, but many times slower. To get the fast kernels, {_REMEDIES[package]}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -88,11 +96,12 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend inside a `with` block, in all threads; for tests and benchmarks.
 
     Args:
-        name: "reference" or the name of a backend's package, such as "cpu".
+        name: "reference", "cpu" or "triton". On tensors in main memory, "triton" asks for the environment variable
+            `TRITON_INTERPRET=1`, set before the first import.
 
     Raises:
         ValueError: if there is no such backend.
-        ImportError: if its extension is not installed.
+        ImportError: if its extension, or Triton, is not installed.
 
     Example:
         >>> from thinwire import kernels

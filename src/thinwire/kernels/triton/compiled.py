@@ -1,0 +1,109 @@
+"""Compile kernels without a GPU, and read from the machine code what can be known before it runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .launch import OPTIONS
+from .variants import Variant
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"  # comes with Triton
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's code for one target.
+
+    Args:
+        text: PTX for NVIDIA, assembly for AMD.
+        registers: per thread.
+        spills: registers, or bytes on NVIDIA, that a thread keeps in memory.
+    """
+
+    text: str
+    registers: int
+    spills: int
+
+
+def compile_variant(variant: Variant, target: str) -> Compiled:
+    """Compile for one of `TARGETS`."""
+    names = variant.function.arg_names
+    source = ASTSource(
+        fn=variant.function,
+        signature={name: variant.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+    )
+    code = triton.compile(source, target=TARGETS[target], options=OPTIONS).asm
+    if "ptx" in code:
+        return Compiled(code["ptx"], *_usage(code["cubin"]))
+    text = code["amdgcn"]
+    usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count): *(\d+)", text))
+    return Compiled(text, int(usage["vgpr_count"]), int(usage["vgpr_spill_count"]))
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it keeps in memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report))
+    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+# What rounds otherwise than the reference: contraction, approximate functions, subnormal numbers taken for zero.
+INEXACT = re.compile(r"\b(?:fma\.\S+|\S+\.(?:approx|full|ftz)\b\S*)")
+
+
+def inexact_instructions(ptx: str) -> list[str]:
+    """All instructions whose results may differ from the reference's."""
+    return INEXACT.findall(ptx)
+
+
+def bytes_per_element(variant: Variant, ptx: str) -> tuple[float, float]:
+    """Bytes that a program loads and stores per element, counted from its PTX.
+
+    Every thread is counted for every instruction, also where a mask leaves some out: an upper bound. Loads of one 64-bit
+    number come from tables, and all threads read the same one: they count once.
+    """
+    num_threads = 32 * OPTIONS["num_warps"]
+    loaded = stored = 0.0
+    lines = ptx.splitlines()
+    in_loop = _lines_in_loops(lines)
+    for i, line in enumerate(lines):
+        access = re.search(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b", line)
+        if access is None or (access[1], access[2], access[3]) == ("ld", None, "64"):
+            continue
+        nbytes = int(access[2] or 1) * int(access[3]) // 8 * num_threads * (variant.loop_trips if in_loop[i] else 1)
+        if access[1] == "ld":
+            loaded += nbytes
+        else:
+            stored += nbytes
+    return loaded / variant.numel, stored / variant.numel
+
+
+def _lines_in_loops(lines: list[str]) -> list[bool]:
+    """Whether each line lies between a label and a later jump back to it."""
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\$\w+):", line))}
+    inside = [False] * len(lines)
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bbra\S*\s+(\$\w+)", line)
+        if jump and labels.get(jump[1], i) < i:
+            inside[labels[jump[1]] : i] = [True] * (i - labels[jump[1]])
+    return inside

@@ -1,0 +1,249 @@
+"""Functions that run on the device, shared by the kernels: segments, random numbers, bit packing, ordered sums.
+
+A kernel works on a *tile*: rows of `WIDTH` elements, a power of two; the first `SIZE` of each row are elements of the
+segment, so that a row can be a bucket of any size. `SIZE` is a multiple of 8: a row's codes fill whole bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find(first, count, item):
+    """The segment of a program: the last i < count with first[i] <= item."""
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(first + middle) <= item:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x| as int32; as integers, NaN > infinity > finite."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def is_finite(x):
+    return magnitude(x) < 0x7F800000
+
+
+@triton.jit
+def one_nan(x):
+    """x, with the NaN that is sent in place of every NaN."""
+    bits = tl.where(magnitude(x) > 0x7F800000, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def hash_of(key, positions):
+    """32 random bits for each position (uint32), of a 64-bit key; `kernels.random.hash_of`."""
+    # All arithmetic is modulo 2^32, so every operand must be uint32.
+    h = positions * tl.full([], 0x9E3779B9, tl.uint32) + key.to(tl.uint32)
+    h = (h ^ (h >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
+    h = h ^ (h >> 15) ^ (key >> 32).to(tl.uint32)
+    h = h * tl.full([], 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def uniform(key, positions):
+    """Numbers in [0, 1) for each position (uint32), multiples of 2^-24; `kernels.uniform`."""
+    return (hash_of(key, positions) >> 8).to(tl.float32) * (2.0**-24)
+
+
+@triton.jit
+def load_floats(address, index, mask, ALIGNED: tl.constexpr):
+    """float32 numbers at `address + 4 index`, an address of any alignment; 0 where masked."""
+    if ALIGNED:
+        values = tl.load(address.to(tl.pointer_type(tl.float32)) + index, mask=mask, other=0.0)
+    else:
+        bits = tl.zeros(index.shape, tl.uint32)
+        for i in tl.static_range(4):
+            byte = tl.load(address + 4 * index.to(tl.int64) + i, mask=mask, other=0)
+            bits = bits | (byte.to(tl.uint32) << (8 * i))
+        values = bits.to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def store_floats(address, index, values, mask, ALIGNED: tl.constexpr):
+    """Store float32 numbers at `address + 4 index`, an address of any alignment."""
+    if ALIGNED:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + index, values, mask=mask)
+    else:
+        bits = values.to(tl.uint32, bitcast=True)
+        for i in tl.static_range(4):
+            tl.store(address + 4 * index.to(tl.int64) + i, ((bits >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def tile_offsets(SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS, WIDTH): each element's position relative to the tile's first; and whether it is one."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    return row * SIZE + column, (column < SIZE) & (row >= 0)
+
+
+@triton.jit
+def store_codes(
+    address, codes, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """Pack the codes (int32, 0 where there is no element) of a tile, the lowest bit first.
+
+    Args:
+        address: of the tile's first byte.
+        codes: (ROWS, WIDTH).
+        nbytes: bytes from there to the end of the segment's codes.
+    """
+    if 8 % BITS == 0:
+        PER: tl.constexpr = 8 // BITS
+        shifts = tl.arange(0, PER) * BITS
+        packed = tl.sum(tl.reshape(codes, (ROWS, WIDTH // PER, PER)) << shifts[None, None, :], axis=2)
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, WIDTH // PER)[None, :]
+        offset = row * (SIZE // PER) + column
+        tl.store(address + offset, packed.to(tl.uint8), mask=(column < SIZE // PER) & (offset < nbytes))
+    else:
+        # Eight codes fill BITS bytes, which one or two 64-bit words hold.
+        groups = tl.reshape(codes, (ROWS * WIDTH // 8, 8)).to(tl.uint64)
+        shifts = (tl.arange(0, 8) * BITS)[None, :].to(tl.uint64)
+        WORDS: tl.constexpr = (BITS + 7) // 8
+        group = tl.arange(0, ROWS * WIDTH // 8)[:, None]
+        row = group // (WIDTH // 8)
+        column = group % (WIDTH // 8)
+        byte = tl.arange(0, 8)[None, :]
+        for word in tl.static_range(WORDS):
+            if word == 0:
+                parts = tl.where(shifts < 64, groups << (shifts & 63), 0)
+            else:
+                whole = tl.where(shifts >= 64, groups << (shifts & 63), 0)
+                split = (shifts < 64) & (shifts + BITS > 64)
+                parts = whole | tl.where(split, groups >> ((64 - shifts) & 63), 0)
+            packed = tl.sum(parts, axis=1)[:, None] >> (8 * byte).to(tl.uint64)
+            at = byte + 8 * word
+            offset = (row * (SIZE // 8) + column) * BITS + at
+            mask = (column < SIZE // 8) & (at < BITS) & (offset < nbytes)
+            tl.store(address + offset, (packed & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load_codes(address, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Undo `store_codes`: (ROWS, WIDTH) of int32; 0 where there is no byte."""
+    if 8 % BITS == 0:
+        PER: tl.constexpr = 8 // BITS
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, WIDTH // PER)[None, :]
+        offset = row * (SIZE // PER) + column
+        packed = tl.load(address + offset, mask=(column < SIZE // PER) & (offset < nbytes), other=0).to(tl.int32)
+        shifts = tl.arange(0, PER) * BITS
+        codes = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    else:
+        group = tl.arange(0, ROWS * WIDTH // 8)[:, None]
+        row = group // (WIDTH // 8)
+        column = group % (WIDTH // 8)
+        byte = tl.arange(0, 8)[None, :]
+        shifts = (tl.arange(0, 8) * BITS)[None, :].to(tl.uint64)
+        WORDS: tl.constexpr = (BITS + 7) // 8
+        values = tl.zeros((ROWS * WIDTH // 8, 8), tl.uint64)
+        for word in tl.static_range(WORDS):
+            at = byte + 8 * word
+            offset = (row * (SIZE // 8) + column) * BITS + at
+            mask = (column < SIZE // 8) & (at < BITS) & (offset < nbytes)
+            packed = tl.load(address + offset, mask=mask, other=0).to(tl.uint64) << (8 * byte).to(tl.uint64)
+            bits = tl.sum(packed, axis=1)[:, None]
+            if word == 0:
+                values = values | tl.where(shifts < 64, bits >> (shifts & 63), 0)
+            else:
+                split = (shifts < 64) & (shifts + BITS > 64)
+                values = values | tl.where(shifts >= 64, bits >> (shifts & 63), 0)
+                values = values | tl.where(split, bits << ((64 - shifts) & 63), 0)
+        codes = (values & ((1 << BITS) - 1)).to(tl.int32)
+    return tl.reshape(codes, (ROWS, WIDTH))
+
+
+@triton.constexpr_function
+def log2(n: int) -> int:
+    """The logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+@triton.jit
+def halve(sums, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum each of ROWS rows of WIDTH, a power of two, by adding its second half to its first until one is left."""
+    # A sum of two is the same in either order, so `tl.sum` may be used for a pair.
+    for i in tl.static_range(log2(WIDTH)):
+        sums = tl.sum(tl.reshape(sums, (ROWS, 2, WIDTH >> (i + 1))), axis=1)
+    return tl.reshape(sums, (ROWS,))
+
+
+@triton.jit
+def sums_of_squares(x, numel, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of squares in float64 of each of ROWS rows of SIZE elements, in the order of `kernels.scales.tree_sum`.
+
+    Args:
+        x: pointer to the first row.
+        numel: elements from there to the end of the segment.
+    """
+    BLOCKS: tl.constexpr = WIDTH // 1024 if WIDTH > 1024 else 1
+    STEPS: tl.constexpr = 32 if WIDTH > 1024 else (WIDTH // 32 if WIDTH > 32 else 1)
+    block = tl.arange(0, ROWS * BLOCKS)[:, None]
+    column = (block % BLOCKS) * 1024 + tl.arange(0, 32)[None, :]
+    offset = (block // BLOCKS) * SIZE + column
+    lanes = tl.zeros((ROWS * BLOCKS, 32), tl.float64)
+    for i in range(STEPS):
+        inside = (column + 32 * i < SIZE) & (offset + 32 * i < numel)
+        value = tl.load(x + offset + 32 * i, mask=inside, other=0.0).to(tl.float64)
+        lanes += value * value
+    return halve(tl.reshape(halve(lanes, ROWS * BLOCKS, 32), (ROWS, BLOCKS)), ROWS, BLOCKS)
+
+
+@triton.jit
+def root(sums):
+    """The smallest float32 whose square is at least the sum (float64); `kernels.scales.root`."""
+    roots = tl.sqrt(sums).to(tl.float32)
+    wide = roots.to(tl.float64)
+    roots = tl.where(wide * wide < sums, next_float(roots, 1), roots)
+    below = next_float(roots, -1)
+    wide = below.to(tl.float64)
+    return tl.where(wide * wide >= sums, below, roots)
+
+
+@triton.jit
+def next_float(x, STEP: tl.constexpr):
+    return (x.to(tl.int32, bitcast=True) + STEP).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of_sums(sums, least):
+    """The scale that is stored for a sum of squares: its root, kept in range."""
+    finite = (sums.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF) < 0x7FF0000000000000
+    roots = root(tl.where(finite, sums, 0.0))
+    return in_range(tl.where(finite, at_most_largest(roots), sums.to(tl.float32)), least)
+
+
+@triton.jit
+def scale_of_magnitude(largest, least):
+    """The scale that is stored for the bits of the largest magnitude."""
+    scale = largest.to(tl.float32, bitcast=True)
+    return in_range(tl.where(largest < 0x7F800000, at_most_largest(scale), scale), least)
+
+
+@triton.jit
+def at_most_largest(scale):
+    """A finite scale, at most `kernels.scales.MAX_SCALE`: bits of floats that are not negative ascend like floats."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return tl.where(bits > 0x7F7FF800, 0x7F7FF800, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_range(scale, least):
+    """One NaN for every NaN, and 0 below `least`."""
+    return one_nan(tl.where(scale < least, 0.0, scale))

@@ -1,0 +1,49 @@
+"""Inputs for checks of Triton kernels: few and small, because the interpreter takes a while for each operation.
+
+The checks run on the GPU where there is one, and in Triton's interpreter on the CPU where `TRITON_INTERPRET=1`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from helpers.backends import SPECIAL, assert_backends_agree
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+def gaussian(numel: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
+
+
+def any_bits(numel: int, seed: int = 0) -> torch.Tensor:
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(seed))
+    return bits.int().view(torch.float32).to(DEVICE)
+
+
+def hard_segments() -> list[torch.Tensor]:
+    """Several segments: odd sizes, an empty one, huge and tiny numbers, zeros, ties, infinity and NaN."""
+    special = gaussian(521, seed=1)
+    special[: len(SPECIAL)] = torch.tensor(SPECIAL, device=DEVICE)
+    special[500] = float("nan")
+    return [
+        gaussian(2500),
+        special,
+        torch.empty(0, device=DEVICE),
+        gaussian(7, scale=1e-40),
+        gaussian(1030, seed=2, scale=1e37).round(),
+        any_bits(100),
+        torch.zeros(9, device=DEVICE),
+    ]
+
+
+def payload_of(nbytes: int, offset: int = 0) -> torch.Tensor:
+    """Bytes that begin at an address which is `offset` modulo 4, set to 0xFF so that missing writes show."""
+    return torch.full((nbytes + offset,), 255, dtype=torch.uint8, device=DEVICE)[offset:]
+
+
+def assert_triton_agrees(compute) -> None:
+    """`compute()` gives the same tensors and values in Triton as in the reference."""
+    assert_backends_agree(compute, "triton")

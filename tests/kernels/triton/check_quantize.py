@@ -1,0 +1,45 @@
+"""Quantization in Triton writes the reference's bytes, residuals and sums."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.backends import clones
+from helpers.on_triton import assert_triton_agrees, hard_segments, payload_of
+
+from thinwire import kernels
+from thinwire.kernels.quantize import Quantizer
+
+CASES = [(4, 14, 512, "max"), (3, 7, 512, "l2"), (8, 255, 1000, "max"), (5, 30, 2048, "l2"), (1, 1, 8, "max"),
+         (11, 2047, 3000, "l2"), (2, 2, 77, "max"), (16, 65535, 5000, "max")]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_quantize(case):
+    quantizer, xs = Quantizer(*case), hard_segments()
+    numels = [x.numel() for x in xs]
+    offset = quantizer.bits % 4  # payloads begin at any address
+
+    def compute():
+        work = clones(xs)
+        residuals = work if quantizer.bits % 2 else clones(xs)  # in place, or not
+        payload = payload_of(quantizer.nbytes(numels), offset)
+        keys = [2**64 - 5 + i if i < 5 else i for i in range(len(xs))]
+        kernels.quantize.encode(work, payload, keys, quantizer, residuals)
+        outs, sums = clones(xs), clones(xs)
+        kernels.quantize.decode_add(payload, outs, -1 / 3, quantizer)
+        finite = kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizer)
+        return [payload, *residuals, *outs, *sums, finite]
+
+    assert_triton_agrees(compute)
+
+
+def test_no_residual_and_one_payload():
+    quantizer, xs = Quantizer(4, 15, 512), hard_segments()[:1]
+
+    def compute():
+        payload = payload_of(quantizer.nbytes([2500]))
+        kernels.quantize.encode(xs, payload, [7], quantizer)
+        sums = clones(xs)
+        return [payload, kernels.quantize.decode_sum([payload], sums, 1.0, quantizer), *sums]
+
+    assert_triton_agrees(compute)

@@ -1,0 +1,43 @@
+"""Every Triton kernel compiles for all targets without spills, rounds as the reference does, and reads memory once."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import thinwire.kernels.triton
+from thinwire.kernels import backend
+from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant, inexact_instructions
+from thinwire.kernels.triton.variants import VARIANTS
+
+FIRST_OF_EACH_KERNEL = list({variant.function: variant for variant in reversed(VARIANTS)}.values())
+FUNCTIONS = backend.declared(thinwire.kernels.triton)
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_a_function_has_the_parameters_of_its_reference(name):
+    truth = inspect.signature(backend._REFERENCES[name])
+    assert list(inspect.signature(FUNCTIONS[name]).parameters) == list(truth.parameters)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_kernel_rounds_as_the_reference_and_moves_few_bytes(variant):
+    code = compile_variant(variant, "sm_90")
+    assert code.spills == 0 and code.registers < 255
+    assert inexact_instructions(code.text) == []
+    assert "st.global" in code.text
+    moved = sum(bytes_per_element(variant, code.text))
+    assert moved <= 1.5 * (variant.least_bytes + variant.cached_bytes) + 0.25, moved
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
+def test_every_kernel_compiles(target):
+    for variant in FIRST_OF_EACH_KERNEL:
+        code = compile_variant(variant, target)
+        assert code.spills == 0 and code.registers > 0, variant.name
+
+
+def test_inexact_instructions_are_found():
+    ptx = "fma.rn.f32 %f1, %f2;\n div.full.f32 %f1;\n mul.ftz.f32 %f;\n ex2.approx.f32 %f;\n div.rn.f32 %f; fma.rn.f64 %fd"
+    assert len(inexact_instructions(ptx)) == 5
