@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.average.exchange import COSTS, EXCHANGES, Load, cheapest
+from thinwire.average.exchange import SPARSE as SPARSE_EXCHANGES
 from thinwire.average.exchange.base import pack, unpack
 from thinwire.average.exchange.scatter_reduce import shard_nbytes
 
@@ -174,7 +175,24 @@ def test_nodes_of_one_worker_are_an_all_gather():
     assert_equal(a, b)
 
 
-EXCHANGED = [("scatter_reduce", 3, None), ("scatter_reduce", 4, None), ("hierarchical", 4, 2), ("hierarchical", 6, 3)]
+def suited(codec, exchange):
+    """The codec, or one that keeps the largest coordinates for the exchanges that need it."""
+    if exchange not in SPARSE_EXCHANGES or codec.sparse_parts() is not None:
+        return codec
+    return {QUANTIZED: CHAIN, tw.SignNorm(): tw.chain(SPARSE, tw.SignNorm())}.get(
+        codec, tw.BlockwiseTopK(0.1, block=16)
+    )
+
+
+EXCHANGED = [
+    ("scatter_reduce", 3, None),
+    ("scatter_reduce", 4, None),
+    ("hierarchical", 4, 2),
+    ("hierarchical", 6, 3),
+    ("sparse_reduce", 3, None),
+    ("sparse_reduce", 4, None),
+    ("hierarchical_sparse", 6, 2),
+]
 every_exchange = pytest.mark.parametrize(("exchange", "size", "nodes"), EXCHANGED)
 
 
@@ -183,6 +201,7 @@ every_exchange = pytest.mark.parametrize(("exchange", "size", "nodes"), EXCHANGE
 @pytest.mark.parametrize("codec", [SPARSE, CHAIN, tw.SignNorm(), tw.SVD(rank=1)], ids=repr)
 def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
     """W sum of results + all memories + W (all owners' memories) = sum of all gradients, to float32 rounding."""
+    codec = suited(codec, exchange)
     averager = mean_of(codec, exchange, nodes, granularity=granularity)
     num_steps = 10
     everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager, num_steps))
@@ -194,7 +213,7 @@ def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
         kept = sum(s["memory"][name].double() for s in states)
         if exchange == "scatter_reduce":
             kept = kept + size * torch.cat([s["owner_memory"][name].double() for s in states])
-        else:
+        elif nodes is not None:
             members = [s["memory"][name] for rank, s in enumerate(states) if rank % nodes]
             assert not torch.cat(members).any()
         sent = size * sum(r[name].double() for r in everyone[0][0])
@@ -228,7 +247,7 @@ def test_scatter_reduce_of_an_unbiased_codec_is_unbiased():
 @every_exchange
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_loss_scale_changes_nothing(exchange, size, nodes, memory):
-    averager = mean_of(QUANTIZED, exchange, nodes, memory)
+    averager = mean_of(suited(QUANTIZED, exchange), exchange, nodes, memory)
     plain, scaled = (tw.LocalWorld(size).run(run_steps, averager, 3, s) for s in (1.0, 1024.0))
     for (a, state_a), (b, state_b) in zip(plain, scaled, strict=True):
         assert_equal(a, b)
@@ -362,7 +381,7 @@ def test_hierarchical_sends_what_its_formula_says(codec, size, nodes):
 EVEN = {"a": (24, 48), "b": (48, 8), "bias": (48,)}
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", [e for e in EXCHANGES if e not in SPARSE_EXCHANGES])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_table_of_costs_holds(exchange, size):
     """Where W divides every tensor the table is exact: for a cast, and with the scales of every shard for QSGD."""
@@ -392,7 +411,10 @@ def test_costs_are_the_bytes_that_leave_a_node(size, nodes):
     assert COSTS["all_reduce"].num_bytes(size, nodes, m) == leaving(ring)
     assert COSTS["all_gather"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, m))
     assert COSTS["scatter_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
+    assert COSTS["sparse_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
     assert COSTS["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
+    sparse = leaving(dict.fromkeys(leaders, 2 * m / (size // nodes)))
+    assert COSTS["hierarchical_sparse"].num_bytes(size, nodes, m) == sparse
 
 
 # ---- messages ----
@@ -415,7 +437,15 @@ def test_messages_may_start_at_any_address(offset):
         (tw.Mean(), 8, "all_reduce"),
         (tw.Mean(tw.Cast(), tw.ErrorFeedback()), 3, "all_reduce"),
         (tw.Mean(SPARSE, tw.ErrorFeedback()), 2, "all_gather"),
-        (tw.Mean(SPARSE, tw.ErrorFeedback()), 8, "all_gather"),  # biased
+        (tw.Mean(SPARSE, tw.ErrorFeedback()), 8, "sparse_reduce"),
+        (tw.Mean(SPARSE, tw.ErrorFeedback()), 4, "all_gather"),  # half the bytes, and a quarter of the coordinates
+        (tw.Mean(SPARSE, tw.MomentumCorrection()), 6, "sparse_reduce"),
+        (tw.Mean(CHAIN, tw.ErrorFeedback(), granularity="model"), 8, "sparse_reduce"),
+        (tw.Mean(SPARSE), 8, "all_gather"),  # without a memory, what the owners drop would be lost
+        (tw.Mean(tw.Threshold(0.1), tw.ErrorFeedback()), 8, "all_gather"),  # nobody knows how many to keep
+        (tw.Mean(SPARSE, tw.ErrorFeedback(), workers_per_node=4), 8, "hierarchical"),
+        (tw.Mean(SPARSE, tw.MomentumCorrection(), workers_per_node=4), 8, "hierarchical_sparse"),
+        (tw.Mean(SPARSE, tw.ErrorFeedback(), workers_per_node=2), 16, "hierarchical_sparse"),
         (tw.Mean(QUANTIZED), 4, "all_gather"),  # half the bytes do not pay for a second loss
         (tw.Mean(QUANTIZED), 8, "scatter_reduce"),
         (tw.Mean(QUANTIZED, tw.ErrorFeedback(), granularity="model"), 8, "scatter_reduce"),
@@ -439,7 +469,8 @@ def test_auto_is_never_dearer_than_what_it_refuses_but_for_the_second_loss():
     for size in range(1, 20):
         for codec in (tw.Cast(), SPARSE, QUANTIZED, tw.SignNorm()):
             load = Load(codec, (torch.Size([512, 512]), torch.Size([7, 7])), 512, size)
-            suited = [e for e in EXCHANGES if e != "all_reduce" or codec.summable]
+            # Without a memory or nodes, a sparse all-reduce does not suit.
+            suited = [e for e in EXCHANGES if e not in SPARSE_EXCHANGES and (e != "all_reduce" or codec.summable)]
             chosen = cheapest(load)
             assert load.cost(chosen) <= 2 * min(load.cost(e) for e in suited if e != "scatter_reduce" or codec.unbiased)
             assert chosen != "scatter_reduce" or (size > 4 and codec.unbiased)
@@ -494,7 +525,11 @@ CYCLIC = [("2", "0"), ("2", "0"), ("2", "1"), ("2", "1")]
 def test_auto_uses_the_nodes_that_the_launcher_says():
     sparse, masked = tw.Mean(SPARSE), tw.Mean(SPARSE, tw.MomentumCorrection(0.9))
     assert [answer[:3] for answer in spawn(4, launched_worker, sparse, TWO_NODES)] == [["hierarchical", 2, 0]] * 4
-    assert [answer[:3] for answer in spawn(4, launched_worker, masked, TWO_NODES)] == [["all_gather", 1, 0]] * 4
+    assert [answer[:3] for answer in spawn(4, launched_worker, masked, TWO_NODES)] == [
+        ["hierarchical_sparse", 2, 0]
+    ] * 4
+    fixed = tw.Mean(tw.QSGD(bits=4), tw.MomentumCorrection(0.9))
+    assert [answer[:3] for answer in spawn(4, launched_worker, fixed, TWO_NODES)] == [["all_gather", 1, 0]] * 4
 
 
 @pytest.mark.parametrize("places", [UNEVEN, CYCLIC])
@@ -553,6 +588,10 @@ def process_worker(comm, averager):
         (4, mean_of(QUANTIZED, "scatter_reduce", memory=False)),
         (4, mean_of(CHAIN, "hierarchical", 2)),
         (3, mean_of(QUANTIZED, "hierarchical", 3)),
+        (3, mean_of(CHAIN, "sparse_reduce")),
+        (4, mean_of(SPARSE, "sparse_reduce", granularity="bucket")),
+        (4, tw.Mean(CHAIN, tw.MomentumCorrection(), exchange="hierarchical_sparse", workers_per_node=2)),
+        (2, mean_of(tw.chain(SPARSE, tw.QSGD(bits=4), tw.Huffman(), tw.Rice()), "sparse_reduce")),
         (2, mean_of(tw.Identity(), "hierarchical", 2)),
     ],
     ids=str,
@@ -591,7 +630,9 @@ def train_with(comm, averager):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ddp_replicas_stay_identical(size):
-    averagers = mean_of(CHAIN, "scatter_reduce"), mean_of(CHAIN, "hierarchical", 2 if size == 4 else size)
+    nodes = 2 if size == 4 else size
+    averagers = [mean_of(CHAIN, "scatter_reduce"), mean_of(CHAIN, "hierarchical", nodes)]
+    averagers += [mean_of(CHAIN, "sparse_reduce"), mean_of(CHAIN, "hierarchical_sparse", nodes)]
     first, *others = spawn(size, ddp_worker, averagers)
     assert all(other == first for other in others)
-    assert [owned for _, owned in first] == [["0.weight", "2.weight"], []]
+    assert [owned for _, owned in first] == [["0.weight", "2.weight"], [], [], []]

@@ -34,6 +34,10 @@ AVERAGERS = [
     tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), exchange="scatter_reduce"),
     tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), granularity="bucket", exchange="scatter_reduce"),
     tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce"),
+    tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), exchange="sparse_reduce"),
+    tw.Mean(
+        tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), granularity="bucket", exchange="sparse_reduce"
+    ),
 ]
 # Averagers with a path of their own; their files hold them to their definitions and formulas.
 OTHERS = [
@@ -47,7 +51,7 @@ OTHERS = [
 ]
 every_gradient_averager = pytest.mark.parametrize("averager", [*AVERAGERS, *OTHERS], ids=repr)
 every_averager = pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
-ENCODED_ONCE = [a for a in AVERAGERS if a.exchange != "scatter_reduce"]
+ENCODED_ONCE = [a for a in AVERAGERS if a.exchange not in ("scatter_reduce", "sparse_reduce")]
 SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (10, 40), "scale": ()}
 
 
@@ -112,7 +116,10 @@ def test_the_result_is_the_mean_of_what_each_sends(averager, size):
 
 @every_averager
 def test_only_granularity_model_needs_everything_at_once(averager):
-    """Stepping tensors one by one, as DDP's buckets do, gives the same result for granularity="layer"."""
+    """Stepping tensors one by one, as DDP's buckets do, gives the same result for granularity="layer".
+
+    But for a sparse all-reduce: it gives the tensors of each call to owners of their own.
+    """
 
     def worker(comm):
         state = averager.init(gradients(comm.rank, 0), comm, seed=5)
@@ -124,7 +131,7 @@ def test_only_granularity_model_needs_everything_at_once(averager):
         return [t for _, t in tensors]
 
     apart = tw.LocalWorld(3).run(worker)[0]
-    if averager.granularity == "layer":
+    if averager.granularity == "layer" and averager.exchange != "sparse_reduce":
         together = tw.LocalWorld(3).run(lambda comm: run_steps(comm, averager, 1)[0])[0][0]
         assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
     assert averager.whole_model == (averager.granularity == "model")

@@ -61,12 +61,13 @@ def test_results_are_those_of_the_definition(scale, poisoned):
             np.testing.assert_allclose(x.double().numpy().reshape(-1), expected, rtol=0, atol=12 * 2.0**-19)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "scatter_reduce", "hierarchical"])
+@pytest.mark.parametrize(
+    "exchange", ["all_gather", "scatter_reduce", "hierarchical", "sparse_reduce", "hierarchical_sparse"]
+)
 def test_estimates_and_mean_stay_together(exchange):
     """g is the mean of all g_i, up to what the second encoding of scatter_reduce has lost so far."""
-    averager = tw.Mean(
-        tw.QSGD(bits=4), tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None
-    )
+    codec = tw.chain(tw.TopK(0.2), tw.QSGD(bits=4)) if "sparse" in exchange else tw.QSGD(bits=4)
+    averager = tw.Mean(codec, tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None)
 
     def worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.zeros(6, 10)

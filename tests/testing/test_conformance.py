@@ -27,6 +27,7 @@ def test_memories_keep_the_contract(memory):
         tw.Mean(),
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
         tw.Mean(tw.TopK(0.1), tw.EF21()),
+        tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), exchange="sparse_reduce"),
         tw.dgc(0.1),
         tw.PowerSGD(rank=2),
         tw.Mix(),

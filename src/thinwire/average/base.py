@@ -11,8 +11,9 @@ A round is one training step: every tensor is stepped once, in one call or in se
 Memory changes in `commit` alone, and only where every result of the round is finite; results are the same on all
 workers, so all commit or none does. `discard` abandons a round that was broken off, such as by an error in backward.
 
-Collectives are issued in `step`, or all of them in `wait`, never from a completion callback. The caller may issue the
-next `step` before waiting for the last; it waits in the order of the steps.
+Collectives are issued in `step` and `wait`, never from a completion callback. The caller may issue the next `step` before
+waiting for the last; it waits in the order of the steps. Where an averager `sends_while_waiting`, the calls of `step` and
+`wait` come in the same order on all workers.
 
 State. Whatever `init` returns has `state_dict` and `load_state_dict`, a `clock`, and `finite`: whether all results of the
 round so far were finite, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their
@@ -77,8 +78,12 @@ class Averager(Algorithm, ABC):
         return False
 
     def sends_at_once(self, state: Any) -> bool:
-        """Whether `step` sends all that the round sends, so that `wait` may come late without delaying the others."""
+        """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
         return False
+
+    def sends_while_waiting(self, state: Any) -> bool:
+        """Whether `wait` sends too, so that its place among the calls of `step` must be the same on all workers."""
+        return True
 
     def set_epoch(self, state: Any, epoch: int) -> None:
         """Tell schedules which epoch it is, between rounds and alike on all workers."""

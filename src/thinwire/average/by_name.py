@@ -175,6 +175,9 @@ class ByName(Averager):
     def sends_at_once(self, state: ByNameState) -> bool:
         return all(child.sends_at_once(s) for child, s in zip(self._children, state.children, strict=True))
 
+    def sends_while_waiting(self, state: ByNameState) -> bool:
+        return any(child.sends_while_waiting(s) for child, s in zip(self._children, state.children, strict=True))
+
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> ByNameState:
         check_agreement(self, tensors, comm, seed)
         patterns = [pattern for pattern, _ in self._pairs]

@@ -32,9 +32,11 @@ from .base import Averager, NamedTensors, check_agreement
 from .clip import Clip, clip_gradients
 from .exchange import (
     EXCHANGES,
+    NODES,
     ONE_STEP,
     OWNER_MEMORY,
-    Finish,
+    SPARSE,
+    Flight,
     Job,
     Load,
     Observe,
@@ -45,6 +47,7 @@ from .exchange import (
     flatten,
     init_owner_memory,
     launched_nodes,
+    parts_of,
     result_buffers,
     split_like,
 )
@@ -62,13 +65,15 @@ class Mean(Averager):
         memory: keeps what the payload did not carry, such as `ErrorFeedback()`; None drops it.
         granularity: what is encoded as one segment. "layer": each tensor. "bucket": all tensors of one call; under DDP
             that is one of its buckets. "model": all tensors of the model, which overlaps with no backward pass.
-        exchange: "all_reduce", "all_gather", "scatter_reduce", "hierarchical", or "auto". "auto" takes the cheapest
-            that suits the codec. For unbiased codecs on 5 workers or more that may be "scatter_reduce", which encodes
-            the mean a second time. `docs/algorithms.md` has the rule, and the steps and bytes of each.
+        exchange: "all_reduce", "all_gather", "scatter_reduce", "sparse_reduce", "hierarchical", "hierarchical_sparse",
+            or "auto". "auto" takes the cheapest that suits the codec. For unbiased codecs on 5 workers or more that may
+            be "scatter_reduce", which encodes the mean a second time. For `TopK` and its like with a memory, on 5 workers
+            or more, it is "sparse_reduce", which keeps the largest coordinates of the sum. `docs/algorithms.md` has the
+            rule, and the steps and bytes of each.
         min_ndim: tensors with fewer dimensions travel dense as float32; higher => more travels dense. The default of 2
             keeps biases and norms dense, as Deep Gradient Compression does; 0 encodes everything.
-        workers_per_node: how many consecutive ranks share a fast node, for "hierarchical" and "auto". None reads the
-            launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
+        workers_per_node: how many consecutive ranks share a fast node, for hierarchical exchanges and "auto". None reads
+            the launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
         clip: clips each worker's own gradients first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
 
     Raises:
@@ -123,14 +128,22 @@ class Mean(Averager):
             f"Mean: workers_per_node must be a positive integer or None, got {nodes!r}",
         )
         require(
-            nodes is None or self.exchange in ("auto", "hierarchical"),
+            nodes is None or self.exchange in ("auto", *NODES),
             f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
         )
+        if self.exchange in SPARSE:
+            parts_of(self.codec)
         require(
-            self.memory is None or not self.memory.needs_support or (self.exchange != "hierarchical" and nodes is None),
+            self._may_use_nodes or (self.exchange != "hierarchical" and nodes is None),
             f"Mean: with exchange='hierarchical' a worker does not learn which coordinates its node sent, and "
             f"{self.memory} needs to; use masking=False, or another exchange",
         )
+
+    @property
+    def _may_use_nodes(self) -> bool:
+        """Whether nodes are of use: where a memory needs the support, only a sparse all-reduce between nodes gives it."""
+        needs_support = self.memory is not None and self.memory.needs_support
+        return not needs_support or (self.exchange != "hierarchical" and self.codec.sparse_parts() is not None)
 
     @property
     def whole_model(self) -> bool:
@@ -145,7 +158,14 @@ class Mean(Averager):
         return self.codec.lossless and self.memory is None
 
     def sends_at_once(self, state: MeanState) -> bool:
-        return state.exchange in ONE_STEP and self.codec.agreement is None
+        return not self._must_agree(state)
+
+    def sends_while_waiting(self, state: MeanState) -> bool:
+        return state.exchange not in ONE_STEP or self._must_agree(state)
+
+    def _must_agree(self, state: MeanState) -> bool:
+        """Whether workers agree on numbers before they encode."""
+        return self.codec.agreement is not None and state.exchange == "all_reduce"
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
@@ -160,13 +180,13 @@ class Mean(Averager):
 
     def _choose(self, tensors: NamedTensors, comm: Communicator) -> tuple[str, int]:
         """The exchange and the workers per node, for all rounds and buckets."""
-        needs_nodes = self.exchange == "hierarchical" or self.workers_per_node is not None
+        needs_nodes = self.exchange in NODES or self.workers_per_node is not None
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
         if self.exchange != "auto":
             return self.exchange, nodes
         if self.codec.agreement is not None:
             return "all_reduce", nodes
-        if not needs_nodes and (self.memory is None or not self.memory.needs_support):
+        if not needs_nodes and self._may_use_nodes:
             nodes = launched_nodes(comm)
         encoded, dense = self._split(tensors, self.codec)
         load = Load(
@@ -176,6 +196,8 @@ class Mean(Averager):
             size=comm.size,
             workers_per_node=nodes,
             merged=self.granularity != "layer",
+            remembers=self.memory is not None,
+            needs_support=self.memory is not None and self.memory.needs_support,
         )
         return cheapest(load), nodes
 
@@ -210,11 +232,14 @@ class Mean(Averager):
         )
         exchange = "all_reduce" if self._is_dense_round(codec) else state.exchange
         agree = job.codec.agreement is not None and exchange == "all_reduce"
-        finish = agreed_all_reduce(job) if agree else EXCHANGES[exchange](job)
-        return Handle(lambda: self._finish(state, job, finish, *self._split(targets, codec), scale))
+        flight = Flight(agreed_all_reduce(job) if agree else EXCHANGES[exchange](job), state.clock)
+        for earlier in state.flights:
+            earlier.advance()
+        state.flights.append(flight)
+        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
 
     def current_codec(self, state: MeanState) -> Codec:
-        codec = resolve(self.codec, state.progress)
+        codec: Codec = resolve(self.codec, state.progress)
         return codec if state.codec is None else codec.adapted(state.codec)
 
     @property
@@ -255,6 +280,7 @@ class Mean(Averager):
     def discard(self, state: MeanState) -> None:
         for memory, memory_state in self._memories(state):
             memory.discard(memory_state)
+        state.flights.clear()
         state.finite = True
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
@@ -281,7 +307,7 @@ class Mean(Averager):
         gradients = [g for _, g in encoded]
         if self.memory is None:
             return gradients, None
-        selects = self.granularity == "layer" and state.exchange == "all_gather"
+        selects = self.granularity == "layer" and state.exchange in ("all_gather", "sparse_reduce")
         counts = codec.topk_counts([g.numel() for g in gradients]) if selects else None
         x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
         return _shaped(x, gradients), selection
@@ -293,12 +319,16 @@ class Mean(Averager):
         return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 
     def _finish(
-        self, state: MeanState, job: Job, finish: Finish, encoded: NamedTensors, dense: NamedTensors, scale: float
+        self, state: MeanState, job: Job, flight: Flight, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
+        while flight.finish is None:
+            for under_way in state.flights:
+                under_way.advance()
+        state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
-        finite = finish(totals, dense_total)
+        finite = flight.finish(totals, dense_total)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
             if self.memory is not None:

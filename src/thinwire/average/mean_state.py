@@ -12,6 +12,7 @@ from ..codec import Key
 from ..kernels import Flag
 from ..memory import ErrorFeedbackState
 from ..schedule import Progress
+from .exchange import Flight
 
 
 @dataclass
@@ -25,6 +26,7 @@ class MeanState:
         workers_per_node: how many consecutive ranks share a node.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
         codec: the state of the codec's adaptive part; None if nothing adapts.
+        flights: the exchanges that were begun and not yet finished, in their order.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
     """
@@ -35,6 +37,7 @@ class MeanState:
     workers_per_node: int = 1
     owner_memory: ErrorFeedbackState | None = None
     codec: Any = None
+    flights: list[Flight] = field(default_factory=list)
     progress: Progress = Progress()
     finite: Flag = True
     clock: Clock = field(default_factory=Clock)

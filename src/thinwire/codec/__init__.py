@@ -6,7 +6,7 @@ from .base import Codec
 from .compose import Huffman, Rice, chain
 from .dense import SVD, Cast, Identity
 from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad
-from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, Threshold, TopK
+from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, SparseParts, Threshold, TopK
 from .types import Key, Selection, Symbols
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Rice",
     "SignNorm",
     "SignSGD",
+    "SparseParts",
     "TernGrad",
     "Threshold",
     "TopK",

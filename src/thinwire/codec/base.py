@@ -51,6 +51,7 @@ from .types import Key, Selection, Size, Symbols, as_list
 
 if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
+    from .sparse.parts import SparseParts
 
 
 class Codec(Algorithm, ABC):
@@ -266,6 +267,10 @@ class Codec(Algorithm, ABC):
     def with_selection(self, selection: Selection) -> Codec:
         """This codec for one call of `encode`, in which it keeps `selection` instead of making its own choice."""
         raise NotImplementedError(f"{self} selects nothing")
+
+    def sparse_parts(self) -> SparseParts | None:
+        """How a sparse all-reduce takes this codec apart; None unless it keeps the largest coordinates."""
+        return None
 
     @property
     def agreement(self) -> str | None:

@@ -108,7 +108,7 @@ class GradientRounds:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            elif self._averager.sends_at_once(self._state):
+            if self._averager.sends_at_once(self._state) and self._waits_late(device):
                 self._all_sent.wait()
             if self._is_abandoned:
                 return
@@ -122,6 +122,10 @@ class GradientRounds:
         finally:  # DDP must not wait for ever; `_end_backward` raises the error
             for _, future, buffer in held:
                 future.set_result(buffer)
+
+    def _waits_late(self, device: torch.device) -> bool:
+        """Whether waiting begins when all buckets are sent: to spare CPUs, or to keep the order of collectives."""
+        return device.type != "cuda" or self._averager.sends_while_waiting(self._state)
 
     def _end_backward(self) -> None:
         self._all_sent.set()  # also where the last bucket was never launched: DDP raises that in its next forward

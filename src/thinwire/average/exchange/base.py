@@ -10,16 +10,18 @@ An exchange is a function of a `Job`. It encodes the job's tensors and returns `
 The caller may overwrite the job's tensors before it calls `finish`. With `keep_residual`, they hold what the payload did
 not carry after `finish` has returned.
 
-Order. An exchange of one step sends before it returns. An exchange of several steps issues all of its collectives in
-`finish`. So all workers issue them from one thread, in the order of the calls of `step`. A run uses one exchange only.
+Order. An exchange of one step sends before it returns `finish`. An exchange of several steps is a generator: it issues a
+collective, yields its handle, and receives the result; then it issues the next. It returns `finish` after it has issued
+the last one. `Flight` drives it. A run uses one exchange only, so all workers issue the same collectives in the same order.
 
 Message    [dense float32][payload]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +29,18 @@ from torch import Tensor
 from ... import debug, kernels
 from ...clock import Clock
 from ...codec import Codec, Key, Selection
-from ...comm import Communicator
+from ...comm import Communicator, Handle
 from ...kernels import Flag
 from ...memory import ErrorFeedbackState
 
 Finish = Callable[[list[Tensor], Tensor], Flag]
+Stages = Generator[Handle, Any, Finish]
 Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
+
+SUMMED = 0xFFFF
+"""The part of a `piece_key` for what the owner of a piece encodes of the sum of all workers."""
+
+_PART_SHIFT = 48  # the stream of a key: tensor below bit 32, then rank, then part of the tensor
 
 
 @dataclass
@@ -135,6 +143,43 @@ class Job:
     def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
         """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""
         return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)
+
+
+class Flight:
+    """An exchange under way, from its first collective to `finish`.
+
+    Args:
+        begun: what an exchange returned: `finish`, or its stages.
+        clock: adds up the time that is spent waiting between stages.
+    """
+
+    def __init__(self, begun: Finish | Stages, clock: Clock):
+        self._begun, self._clock = begun, clock
+        self._pending: Handle | None = None
+        self.finish: Finish | None = None
+        """Set once the last collective is issued."""
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
+        if self.finish is not None:
+            return
+        if not isinstance(self._begun, Generator):
+            self.finish = self._begun
+            return
+        result = None
+        if self._pending is not None:
+            with self._clock("wait"):
+                result = self._pending.wait()
+        try:
+            self._pending = self._begun.send(result)
+        except StopIteration as end:
+            self.finish = end.value
+
+
+def piece_key(key: Key, part: int) -> Key:
+    """The key of a part of a tensor that is encoded for itself: `part` tells these apart, 1 to `SUMMED`."""
+    return key._replace(stream=key.stream | part << _PART_SHIFT)
 
 
 def message_nbytes(codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, merged: bool) -> int:

@@ -7,7 +7,12 @@ network is the one between nodes, so the cost is what a node sends to all other 
     all_reduce        2(W-1)      2(W-1)/W m                 2(W-1)/W m     a ring passes each node once
     all_gather        1           N(W-N) m                   (W-1) m
     scatter_reduce    2           2N(W-N)/W m                2(W-1)/W m     m: W times the message of the largest shard
+    sparse_reduce     3           2N(W-N)/W m                2(W-1)/W m     m: W times the largest region's message
     hierarchical      1 + 2       (W/N-1) m                  (W-1) m        2 steps inside the node, if N > 1
+    hierarchical_sparse  3 + 2    2(L-1)/L m                 2(W-1)/W m     L = W/N nodes; as sparse_reduce of L workers
+
+The message of a region has the coordinates that its owner keeps, its part of the dense vectors, and half a header. So the
+cost is exact where workers select as many coordinates in each region as are kept there, and a little more otherwise.
 
 Latency is the number of steps times the latency of one message. It dominates when messages are small.
 """
@@ -23,6 +28,7 @@ import torch
 from ...codec import Codec
 from .base import message_nbytes
 from .scatter_reduce import shard_nbytes
+from .sparse_reduce import header_nbytes, layout_of, message_sizes, parts_of
 
 
 class Cost(NamedTuple):
@@ -36,10 +42,15 @@ COSTS: dict[str, Cost] = {
     "all_reduce": Cost(lambda w, n: 2 * (w - 1), lambda w, n, m: 2 * (w - 1) * m / w),
     "all_gather": Cost(lambda w, n: 1, lambda w, n, m: n * (w - n) * m),
     "scatter_reduce": Cost(lambda w, n: 2, lambda w, n, m: 2 * n * (w - n) * m / w),
+    "sparse_reduce": Cost(lambda w, n: 3, lambda w, n, m: 2 * n * (w - n) * m / w),
     "hierarchical": Cost(lambda w, n: (w > n) + 2 * (n > 1), lambda w, n, m: (w // n - 1) * m),
+    "hierarchical_sparse": Cost(
+        lambda w, n: 3 * (w > n) + 2 * (n > 1), lambda w, n, m: 2 * (w // n - 1) * m / (w // n)
+    ),
 }
 
-# `scatter_reduce` must send this many times fewer bytes to be chosen, since its second encoding adds variance.
+# An exchange that loses twice must send this many times fewer bytes to be chosen: the second encoding of `scatter_reduce`
+# adds variance, and `sparse_reduce` delivers fewer coordinates than an all-gather.
 SECOND_LOSS_FACTOR = 2
 
 
@@ -54,6 +65,8 @@ class Load:
         size: number of workers, W.
         workers_per_node: N.
         merged: whether all tensors are encoded as one segment.
+        remembers: whether a memory keeps what is lost.
+        needs_support: whether that memory learns which coordinates were sent.
     """
 
     codec: Codec
@@ -62,13 +75,25 @@ class Load:
     size: int
     workers_per_node: int = 1
     merged: bool = False
+    remembers: bool = False
+    needs_support: bool = False
 
     def message_nbytes(self, exchange: str) -> int:
         """Bytes of the message, m."""
         shapes = list(self.shapes)
+        if exchange in ("sparse_reduce", "hierarchical_sparse"):
+            size = self.size if exchange == "sparse_reduce" else self.size // self.workers_per_node
+            return size * self._region_nbytes(size)
         if exchange == "scatter_reduce":
             return self.size * max(shard_nbytes(self.codec, shapes, self.dense_numel, self.size, self.merged))
         return message_nbytes(self.codec, shapes, self.dense_numel, self.merged)
+
+    def _region_nbytes(self, size: int) -> int:
+        """The largest message of a region, and half a header, among `size` workers."""
+        numels = [shape.numel() for shape in self.shapes]
+        parts = parts_of(self.codec)
+        layout = layout_of(parts, [sum(numels)] if self.merged and numels else numels, size)
+        return max(message_sizes(parts, layout, self.dense_numel)) + max(header_nbytes(layout)) // 2
 
     def cost(self, exchange: str) -> float:
         """Bytes that leave a node in one round.
@@ -88,16 +113,24 @@ def cheapest(load: Load) -> str:
         all_reduce        summable codecs
         all_gather        any codec
         scatter_reduce    unbiased codecs, if it is cheaper by more than `SECOND_LOSS_FACTOR`, which needs W > 4
-        hierarchical      nodes of several workers
+        sparse_reduce     codecs that keep the largest coordinates, with a memory, if cheaper by more than that factor
+        hierarchical      nodes of several workers, unless the memory needs the support
+        hierarchical_sparse   nodes of several workers; as `sparse_reduce`
 
     `scatter_reduce` encodes twice. An unbiased codec keeps its mean under a second encoding. A biased one trains
     differently, with or without memory, so the user has to ask for it. The choice depends on the load only, so it is
     the same on all workers.
     """
+    has_nodes = load.workers_per_node > 1
+    keeps_largest = load.remembers and load.codec.sparse_parts() is not None
     prices = {"all_reduce": load.cost("all_reduce")} if load.codec.summable else {}
     prices["all_gather"] = load.cost("all_gather")
     if load.codec.unbiased:
         prices["scatter_reduce"] = SECOND_LOSS_FACTOR * load.cost("scatter_reduce")
-    if load.workers_per_node > 1:
+    if keeps_largest:
+        prices["sparse_reduce"] = SECOND_LOSS_FACTOR * load.cost("sparse_reduce")
+    if has_nodes and not load.needs_support:
         prices["hierarchical"] = load.cost("hierarchical")
+    if has_nodes and keeps_largest:
+        prices["hierarchical_sparse"] = SECOND_LOSS_FACTOR * load.cost("hierarchical_sparse")
     return min(prices, key=prices.__getitem__)

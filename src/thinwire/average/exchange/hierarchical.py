@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,43 +31,47 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
 from ...kernels import Flag
-from .base import Finish, Job, flatten, pack, split_like, unpack
+from .base import Job, Stages, flatten, pack, split_like, unpack
 
 
-def hierarchical(job: Job) -> Finish:
+def hierarchical(job: Job) -> Stages:
     """The result is `1/L sum_nodes C(mean of the node)`, for any codec."""
     node = Node(job.comm, job.workers_per_node)
-    own = flatten([*job.tensors, job.dense], job.dense.device)  # a copy, since the caller may overwrite the tensors
-    if job.keep_residual:
-        for x in job.tensors:
-            x.zero_()
+    own = take(job)
     num_bytes = job.message_nbytes(job.tensors, job.dense)
     forward = job.codec.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
+    node_sum = yield from node.reduce(own)
+    messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
+    result = debug.empty_like(own)
+    if node.is_leader:
+        message = _encode(job, node_sum)
+        messages = yield from node.meet(message, num_bytes if job.codec.fixed_size else None)
+        if not forward:
+            *totals, dense_total = split_like(result, [*job.tensors, job.dense])
+            _decode(job, messages, totals, dense_total.zero_())
+    handles = node.pass_on(messages if forward else [result])
+
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
-            node_sum = node.reduce(own)
-        if node.is_leader:
-            message = _encode(job, node_sum)
-            with job.clock("wait"):
-                messages = node.meet(message, num_bytes if job.codec.fixed_size else None)
-        else:
-            messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
-        if forward:
-            with job.clock("wait"):
-                node.pass_on(messages)
+            for handle in handles:
+                handle.wait()
         if forward:
             return _decode(job, messages, totals, dense_total)
-        if node.is_leader:
-            _decode(job, messages, totals, dense_total)
         outs = [*totals, dense_total]
-        result = flatten(outs, own.device)
-        with job.clock("wait"):
-            node.pass_on([result])
         torch._foreach_copy_(outs, split_like(result, outs))
         return kernels.all_finite([result])
 
     return finish
+
+
+def take(job: Job) -> Tensor:
+    """A copy of all that this worker contributes to its node; with a memory, the leader's alone keeps what is lost."""
+    own = flatten([*job.tensors, job.dense], job.dense.device)
+    if job.keep_residual:
+        for x in job.tensors:
+            x.zero_()
+    return own
 
 
 def _encode(job: Job, node_sum: Tensor) -> Tensor:
@@ -111,45 +117,71 @@ class Node:
         """The leaders of all nodes."""
         return range(0, self.comm.size, self.workers_per_node)
 
-    def reduce(self, own: Tensor) -> Tensor:
+    def reduce(self, own: Tensor) -> Generator[Handle, Any, Tensor]:
         """Send `own` to the leader. Returns the sum in rank order on the leader, and `own` on other members."""
         if not self.is_leader:
-            self.comm.exchange({self.leader: own}, {}).wait()
+            yield self.comm.exchange({self.leader: own}, {})
             return own
+        parts = yield self.comm.exchange({}, {member: debug.empty_like(own) for member in self.members})
         total = own.clone()
-        for part in self.comm.exchange({}, {member: debug.empty_like(own) for member in self.members}).wait().values():
+        for part in parts.values():
             total += part
         return total
 
-    def meet(self, message: Tensor, num_bytes: int | None) -> list[Tensor]:
+    def meet(self, message: Tensor, num_bytes: int | None) -> Generator[Handle, Any, list[Tensor]]:
         """Exchange messages between leaders. Returns those of all nodes in order.
 
         Args:
             message: of this node.
             num_bytes: size of all messages; None if it varies, and then sizes travel first.
         """
-        others = [leader for leader in self.leaders if leader > self.leader]
-        others += [
-            leader for leader in self.leaders if leader < self.leader
-        ]  # so that no leader receives from all others first
-        lengths = {leader: torch.tensor([num_bytes or 0], device=message.device) for leader in others}
+        team = Leaders(self)
+        sizes = [num_bytes or 0] * team.size
         if num_bytes is None:
             length = torch.tensor([message.numel()], device=message.device)
-            self.comm.exchange(dict.fromkeys(others, length), lengths).wait()
-        received = {
-            leader: debug.empty(int(lengths[leader]), dtype=message.dtype, device=message.device) for leader in others
-        }
-        self.comm.exchange(dict.fromkeys(others, message), received).wait()
-        return [received.get(leader, message) for leader in self.leaders]
+            sizes = torch.cat((yield team.all_gather(length))).tolist()
+        messages: list[Tensor] = yield team.all_gather(message, sizes)
+        return messages
 
-    def pass_on(self, tensors: list[Tensor]) -> None:
-        """Overwrite the members' tensors with the leader's."""
+    def pass_on(self, tensors: list[Tensor]) -> list[Handle]:
+        """Overwrite the members' tensors with the leader's, once the handles have been waited for."""
         handles: list[Handle] = []
         for tensor in tensors:
             sends = dict.fromkeys(self.members, tensor) if self.is_leader else {}
             handles.append(self.comm.exchange(sends, {} if self.is_leader else {self.leader: tensor}))
-        for handle in handles:
+        return handles
+
+
+class Leaders:
+    """The leaders of all nodes, as a team of their own: collectives that only they call.
+
+    Args:
+        node: of this leader.
+    """
+
+    def __init__(self, node: Node):
+        self._comm, self._ranks = node.comm, list(node.leaders)
+        self.rank, self.size = self._ranks.index(node.leader), len(self._ranks)
+
+    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
+        """Send `tensors[i]` to leader i; entry i of the result comes from leader i, of `sizes[i]` elements."""
+        sizes = [t.numel() for t in tensors] if sizes is None else sizes
+        own = tensors[self.rank]
+        others = [i % self.size for i in range(self.rank + 1, self.rank + self.size)]  # no leader is flooded
+        received = {i: debug.empty(sizes[i], dtype=own.dtype, device=own.device) for i in others}
+        handle = self._comm.exchange(
+            {self._ranks[i]: tensors[i] for i in others}, {self._ranks[i]: received[i] for i in others}
+        )
+
+        def wait() -> list[Tensor]:
             handle.wait()
+            return [received.get(i, own) for i in range(self.size)]
+
+        return Handle(wait)
+
+    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
+        """Give every leader the tensors of all."""
+        return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
 
 
 def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:

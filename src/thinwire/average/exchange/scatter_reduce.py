@@ -20,24 +20,22 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import debug
 from ...codec import Codec, Key
-from ...comm import Communicator
+from ...comm import Communicator, Handle
 from ...kernels.flags import Flag, both
 from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
-from .base import Finish, Job, message_nbytes, pack, unpack
+from .base import SUMMED, Job, Stages, message_nbytes, pack, piece_key, unpack
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
-
-_PIECE_SHIFT = 48  # the stream of a key: tensor below bit 32, rank from bit 32, piece from bit 48
-_MEAN = 0xFFFF
 
 
 class Shard(NamedTuple):
@@ -47,7 +45,7 @@ class Shard(NamedTuple):
     pieces: list[Tensor]
 
 
-def scatter_reduce(job: Job) -> Finish:
+def scatter_reduce(job: Job) -> Stages:
     """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
     comm, me = job.comm, job.comm.rank
     shards, dense_pieces = _split(job.tensors, job), job.dense.tensor_split(comm.size)
@@ -58,22 +56,21 @@ def scatter_reduce(job: Job) -> Finish:
     ]
     sizes = [job.message_nbytes(shard.pieces, dense) for shard, dense in zip(shards, dense_pieces, strict=True)]
 
+    received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
+    dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
+
+    x = _compensate(job, shards[me].positions, mean)
+    message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], SUMMED)))
+    handle = yield from _all_gather(comm, job.codec, message, sizes)
+
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
-            received = _all_to_all(comm, job.codec, messages, sizes[me])
-        dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
-
-        x = _compensate(job, shards[me].positions, mean)
-        message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], _MEAN)))
-        with job.clock("wait"):
-            gathered = _all_gather(comm, job.codec, message, sizes)
-
+            gathered = handle.wait()
         outs, dense_outs = _split(totals, job), dense_total.tensor_split(comm.size)
         finite: Flag = True
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
             dense, payload = unpack(shard_message, dense_out.numel())
-            is_finite = job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, _MEAN))
-            finite = both(finite, is_finite)
+            finite = both(finite, job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, SUMMED)))
             dense_out.copy_(dense)
         return finite
 
@@ -138,24 +135,25 @@ def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size:
 
 
 def _piece_keys(job: Job, shard: Shard, part: int) -> list[Key]:
-    """A key for each piece; `part` is the owner's rank + 1 in the first encoding, and _MEAN in the second."""
-    keys = [job.keys[i] for i in shard.positions]
-    return [key._replace(stream=key.stream | part << _PIECE_SHIFT) for key in keys]
+    """A key for each piece: `part` is its owner's rank + 1 in the first encoding, and `SUMMED` in the second."""
+    return [piece_key(job.keys[i], part) for i in shard.positions]
 
 
-def _all_to_all(comm: Communicator, codec: Codec, messages: list[Tensor], num_bytes: int) -> list[Tensor]:
-    """Exchange the shards; sizes travel first if they are not fixed."""
+def _all_to_all(
+    comm: Communicator, codec: Codec, messages: list[Tensor], num_bytes: int
+) -> Generator[Handle, Any, list[Tensor]]:
+    """The messages of all workers; sizes travel first where they are not fixed."""
     sizes = [num_bytes] * comm.size
     if not codec.fixed_size:
         lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
-        sizes = torch.cat(comm.all_to_all(list(lengths.split(1))).wait()).tolist()
-    received: list[Tensor] = comm.all_to_all(messages, sizes).wait()
+        sizes = torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist()
+    received: list[Tensor] = yield comm.all_to_all(messages, sizes)
     return received
 
 
-def _all_gather(comm: Communicator, codec: Codec, message: Tensor, sizes: list[int]) -> list[Tensor]:
+def _all_gather(comm: Communicator, codec: Codec, message: Tensor, sizes: list[int]) -> Generator[Handle, Any, Handle]:
+    """The handle of the last collective; sizes travel first where they are not fixed."""
     if not codec.fixed_size:
         length = torch.tensor([message.numel()], device=message.device)
-        sizes = torch.cat(comm.all_gather(length).wait()).tolist()
-    gathered: list[Tensor] = comm.all_gather(message, sizes).wait()
-    return gathered
+        sizes = torch.cat((yield comm.all_gather(length))).tolist()
+    return comm.all_gather(message, sizes)

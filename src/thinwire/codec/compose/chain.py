@@ -12,6 +12,7 @@ from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ..base import Codec
 from ..sparse.base import Sparsifier
+from ..sparse.parts import SparseParts
 from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
 from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
@@ -61,6 +62,10 @@ class Chain(Codec):
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
     ) -> Selection:
         return self.sparsifier.support(payload, size, key)
+
+    def sparse_parts(self) -> SparseParts | None:
+        parts = self.sparsifier.sparse_parts()
+        return None if parts is None else parts._replace(values=self.values)
 
     def topk_counts(self, numels: list[int]) -> list[int] | None:
         return self.sparsifier.topk_counts(numels)

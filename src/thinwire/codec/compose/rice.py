@@ -11,6 +11,7 @@ from ... import kernels
 from ...algorithm import Algorithm, require
 from ..base import Codec
 from ..sparse.base import Sparsifier
+from ..sparse.parts import SparseParts
 from ..sparse.payload import with_length, without_length
 from ..types import Selection
 
@@ -67,6 +68,10 @@ class GapCoded(Sparsifier):
         assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
         return replace(self, sparsifier=sparsifier)
 
+    def sparse_parts(self) -> SparseParts | None:
+        parts = self.sparsifier.sparse_parts()
+        return None if parts is None else parts._replace(coding=self)
+
     def topk_counts(self, numels: list[int]) -> list[int] | None:
         return self.sparsifier.topk_counts(numels)
 
@@ -84,6 +89,9 @@ class GapCoded(Sparsifier):
 
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)
+
+    def target(self, numel: int) -> int:
+        return self.sparsifier.target(numel)
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         return self.sparsifier.select(segments, keys)

@@ -3,8 +3,18 @@
 from .base import Sparsifier
 from .blockwise_top_k import BlockwiseTopK
 from .coarse_grained import CoarseGrainedTopK
+from .parts import SparseParts
 from .random_k import RandomK
 from .threshold import AdaptiveThreshold, Threshold
 from .top_k import TopK
 
-__all__ = ["AdaptiveThreshold", "CoarseGrainedTopK", "RandomK", "Sparsifier", "Threshold", "TopK", "BlockwiseTopK"]
+__all__ = [
+    "AdaptiveThreshold",
+    "CoarseGrainedTopK",
+    "RandomK",
+    "SparseParts",
+    "Sparsifier",
+    "Threshold",
+    "TopK",
+    "BlockwiseTopK",
+]

@@ -10,10 +10,12 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
+from ..dense.cast import Identity
 from ..types import Selection
 from .base import Sparsifier, check_ratio
+from .parts import SparseParts
 from .payload import tail
-from .top_k import num_kept
+from .top_k import TopK, num_kept
 
 _MAX_BLOCK = 4096  # so that a position in a block fits 12 bits
 
@@ -56,6 +58,10 @@ class BlockwiseTopK(Sparsifier):
 
     def count(self, numel: int) -> int:
         return numel // self.block * num_kept(self.ratio, self.block) + num_kept(self.ratio, numel % self.block)
+
+    def sparse_parts(self) -> SparseParts:
+        """Indices are coded as those of `TopK`: what meets in a region is no longer sorted into blocks."""
+        return SparseParts(self, TopK(self.ratio), Identity())
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         last_counts = [num_kept(self.ratio, s.numel() % self.block) for s in segments]

@@ -13,9 +13,11 @@ from ...algorithm import require
 from ...schedule import Schedule
 from ..agreed import AgreedCodec
 from ..base import Codec
+from ..dense.cast import Identity
 from ..types import Key, Selection, Size, as_list
-from .base import check_ratio
-from .top_k import num_kept
+from .base import Sparsifier, check_ratio
+from .parts import SparseParts
+from .top_k import TopK, num_kept
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +72,9 @@ class CoarseGrainedTopK(AgreedCodec):
 
     def agreed(self, total: Tensor, num_workers: int) -> Codec:
         return AgreedChunks(self, total)
+
+    def sparse_parts(self) -> SparseParts:
+        return SparseParts(ChunkElements(self), TopK(self.ratio), Identity())
 
     def num_chunks(self, numel: int) -> int:
         """The number of chunks of a segment of `numel` elements; the last may be shorter."""
@@ -148,6 +153,24 @@ class AgreedChunks(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return self.rule.values_nbytes(numels)
+
+
+class ChunkElements(Sparsifier):
+    """Selects all elements of the chunks that a worker would choose alone."""
+
+    def __init__(self, rule: CoarseGrainedTopK):
+        self.rule = rule
+
+    def __repr__(self) -> str:
+        return repr(self.rule)
+
+    def count(self, numel: int) -> int:
+        return min(numel, self.rule.count(numel) * self.rule.chunk)
+
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        payload = self.rule.encode_segments(segments, keys, None)
+        indices, _, counts = self.rule.support(payload, [s.numel() for s in segments])
+        return Selection(indices, kernels.scatter.gather(segments, indices, counts), counts)
 
 
 def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[Size]) -> Selection:

@@ -44,7 +44,7 @@ def encode_sparse(
     if sparsifier.counts_travel:
         selection = _all_where_smaller(sparsifier, values_codec, selection, segments)
     indices, values, counts = selection
-    sent, lost = _encode_values(values_codec, values, counts, keys, gains=[sparsifier.gain(n) for n in numels])
+    sent, lost = encode_values(values_codec, values, counts, keys, gains=[sparsifier.gain(n) for n in numels])
     if residuals is not None:
         for x, r in zip(segments, residuals, strict=True):
             if r.data_ptr() != x.data_ptr():
@@ -67,7 +67,13 @@ def decode_sparse(
     """Undo `encode_sparse`: add the values to `outs`, and return them with their positions."""
     numels = [o.numel() for o in outs]
     indices, counts, nbytes = sparsifier.read_support(payload, numels, keys)
-    sent = payload[: payload.numel() - nbytes]
+    values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts)
+    kernels.scatter.add(outs, indices, values, counts, weight)
+    return Selection(indices, values, counts)
+
+
+def decode_values(sparsifier: Sparsifier, values_codec: Codec, sent: Tensor, counts: list[int]) -> Tensor:
+    """The kept values of all segments, from the bytes that `encode_values` made of them."""
     expected = values_codec.segments_nbytes(counts)
     require(
         sent.numel() == expected or (sent.numel() < expected and not values_codec.fixed_size),
@@ -75,12 +81,10 @@ def decode_sparse(
         "is it corrupt, or were sender and receiver configured differently?",
     )
     if values_codec.sends_floats:
-        values = kernels.payload_as(sent, torch.float32)
-    else:
-        values = torch.zeros(sum(counts), dtype=torch.float32, device=payload.device)
-        values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
-    kernels.scatter.add(outs, indices, values, counts, weight)
-    return Selection(indices, values, counts)
+        return kernels.payload_as(sent, torch.float32)
+    values = torch.zeros(sum(counts), dtype=torch.float32, device=sent.device)
+    values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
+    return values
 
 
 def sum_sparse(
@@ -104,7 +108,7 @@ def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]
     return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
 
 
-def _encode_values(
+def encode_values(
     values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
 ) -> tuple[Tensor, Tensor | None]:
     """Encode the values times `gains`; also return the values' residual, or None if it is zero."""

@@ -11,8 +11,10 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
+from ..dense.cast import Identity
 from ..types import Selection, number
 from .base import Sparsifier, check_ratio
+from .parts import SparseParts
 from .payload import with_length, without_length
 
 # From Deep Gradient Compression: the accepted range of counts, in units of k, and how the threshold is lowered.
@@ -83,6 +85,9 @@ class TopK(Sparsifier):
     def topk_counts(self, numels: list[int]) -> list[int] | None:
         return [self.count(n) for n in numels] if self.sample is None else None
 
+    def sparse_parts(self) -> SparseParts:
+        return SparseParts(self, self, Identity())
+
     @property
     def lossless(self) -> bool:
         return self.ratio == 1
@@ -90,6 +95,9 @@ class TopK(Sparsifier):
     def count(self, numel: int) -> int:
         k = num_kept(self.ratio, numel)
         return k if self.sample is None else min(numel, int(_TOO_MANY * k))
+
+    def target(self, numel: int) -> int:
+        return num_kept(self.ratio, numel)
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         targets = [num_kept(self.ratio, s.numel()) for s in segments]
