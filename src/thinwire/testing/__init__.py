@@ -1,7 +1,7 @@
-"""Conformance suites for algorithms of your own: call one in a test of your package.
+"""Conformance suites for your own algorithms: call one in a test of your package.
 
-Each suite runs plain assertions on one algorithm and raises `AssertionError` with a message where a promise of the
-contract is broken. They need PyTorch alone, so any test runner serves.
+Each suite checks one algorithm, and raises `AssertionError` with a message if the algorithm breaks its contract. The suites
+need only PyTorch, so they work with any test runner.
 """
 
 from .averager import check_averager

@@ -15,19 +15,19 @@ SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
 
 
 def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named: bool = True) -> None:
-    """Hold an averager to the contract of `thinwire.average.base`.
+    """Check that an averager fulfils the contract of `thinwire.average.base`.
 
-    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and brings workers closer. Rounds
-    repeat with the same bits; a saved state goes on with the same bits; a round with an infinity is reported by
-    `commit` on the workers that it reached.
+    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and moves workers closer. A repeated
+    round gives the same bits, and so does a saved and loaded state. `commit` reports a round with an infinity on the
+    workers that received it.
 
     Args:
-        averager: to be checked.
-        sizes: numbers of workers; those that its topology suits.
-        named: whether `parse(repr(averager))` must give it back.
+        averager: the averager to check.
+        sizes: numbers of workers that its topology can connect.
+        named: whether `parse(repr(averager))` must equal it.
 
     Raises:
-        AssertionError: a promise is broken.
+        AssertionError: the averager breaks the contract.
 
     Example:
         >>> import thinwire as tw

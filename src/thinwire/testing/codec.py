@@ -15,18 +15,18 @@ SHAPES = [(), (1,), (7,), (64,), (13, 5), (30, 40), (3, 4, 5), (1500,)]
 
 
 def check_codec(codec: Codec, named: bool = True) -> None:
-    """Hold a codec to the contract of `thinwire.codec.base`.
+    """Check that a codec fulfils the contract of `thinwire.codec.base`.
 
-    Sizes are exact or bounds; the input stays as it is; the residual is `x - decode(encode(x))` and may be `x` itself;
+    Sizes are exact or bounds; the input is not changed; the residual is `x - decode(encode(x))` and may be `x` itself;
     bytes are a function of input and key alone, the same from both kernel backends; `decode_add` and `decode_sum`
-    accumulate; segments are independent; infinite and NaN elements are never lost; payloads of a wrong size are refused.
+    accumulate; segments are independent; infinite and NaN elements are never lost; a payload of a wrong size is an error.
 
     Args:
-        codec: to be checked.
-        named: whether `parse(repr(codec))` must give it back, which a registered codec does.
+        codec: the codec to check.
+        named: whether `parse(repr(codec))` must equal it, as for a registered codec.
 
     Raises:
-        AssertionError: a promise is broken.
+        AssertionError: the codec breaks the contract.
 
     Example:
         >>> import thinwire as tw

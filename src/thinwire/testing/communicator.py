@@ -11,7 +11,7 @@ from ..comm import Communicator
 
 
 def check_communicator(run: Callable[[Callable[[Communicator], Any]], Any]) -> None:
-    """Hold a communicator to the contract of `thinwire.comm.base`: each operation has its result on every worker.
+    """Check that a communicator fulfils the contract of `thinwire.comm.base`: the result of each operation on each worker.
 
     Args:
         run: runs a function of the communicator on every worker, such as `LocalWorld(3).run`.

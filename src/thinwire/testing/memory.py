@@ -15,18 +15,18 @@ NUMEL = 100
 
 
 def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -> None:
-    """Hold a memory to the contract of `thinwire.memory.base`.
+    """Check that a memory fulfils the contract of `thinwire.memory.base`.
 
-    `compensate` leaves the gradient as it is; a discarded round, with infinities in it, leaves no trace; a saved state
-    goes on with the same bits; a loss scale that is a power of two changes nothing.
+    `compensate` does not change the gradient; a discarded round with infinities does not change the memory; a loaded state
+    continues with the same bits; a loss scale that is a power of two does not change the result.
 
     Args:
-        memory: to be checked.
-        codec: what the values are sent with; lossy.
-        named: whether `parse(repr(memory))` must give it back.
+        memory: the memory to check.
+        codec: a lossy codec for the values.
+        named: whether `parse(repr(memory))` must equal it.
 
     Raises:
-        AssertionError: a promise is broken.
+        AssertionError: the memory breaks the contract.
 
     Example:
         >>> import thinwire as tw

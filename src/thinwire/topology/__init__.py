@@ -1,4 +1,4 @@
-"""Who talks to whom, and with which weights: pure functions of ``(rank, step, size)``. The contract is in `base`."""
+"""Topologies: the peers of each worker and their weights, as pure functions of `(rank, step, size)`. See `base`."""
 
 from .base import Neighbours, Topology
 from .bipartite import BipartiteExponential, BipartiteLinear

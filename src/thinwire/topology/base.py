@@ -1,28 +1,28 @@
-"""The contract of a topology: who talks to whom at a step, and with which weights.
+"""The contract of a topology: the peers of each worker in a step, and their weights.
 
-A topology is a frozen description without connections, tensors or state. Everything about it is a pure function of
-``(rank, step, size)``, where ``size`` is the number of workers W and ranks are ``0..W-1``; so every worker derives the
-same graph alone, and a topology can be drawn, tested and compared without a network.
+A topology is a frozen description without connections, tensors or state. All its properties are pure functions of
+`(rank, step, size)`, where `size` is the number of workers W and ranks are `0..W-1`. So every worker computes the same
+graph by itself, and a topology can be drawn, tested and compared without a network.
 
-**Mixing matrix.** One step of gossip is ``x_i <- sum_j P[i, j] x_j`` for every rank i. Row ``P[i, :]`` says how worker
-i forms its new value; column ``P[:, i]`` says where worker i's value goes. Worker i *sends to* every j != i with ``P[j,
-i] > 0`` and *receives from* every j != i with ``P[i, j] > 0``. ``P[i, i]`` is always positive.
+**Mixing matrix.** One step of gossip is `x_i <- sum_j P[i, j] x_j` for every rank i. Row `P[i, :]` has the weights of
+the values that worker i receives; column `P[:, i]` has the weights with which others use its value. Worker i *sends
+to* every j != i with `P[j, i] > 0` and *receives from* every j != i with `P[i, j] > 0`. `P[i, i]` is always positive.
 
-**Weights.** ``"uniform"``: worker i gives every peer, and itself, ``1 / (number of peers it sends to + 1)`` of its
-value. This is column-stochastic on every graph, which is what push-sum needs, and doubly stochastic where all workers
-have equally many peers. ``"metropolis"`` (Metropolis-Hastings; undirected graphs only): ``P[i, j] = 1 / (1 +
-max(degree_i, degree_j))`` on edges and the rest stays at home; symmetric and doubly stochastic on every undirected
-graph, so that it is the default where degrees may differ. On regular graphs the two are the same.
+**Weights.** `"uniform"`: worker i gives every peer, and itself, `1 / (number of peers it sends to + 1)` of its
+value. This is column-stochastic on every graph, as push-sum requires, and doubly stochastic if all workers have the same
+number of peers. `"metropolis"` (Metropolis-Hastings; undirected graphs only): `P[i, j] = 1 / (1 +
+max(degree_i, degree_j))` on edges, and each worker keeps the rest. This is symmetric and doubly stochastic on every
+undirected graph, so it is the default if degrees may differ. On regular graphs the two are equal.
 
-**Time.** A time-varying topology repeats with ``period(size)`` steps. Only a `Phases` does so merely from its last
-phase on; `steps` lists, for any topology, the steps whose matrices are all there are.
+**Time.** A time-varying topology repeats after `period(size)` steps; `Phases` repeats only from its last phase on. For any
+topology, `steps` lists steps that together have all of its matrices.
 
 **Guarantees**, for every topology that `validate` accepts: if i sends to j at a step, then j receives from i at that
-step with the same weight; each column sums to one; no worker is its own peer and none is listed twice; a lone worker
-(``size == 1``) is always accepted and mixes with itself.
+step with the same weight; each column sums to one; no worker is its own peer, and no peer is listed twice; a single worker
+(`size == 1`) is always accepted and mixes with itself.
 
-**Writing one.** Derive from `Topology`, be a frozen dataclass with ``repr=False``, and define ``_neighbours``, which is
-only called with a valid rank and size >= 2. Override ``_validate`` and ``_period`` where needed.
+**To write a topology**, derive from `Topology` as a frozen dataclass with `repr=False`, and define `_neighbours`, which is
+called only with a valid rank and size >= 2. Override `_validate` and `_period` where needed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ import numpy as np
 from ..algorithm import Algorithm
 
 SUM_TOLERANCE = 1e-12  # sums of up to some thousand float64 weights near 1/W
-ZERO_MODULUS = 1e-12  # rounding leaves 1e-17 where a product averages exactly, and a root over the period would show it
+ZERO_MODULUS = (
+    1e-12  # rounding leaves 1e-17 if a product averages exactly, and the root over the period would enlarge it
+)
 
 
 class Neighbours(NamedTuple):
-    """One worker's part in one step: its column (``sends``) and its row (``receives``) without the diagonal."""
+    """One worker's part in one step: its column (`sends`) and its row (`receives`) without the diagonal."""
 
     sends: dict[int, float]
-    """``{peer: P[peer, rank]}``: the weight that the peer gives to what this worker sends."""
+    """`{peer: P[peer, rank]}`: the weight that the peer gives to what this worker sends."""
     receives: dict[int, float]
-    """``{peer: P[rank, peer]}``: the weight that this worker gives to what it receives."""
+    """`{peer: P[rank, peer]}`: the weight that this worker gives to what it receives."""
     self_weight: float
-    """``P[rank, rank]``."""
+    """`P[rank, rank]`."""
 
 
 class Topology(Algorithm, ABC):
@@ -67,12 +69,13 @@ class Topology(Algorithm, ABC):
         return range(self._period(size))
 
     def validate(self, size: int, rank: int = 0) -> None:
-        """Raise ValueError, saying why and what would do, where this topology cannot connect ``size`` workers.
+        """Raise ValueError with the reason and a remedy if this topology cannot connect `size` workers.
 
-        >>> from thinwire.topology import Torus
-        >>> Torus().validate(7)
-        Traceback (most recent call last):
-        ValueError: Torus() cannot connect 7 workers: 7 is prime, so it is no grid; use 6 or 8 workers, or Ring()
+        Example:
+            >>> from thinwire.topology import Torus
+            >>> Torus().validate(7)
+            Traceback (most recent call last):
+            ValueError: Torus() cannot connect 7 workers: 7 is prime, so it is no grid; use 6 or 8 workers, or Ring()
         """
         if size < 1:
             raise ValueError(f"{self!r} needs at least 1 worker, got size={size}")
@@ -82,13 +85,14 @@ class Topology(Algorithm, ABC):
             self._validate(size)
 
     def neighbours(self, rank: int, step: int, size: int) -> Neighbours:
-        """Whom ``rank`` sends to and receives from at ``step``, with weights, without building the matrix.
+        """The peers that `rank` sends to and receives from at `step`, with weights, without building the matrix.
 
         Raises ValueError as `validate` does, and for a negative step.
 
-        >>> from thinwire.topology import Exponential
-        >>> Exponential().neighbours(rank=0, step=1, size=8)
-        Neighbours(sends={2: 0.5}, receives={6: 0.5}, self_weight=0.5)
+        Example:
+            >>> from thinwire.topology import Exponential
+            >>> Exponential().neighbours(rank=0, step=1, size=8)
+            Neighbours(sends={2: 0.5}, receives={6: 0.5}, self_weight=0.5)
         """
         self.validate(size, rank)
         if step < 0:
@@ -96,23 +100,24 @@ class Topology(Algorithm, ABC):
         return self._neighbours(rank, step, size) if size > 1 else Neighbours({}, {}, 1.0)
 
     def row(self, rank: int, step: int, size: int) -> dict[int, float]:
-        """The nonzero entries of ``P[rank, :]`` as ``{peer: weight}``, own weight first."""
+        """The nonzero entries of `P[rank, :]` as `{peer: weight}`, own weight first."""
         own = self.neighbours(rank, step, size)
         return {rank: own.self_weight, **own.receives}
 
     def column(self, rank: int, step: int, size: int) -> dict[int, float]:
-        """The nonzero entries of ``P[:, rank]`` as ``{peer: weight}``, own weight first."""
+        """The nonzero entries of `P[:, rank]` as `{peer: weight}`, own weight first."""
         own = self.neighbours(rank, step, size)
         return {rank: own.self_weight, **own.sends}
 
     def matrix(self, step: int, size: int) -> np.ndarray:
-        """The mixing matrix ``P`` of a step, float64 of shape ``(size, size)``.
+        """The mixing matrix `P` of a step, float64 of shape `(size, size)`.
 
-        >>> from thinwire.topology import DirectedRing
-        >>> DirectedRing().matrix(step=0, size=3)
-        array([[0.5, 0. , 0.5],
-               [0.5, 0.5, 0. ],
-               [0. , 0.5, 0.5]])
+        Example:
+            >>> from thinwire.topology import DirectedRing
+            >>> DirectedRing().matrix(step=0, size=3)
+            array([[0.5, 0. , 0.5],
+                   [0.5, 0.5, 0. ],
+                   [0. , 0.5, 0.5]])
         """
         matrix = np.zeros((size, size))
         for rank in range(size):
@@ -126,23 +131,24 @@ class Topology(Algorithm, ABC):
         return self._period(size) if size > 1 else 1
 
     def steps(self, size: int) -> Sequence[int]:
-        """The steps whose matrices are all that ever occur. The last ``period(size)`` of them repeat for ever."""
+        """Steps that together have all matrices of the topology; the last `period(size)` of them repeat for ever."""
         self.validate(size)
         return self._steps(size) if size > 1 else range(1)
 
     def spectral_gap(self, size: int) -> float:
-        """How fast gossip agrees: ``1 - rho``, where disagreement shrinks as ``rho^step`` in the long run.
+        """The speed of gossip, `1 - rho`: in the long run the disagreement shrinks as `rho^step`.
 
-        ``rho = |lambda_2(P(T-1) ... P(1) P(0))|^(1/T)``, with T the period and ``lambda_2`` the eigenvalue of second
-        largest *modulus*. For a static graph T is 1 and this is the usual ``1 - |lambda_2(P)|``. It is 1 where all
-        workers agree exactly after one period, and for a lone worker. Costs an eigenvalue problem of ``size`` and, for
+        `rho = |lambda_2(P(T-1) ... P(1) P(0))|^(1/T)`, with T the period and `lambda_2` the eigenvalue of second
+        largest *modulus*. For a static graph T is 1 and this is the usual `1 - |lambda_2(P)|`. It is 1 where all
+        workers agree exactly after one period, and for a lone worker. Costs an eigenvalue problem of `size` and, for
         time-varying graphs, T products of matrices. (Boyd et al., Randomized gossip algorithms, 2006.)
 
-        >>> from thinwire.topology import Complete, Exponential, Ring
-        >>> Complete().spectral_gap(16), Exponential().spectral_gap(16)
-        (1.0, 1.0)
-        >>> round(Ring().spectral_gap(16), 4)  # (2/3) (1 - cos(2 pi / 16))
-        0.0507
+        Example:
+            >>> from thinwire.topology import Complete, Exponential, Ring
+            >>> Complete().spectral_gap(16), Exponential().spectral_gap(16)
+            (1.0, 1.0)
+            >>> round(Ring().spectral_gap(16), 4)  # (2/3) (1 - cos(2 pi / 16))
+            0.0507
         """
         period = self.period(size)
         product = np.eye(size)
@@ -154,11 +160,11 @@ class Topology(Algorithm, ABC):
         return float(1.0 - second ** (1.0 / period))
 
     def is_directed(self, size: int) -> bool:
-        """Whether at some step some worker sends to one from which it receives nothing."""
+        """Whether in some step a worker sends to a peer from which it receives nothing."""
         return any(own.sends.keys() != own.receives.keys() for own in self._everyone(size))
 
     def is_symmetric(self, size: int) -> bool:
-        """Whether ``P = P'`` at every step: messages go both ways, with equal weights."""
+        """Whether `P = P'` at every step: messages go both ways, with equal weights."""
         return all(own.sends == own.receives for own in self._everyone(size))
 
     def is_column_stochastic(self, size: int) -> bool:

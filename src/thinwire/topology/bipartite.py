@@ -1,8 +1,8 @@
 """Graphs between odd and even ranks, for asynchronous pairwise averaging (AD-PSGD, arXiv 1710.06952).
 
-Odd ranks are *active*: at a step, active worker i exchanges with ``i + d``. Even ranks are *passive*: worker j
-exchanges with ``j - d``, that is, with whoever chose it. So one distance is a perfect matching of the two sides and its
-matrix, at weights 1/2, is symmetric and doubly stochastic. Distances are odd, which joins the two sides where W is
+Odd ranks are *active*: at a step, active worker i exchanges with `i + d`. Even ranks are *passive*: worker j
+exchanges with `j - d`, the worker that chose it. So one distance is a perfect matching of the two sides and its
+matrix, at weights 1/2, is symmetric and doubly stochastic. Distances are odd, so that they join the two sides if W is
 even.
 """
 
@@ -18,7 +18,7 @@ from .circulant import Groups, both_signs, check_peers, check_peers_exist, disti
 
 @dataclass(frozen=True, repr=False)
 class Bipartite(Topology):
-    """``peers`` matchings a step out of the odd distances of ``_distances(size)``."""
+    """Uses `peers` matchings per step, with the odd distances of `_distances(size)`."""
 
     peers: int = 1
     static: bool = False
@@ -68,19 +68,20 @@ def _groups(topology: Bipartite, size: int) -> Groups:
 
 @dataclass(frozen=True, repr=False)
 class BipartiteExponential(Bipartite):
-    """Odd and even ranks matched at the distances 1 and ``1 + 2^i``, ``i = 1..floor(log2(W - 1))``, both signs, in
+    """Odd and even ranks matched at the distances 1 and `1 + 2^i`, `i = 1..floor(log2(W - 1))`, both signs, in
     turn.
 
     Args:
         peers: exchanges of each worker a step; higher => faster agreement, more bytes.
-        static: all distances at every step instead (``peers`` is then without effect).
+        static: all distances at every step instead (`peers` is then without effect).
 
-    >>> [list(BipartiteExponential().neighbours(rank=1, step=step, size=8).sends) for step in range(4)]
-    [[2], [0], [4], [6]]
+    Example:
+        >>> [list(BipartiteExponential().neighbours(rank=1, step=step, size=8).sends) for step in range(4)]
+        [[2], [0], [4], [6]]
     """
 
     def _distances(self, size: int) -> list[int]:
-        # i = 0 gives distance 2, which stays on its side.
+        # i = 0 gives distance 2, which joins ranks of the same side.
         return both_signs([1, *(1 + 2**i for i in range(1, (size - 1).bit_length()))])
 
 
@@ -91,12 +92,13 @@ class BipartiteLinear(Bipartite):
 
     Args:
         peers: exchanges of each worker a step; higher => faster agreement, more bytes.
-        static: all distances at every step instead (``peers`` is then without effect).
+        static: all distances at every step instead (`peers` is then without effect).
 
-    >>> BipartiteLinear().period(size=8)
-    4
-    >>> list(BipartiteLinear(static=True).neighbours(rank=1, step=0, size=8).sends)
-    [2, 0, 4, 6]
+    Example:
+        >>> BipartiteLinear().period(size=8)
+        4
+        >>> list(BipartiteLinear(static=True).neighbours(rank=1, step=0, size=8).sends)
+        [2, 0, 4, 6]
     """
 
     def _distances(self, size: int) -> list[int]:

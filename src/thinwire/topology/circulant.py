@@ -1,4 +1,4 @@
-"""Graphs that look alike from every rank: worker i sends to ``i + d`` modulo W for every distance d of the step.
+"""Graphs that are the same from every rank: worker i sends to `i + d` modulo W for every distance d of the step.
 
 All are regular, so uniform weights are doubly stochastic, directed or not.
 """
@@ -17,7 +17,7 @@ Groups = tuple[tuple[int, ...], ...]  # one group of distances a step, in the or
 
 
 class Circulant(Topology):
-    """A graph given by its distances: ``_groups(size)`` has one group for each step of the period."""
+    """A graph given by its distances: `_groups(size)` has one group for each step of the period."""
 
     @abstractmethod
     def _groups(self, size: int) -> Groups: ...
@@ -44,12 +44,12 @@ def _distinct_groups(topology: Circulant, size: int) -> Groups:
 
 
 def distinct(distances: Iterable[int], size: int) -> tuple[int, ...]:
-    """Distances modulo ``size`` in their order, each once, without 0 (no double edges, no message to oneself)."""
+    """Distances modulo `size` in their order, each once, without 0: no double edges, and no messages to itself."""
     return tuple(dict.fromkeys(d % size for d in distances if d % size))
 
 
 def windows(distances: tuple[int, ...], peers: int) -> Groups:
-    """``peers`` distances a step, going round and round the list until it starts anew with the first."""
+    """Groups of `peers` distances, cyclically through the list, until a group starts with the first distance again."""
     num_distances = len(distances)
     period = num_distances // gcd(num_distances, peers)
     return tuple(tuple(distances[(step * peers + k) % num_distances] for k in range(peers)) for step in range(period))
@@ -74,12 +74,13 @@ def check_peers_exist(topology: Topology, peers: int, num_distances: int, size: 
 
 @dataclass(frozen=True, repr=False)
 class Ring(Circulant):
-    """Every worker exchanges with the next and the one before, at weights 1/3.
+    """Every worker exchanges with the next and the previous rank, at weights 1/3.
 
-    Eigenvalues ``(1 + 2 cos(2 pi k / W)) / 3``. Two workers share one edge, at weights 1/2.
+    Eigenvalues `(1 + 2 cos(2 pi k / W)) / 3`. Two workers share one edge, at weights 1/2.
 
-    >>> Ring().row(rank=0, step=0, size=8) == {0: 1 / 3, 1: 1 / 3, 7: 1 / 3}
-    True
+    Example:
+        >>> Ring().row(rank=0, step=0, size=8) == {0: 1 / 3, 1: 1 / 3, 7: 1 / 3}
+        True
     """
 
     def _groups(self, size: int) -> Groups:
@@ -88,12 +89,13 @@ class Ring(Circulant):
 
 @dataclass(frozen=True, repr=False)
 class DirectedRing(Circulant):
-    """Every worker sends to the next and receives from the one before, at weights 1/2.
+    """Every worker sends to the next rank and receives from the previous one, at weights 1/2.
 
-    Eigenvalues ``(1 + exp(2 pi i k / W)) / 2``, of modulus ``|cos(pi k / W)|``.
+    Eigenvalues `(1 + exp(2 pi i k / W)) / 2`, of modulus `|cos(pi k / W)|`.
 
-    >>> DirectedRing().neighbours(rank=0, step=0, size=8)
-    Neighbours(sends={1: 0.5}, receives={7: 0.5}, self_weight=0.5)
+    Example:
+        >>> DirectedRing().neighbours(rank=0, step=0, size=8)
+        Neighbours(sends={1: 0.5}, receives={7: 0.5}, self_weight=0.5)
     """
 
     def _groups(self, size: int) -> Groups:
@@ -102,11 +104,12 @@ class DirectedRing(Circulant):
 
 @dataclass(frozen=True, repr=False)
 class Complete(Circulant):
-    """Everyone exchanges with everyone, at weights 1/W: one step reaches the mean, with W - 1 messages a worker.
+    """Every worker exchanges with all others, at weights 1/W: one step reaches the mean, with W - 1 messages per worker.
 
-    >>> Complete().matrix(step=0, size=2)
-    array([[0.5, 0.5],
-           [0.5, 0.5]])
+    Example:
+        >>> Complete().matrix(step=0, size=2)
+        array([[0.5, 0.5],
+               [0.5, 0.5]])
     """
 
     def _groups(self, size: int) -> Groups:
@@ -115,15 +118,16 @@ class Complete(Circulant):
 
 @dataclass(frozen=True, repr=False)
 class Linear(Circulant):
-    """All odd distances, forwards and backwards, ``peers`` of them a step: +1, -1, +3, -3, ... (Assran et al. 2019,
+    """All odd distances, forwards and backwards, `peers` of them a step: +1, -1, +3, -3, ... (Assran et al. 2019,
     arXiv 1811.10792).
 
     Args:
         peers: messages that each worker sends a step; higher => faster agreement, more bytes.
-        static: all distances at every step instead (``peers`` is then without effect).
+        static: all distances at every step instead (`peers` is then without effect).
 
-    >>> [list(Linear().neighbours(rank=0, step=step, size=8).sends) for step in range(4)]
-    [[1], [7], [3], [5]]
+    Example:
+        >>> [list(Linear().neighbours(rank=0, step=step, size=8).sends) for step in range(4)]
+        [[1], [7], [3], [5]]
     """
 
     peers: int = 1
@@ -149,19 +153,20 @@ class Exponential(Circulant):
     """Distances that grow exponentially, one power a step (Assran et al. 2019, Stochastic Gradient Push, arXiv
     1811.10792).
 
-    At step t, worker i sends to ``i + j (p+1)^(t mod T)`` for ``j = 1..p``, where ``p = peers`` and ``T =
-    floor(log_{p+1}(W - 1)) + 1``; with one peer that is ``i + 2^(t mod T)``. Where ``W = (p+1)^T``, all workers hold
-    the exact mean after T steps. Distances wrap modulo W; one that meets another of its step, or 0, is left out.
+    At step t, worker i sends to `i + j (p+1)^(t mod T)` for `j = 1..p`, where `p = peers` and `T =
+    floor(log_{p+1}(W - 1)) + 1`; with one peer that is `i + 2^(t mod T)`. If `W = (p+1)^T`, all workers hold
+    the exact mean after T steps. Distances are modulo W; 0 and repeated distances of a step are left out.
 
     Args:
         peers: messages that each worker sends a step; higher => fewer steps to agreement, more bytes a step.
         static: the distances of all steps at every step (Ying et al. 2021, arXiv 2110.13363).
         bidirectional: both signs of every distance, so that the graph is undirected and messages double.
 
-    >>> [list(Exponential().neighbours(rank=0, step=step, size=16).sends) for step in range(5)]
-    [[1], [2], [4], [8], [1]]
-    >>> list(Exponential(peers=2).neighbours(rank=0, step=1, size=9).sends)
-    [3, 6]
+    Example:
+        >>> [list(Exponential().neighbours(rank=0, step=step, size=16).sends) for step in range(5)]
+        [[1], [2], [4], [8], [1]]
+        >>> list(Exponential(peers=2).neighbours(rank=0, step=1, size=9).sends)
+        [3, 6]
     """
 
     peers: int = 1

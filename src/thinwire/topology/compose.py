@@ -1,4 +1,4 @@
-"""Topologies made of topologies: one after the other (`Phases`), and one between nodes (`Hierarchical`)."""
+"""Topologies built from others: one after another (`Phases`), or one between nodes (`Hierarchical`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Phases(Topology):
     phase lasts for ever; `period` and `spectral_gap` are its own.
 
     Args:
-        phases: pairs ``(start, topology)``, the starts ascending from 0, in epochs.
+        phases: pairs `(start, topology)`, the starts ascending from 0, in epochs.
         steps_per_epoch: the length of an epoch in steps; 1 => starts are counted in steps.
 
     Raises ValueError for phases that do not ascend from 0.
 
-    >>> from thinwire.topology import Exponential
-    >>> schedule = Phases(phases=((0, Exponential(peers=2)), (30, Exponential())), steps_per_epoch=100)
-    >>> [len(schedule.neighbours(rank=0, step=step, size=16).sends) for step in (0, 2999, 3000)]
-    [2, 2, 1]
+    Example:
+        >>> from thinwire.topology import Exponential
+        >>> schedule = Phases(phases=((0, Exponential(peers=2)), (30, Exponential())), steps_per_epoch=100)
+        >>> [len(schedule.neighbours(rank=0, step=step, size=16).sends) for step in (0, 2999, 3000)]
+        [2, 2, 1]
     """
 
     phases: tuple[tuple[int, Topology], ...]
@@ -43,7 +44,7 @@ class Phases(Topology):
             raise ValueError(f"Phases: steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
 
     def _phase(self, step: int) -> tuple[int, Topology]:
-        """The first step and the topology of the phase that ``step`` belongs to."""
+        """The first step and the topology of the phase that `step` belongs to."""
         index = bisect_right(self.phases, step // self.steps_per_epoch, key=lambda phase: phase[0]) - 1
         start, topology = self.phases[index]
         return start * self.steps_per_epoch, topology
@@ -73,21 +74,22 @@ class Phases(Topology):
 class Hierarchical(Topology):
     """Workers of one node average exactly, and one worker of each node gossips for it.
 
-    With Q the matrix of ``inner`` over the nodes and m workers per node, ``P = Q (x) (1/m) 11'``: every worker of node
-    a gets ``sum_b Q[a, b] mean_b``. The nonzero eigenvalues are those of Q, hence so is the spectral gap. The weights
-    tell what a step computes; an averager that knows the hierarchy gets the same with an all-reduce among `members` and
-    messages between leaders only. Node a has the ranks ``a m .. a m + m - 1``, and the first of them leads.
+    With Q the matrix of `inner` over the nodes and m workers per node, `P = Q (x) (1/m) 11'`: every worker of node
+    a gets `sum_b Q[a, b] mean_b`. The nonzero eigenvalues are those of Q, hence so is the spectral gap. The weights
+    define the result of a step. An averager that knows the hierarchy computes it with an all-reduce among `members` and
+    messages between leaders only. Node a has the ranks `a m .. a m + m - 1`, and the first of them is the leader.
 
     Args:
-        inner: the topology of the nodes, seen by their leaders as ranks ``0..W/m - 1``.
+        inner: the topology of the nodes, seen by their leaders as ranks `0..W/m - 1`.
         workers_per_node: m.
 
-    >>> from thinwire.topology import Ring
-    >>> topology = Hierarchical(inner=Ring(), workers_per_node=4)
-    >>> topology.leader(rank=6), topology.members(rank=6), topology.num_nodes(size=32)
-    (4, range(4, 8), 8)
-    >>> round(topology.spectral_gap(size=32), 6) == round(Ring().spectral_gap(size=8), 6)
-    True
+    Example:
+        >>> from thinwire.topology import Ring
+        >>> topology = Hierarchical(inner=Ring(), workers_per_node=4)
+        >>> topology.leader(rank=6), topology.members(rank=6), topology.num_nodes(size=32)
+        (4, range(4, 8), 8)
+        >>> round(topology.spectral_gap(size=32), 6) == round(Ring().spectral_gap(size=8), 6)
+        True
     """
 
     inner: Topology
@@ -98,19 +100,19 @@ class Hierarchical(Topology):
             raise ValueError(f"{self!r}: workers_per_node must be at least 1, got {self.workers_per_node}")
 
     def node(self, rank: int) -> int:
-        """The node of a worker, which is its leader's rank in ``inner``."""
+        """The node of a worker, which is its leader's rank in `inner`."""
         return rank // self.workers_per_node
 
     def leader(self, rank: int) -> int:
-        """The worker that gossips for the node of ``rank``."""
+        """The worker that gossips for the node of `rank`."""
         return self.node(rank) * self.workers_per_node
 
     def members(self, rank: int) -> range:
-        """The workers of the node of ``rank``, itself included."""
+        """The workers of the node of `rank`, itself included."""
         return range(self.leader(rank), self.leader(rank) + self.workers_per_node)
 
     def num_nodes(self, size: int) -> int:
-        """The number of nodes of ``size`` workers."""
+        """The number of nodes of `size` workers."""
         return -(-size // self.workers_per_node)  # a lone worker is a node of its own
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:

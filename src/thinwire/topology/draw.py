@@ -16,24 +16,25 @@ MAX_PANELS = 12
 MAX_COLUMNS = 4
 MAX_LABELLED = 64
 PANEL_INCHES = 2.9
-LEADERS_AT = 0.66  # leaders stand inside the circle of their members
+LEADERS_AT = 0.66  # leaders are inside the circle of their members
 BEND = 0.5  # of links towards the centre, so that they do not pass behind the workers between
-INK, BLUE, ORANGE, GREY = "#333333", "#0072B2", "#D55E00", "#999999"  # Okabe and Ito: told apart by the colour-blind
+INK, BLUE, ORANGE, GREY = "#333333", "#0072B2", "#D55E00", "#999999"  # by Okabe and Ito, for colour-blind readers
 
 
 def draw(topology: Topology, size: int, path: str | Path) -> Path:
-    """Draw a topology of ``size`` workers to a PNG, SVG or PDF file, told by the ending of ``path``; returns the path.
+    """Draw a topology of `size` workers to a PNG, SVG or PDF file, chosen by the suffix of `path`; returns the path.
 
     Orange arrows are messages one way, blue lines exchanges both ways, grey lines exact averages within a node. A
     time-varying topology has one panel for each step, of which at most twelve are drawn.
 
-    Raises ValueError where the topology cannot connect ``size`` workers, and for another kind of file.
+    Raises ValueError where the topology cannot connect `size` workers, and for another kind of file.
 
-    >>> import tempfile
-    >>> from thinwire.topology import Exponential
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     draw(Exponential(), 8, f"{folder}/exponential.svg").name
-    'exponential.svg'
+    Example:
+        >>> import tempfile
+        >>> from thinwire.topology import Exponential
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw(Exponential(), 8, f"{folder}/exponential.svg").name
+        'exponential.svg'
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
@@ -84,7 +85,7 @@ def _draw_step(axes: Any, topology: Topology, step: int, size: int) -> None:
 
 
 def _places(topology: Topology, size: int) -> np.ndarray:
-    """The points of the ranks, of shape (size, 2), clockwise from the top; leaders stand before their members."""
+    """The points of the ranks, of shape (size, 2), clockwise from the top, with leaders inside the circle of members."""
     turns, radii = np.arange(size) / size, np.ones(size)
     if isinstance(topology, Hierarchical) and 1 < topology.workers_per_node <= size:
         per_node, nodes = topology.workers_per_node, topology.num_nodes(size)

@@ -18,13 +18,14 @@ class Graph(Undirected):
 
     Args:
         edges: pairs of ranks, in either direction; every rank has at least one, and all must be connected.
-        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+        weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
 
     Raises ValueError for edges that are not pairs of two different ranks; `validate` does where the graph is
     disconnected.
 
-    >>> Graph(edges=[(2, 1), (0, 1)])
-    Graph(edges=((0, 1), (1, 2)))
+    Example:
+        >>> Graph(edges=[(2, 1), (0, 1)])
+        Graph(edges=((0, 1), (1, 2)))
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -52,7 +53,7 @@ class Graph(Undirected):
 
 @dataclass(frozen=True, repr=False)
 class DirectedGraph(Topology):
-    """Any directed graph, from its edges ``(sender, receiver)``, with uniform weights: column-stochastic, for push-sum.
+    """Any directed graph, from its edges `(sender, receiver)`, with uniform weights: column-stochastic, for push-sum.
 
     Args:
         edges: pairs of ranks; there must be a path from every rank to every other.
@@ -60,11 +61,12 @@ class DirectedGraph(Topology):
     Raises ValueError for edges that are not pairs of two different ranks; `validate` does where a rank cannot reach
     another.
 
-    >>> graph = DirectedGraph(edges=((0, 1), (0, 2), (1, 2), (2, 0)))
-    >>> graph.column(rank=0, step=0, size=3) == {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
-    True
-    >>> graph.is_doubly_stochastic(size=3)
-    False
+    Example:
+        >>> graph = DirectedGraph(edges=((0, 1), (0, 2), (1, 2), (2, 0)))
+        >>> graph.column(rank=0, step=0, size=3) == {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
+        True
+        >>> graph.is_doubly_stochastic(size=3)
+        False
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -94,16 +96,17 @@ class DirectedGraph(Topology):
 
 
 def from_networkx(graph: Any, weights: str = "metropolis") -> Graph | DirectedGraph:
-    """The topology of a networkx graph; its nodes become ranks in the order of ``graph.nodes``.
+    """The topology of a networkx graph; its nodes become ranks in the order of `graph.nodes`.
 
     Directed graphs become a `DirectedGraph`, whose weights are uniform. Loops are left out, since every worker mixes
-    with itself anyhow; parallel edges count once; edge attributes are not read.
+    with itself already; parallel edges count once; edge attributes are not read.
 
     Raises ValueError for a node without an edge to another.
 
-    >>> import networkx
-    >>> from_networkx(networkx.path_graph(3))
-    Graph(edges=((0, 1), (1, 2)))
+    Example:
+        >>> import networkx
+        >>> from_networkx(networkx.path_graph(3))
+        Graph(edges=((0, 1), (1, 2)))
     """
     rank_of = {node: rank for rank, node in enumerate(graph.nodes)}
     edges = [(rank_of[u], rank_of[v]) for u, v in graph.edges() if u != v]

@@ -1,4 +1,4 @@
-"""What there is to know about a topology of a given size, as values and as lines to print."""
+"""Facts about a topology of a given size, as values and as lines to print."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from .compose import links_of
 
 
 def facts(topology: Topology, size: int) -> dict[str, Any]:
-    """The facts of a topology on ``size`` workers, as plain values.
+    """The facts of a topology on `size` workers, as plain values.
 
-    ``steps_per_tenfold`` is the number of steps that make the disagreement ten times smaller in the long run,
-    ``ln 10 / -ln(1 - spectral_gap)``; 0 where one period reaches the mean exactly. Peers are those that a
+    `steps_per_tenfold` is the number of steps that make the disagreement ten times smaller in the long run,
+    `ln 10 / -ln(1 - spectral_gap)`; 0 where one period reaches the mean exactly. Peers are those that a
     worker sends to in a step; in a hierarchy, those that it sends to as the leader of its node.
 
-    Raises ValueError where the topology cannot connect ``size`` workers.
+    Raises ValueError where the topology cannot connect `size` workers.
 
-    >>> from thinwire.topology import Ring
-    >>> facts(Ring(), size=8)["max_peers"]
-    2
+    Example:
+        >>> from thinwire.topology import Ring
+        >>> facts(Ring(), size=8)["max_peers"]
+        2
     """
     num_peers = [count for step in topology.steps(size) for count in _num_peers(topology, step, size)]
     gap = topology.spectral_gap(size)
@@ -55,19 +56,20 @@ def _steps_per_tenfold(gap: float) -> float:
 def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
     """The facts of a topology as pairs (name, value), in words.
 
-    Raises ValueError where the topology cannot connect ``size`` workers.
+    Raises ValueError where the topology cannot connect `size` workers.
 
-    >>> from thinwire.topology import Exponential
-    >>> for name, value in describe(Exponential(), size=16):
-    ...     print(f"{name:20} {value}")
-    topology             Exponential()
-    workers              16
-    graph                directed, repeats every 4 steps
-    peers per step       1
-    messages per step    16
-    mixing matrix        doubly stochastic, not symmetric
-    spectral gap         1
-    agreement            exact after 4 steps
+    Example:
+        >>> from thinwire.topology import Exponential
+        >>> for name, value in describe(Exponential(), size=16):
+        ...     print(f"{name:20} {value}")
+        topology             Exponential()
+        workers              16
+        graph                directed, repeats every 4 steps
+        peers per step       1
+        messages per step    16
+        mixing matrix        doubly stochastic, not symmetric
+        spectral gap         1
+        agreement            exact after 4 steps
     """
     known = facts(topology, size)
     period = known["period_steps"]

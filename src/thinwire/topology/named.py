@@ -1,4 +1,4 @@
-"""Static undirected graphs with a name of their own; those that look alike from every rank are in `circulant`."""
+"""Static undirected graphs that are known by name; graphs that are the same from every rank are in `circulant`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Star(Undirected):
     """Rank 0 exchanges with everyone, the others with rank 0 only.
 
     Args:
-        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+        weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
 
-    >>> Star().row(rank=1, step=0, size=4) == {1: 0.75, 0: 0.25}
-    True
+    Example:
+        >>> Star().row(rank=1, step=0, size=4) == {1: 0.75, 0: 0.25}
+        True
     """
 
     weights: str = "metropolis"
@@ -32,15 +33,16 @@ class Star(Undirected):
 
 @dataclass(frozen=True, repr=False)
 class Torus(Undirected):
-    """A grid of ``rows x (W / rows)`` workers whose sides wrap round; each exchanges with four, at weights 1/5.
+    """A grid of `rows x (W / rows)` workers that wraps around; each worker exchanges with four, at weights 1/5.
 
-    A side of two has one edge where others have two. Ranks run along rows: ``rank = row * columns + column``.
+    A side of two has one edge where others have two. Ranks run along rows: `rank = row * columns + column`.
 
     Args:
-        rows: the number of rows, at least 2; None takes the most square grid.
+        rows: the number of rows, at least 2; None => as square as possible.
 
-    >>> sorted(Torus().neighbours(rank=0, step=0, size=12).sends)  # 3 rows of 4
-    [1, 3, 4, 8]
+    Example:
+        >>> sorted(Torus().neighbours(rank=0, step=0, size=12).sends)  # 3 rows of 4
+        [1, 3, 4, 8]
     """
 
     rows: int | None = None
@@ -81,10 +83,11 @@ def _most_square_rows(size: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class Hypercube(Undirected):
-    """``W = 2^k`` workers, each exchanging with the k ranks that differ from its own in one bit, at weights 1/(k+1).
+    """`W = 2^k` workers, each exchanging with the k ranks that differ from its own in one bit, at weights 1/(k+1).
 
-    >>> Hypercube().neighbours(rank=5, step=0, size=8).sends == {4: 0.25, 7: 0.25, 1: 0.25}
-    True
+    Example:
+        >>> Hypercube().neighbours(rank=5, step=0, size=8).sends == {4: 0.25, 7: 0.25, 1: 0.25}
+        True
     """
 
     def _adjacent(self, rank: int, size: int) -> Sequence[int]:
@@ -106,10 +109,11 @@ class DavisSouthernWomen(Undirected):
     Ranks 0 to 17 are the women and 18 to 31 the events, both in the order of networkx. Degrees run from 2 to 14.
 
     Args:
-        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+        weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
 
-    >>> list(DavisSouthernWomen().neighbours(rank=16, step=0, size=32).sends)  # Olivia Carleton: events 9 and 11
-    [26, 28]
+    Example:
+        >>> list(DavisSouthernWomen().neighbours(rank=16, step=0, size=32).sends)  # Olivia Carleton: events 9 and 11
+        [26, 28]
     """
 
     weights: str = "metropolis"

@@ -1,7 +1,7 @@
 """Random undirected graphs that are functions of their seed: the same on every worker, machine and NumPy version.
 
-Uniform numbers are the raw output of PCG64, which NumPy keeps stable, unlike its distributions. A graph that turns out
-disconnected is drawn again from the next substream, which keeps the law of the graph given that it is connected.
+Uniform numbers are the raw output of PCG64, which NumPy keeps stable, unlike its distributions. A disconnected
+graph is drawn again from the next substream, which keeps the distribution of the graph given that it is connected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 100
 
 
 class RandomGraph(Undirected):
-    """An undirected graph drawn from ``_draw(uniform, size)`` until it is connected, then remembered."""
+    """An undirected graph drawn from `_draw(uniform, size)` until it is connected, then remembered."""
 
     seed: int
 
@@ -74,14 +74,15 @@ class ErdosRenyi(RandomGraph):
 
     Args:
         probability: of an edge; lower => fewer messages, slower agreement. None takes twice the threshold of
-            connectedness, ``2 ln(W) / W``, so that degrees grow as ``2 ln W``.
+            connectedness, `2 ln(W) / W`, so that degrees grow as `2 ln W`.
         seed: of the graph; not negative.
-        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+        weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
 
     Raises ValueError in `validate` where 100 draws were all disconnected.
 
-    >>> ErdosRenyi(seed=1).is_doubly_stochastic(size=16)
-    True
+    Example:
+        >>> ErdosRenyi(seed=1).is_doubly_stochastic(size=16)
+        True
     """
 
     probability: float | None = None
@@ -100,22 +101,23 @@ class ErdosRenyi(RandomGraph):
 
 @dataclass(frozen=True, repr=False)
 class WattsStrogatz(RandomGraph):
-    """A small world: a ring where each worker knows its ``degree`` nearest, with some edges rewired, connected.
+    """A small world: a ring where each worker knows its `degree` nearest, with some edges rewired, connected.
 
-    Each edge ``(i, i + d)``, ``d = 1..degree/2``, moves its far end with probability ``rewire`` to a rank drawn
-    uniformly among those that are not yet peers of i (Watts and Strogatz, Nature 393, 1998). Where ``degree >= W - 1``
+    Each edge `(i, i + d)`, `d = 1..degree/2`, moves its far end with probability `rewire` to a rank drawn
+    uniformly among those that are not yet peers of i (Watts and Strogatz, Nature 393, 1998). Where `degree >= W - 1`
     it is complete.
 
     Args:
         degree: the mean number of peers, even; higher => faster agreement, more bytes.
         rewire: probability that an edge is rewired; 0 is a ring lattice, 1 almost a random graph.
         seed: of the graph; not negative.
-        weights: ``"metropolis"`` (doubly stochastic) or ``"uniform"`` (column-stochastic: for push-sum).
+        weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
 
     Raises ValueError in `validate` where 100 draws were all disconnected.
 
-    >>> WattsStrogatz(rewire=0.0).row(rank=0, step=0, size=8).keys() == {0, 1, 2, 6, 7}
-    True
+    Example:
+        >>> WattsStrogatz(rewire=0.0).row(rank=0, step=0, size=8).keys() == {0, 1, 2, 6, 7}
+        True
     """
 
     degree: int = 4

@@ -1,4 +1,4 @@
-"""What static undirected graphs share: weights from the peers of each rank, and connectedness."""
+"""The base of static undirected graphs: weights from the peers of each rank, and a check that it is connected."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ WEIGHTS = ("metropolis", "uniform")
 
 
 class Undirected(Topology):
-    """A static undirected graph given by the peers of each rank, ``_adjacent(rank, size)``."""
+    """A static undirected graph given by the peers of each rank, `_adjacent(rank, size)`."""
 
-    weights: str = "uniform"  # subclasses where degrees differ make it a field
+    weights: str = "uniform"  # a field in subclasses with different degrees
 
     @abstractmethod
     def _adjacent(self, rank: int, size: int) -> Sequence[int]: ...

@@ -141,5 +141,5 @@ class _Arrays(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module.split(".")[-1], name) not in self.ALLOWED or module.split(".")[0] not in ("numpy", "_codecs"):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        module = module.replace("numpy.core.", "numpy._core.")  # where NumPy 2 has what NumPy 1 wrote
+        module = module.replace("numpy.core.", "numpy._core.")  # the name in NumPy 2 of a module of NumPy 1
         return getattr(importlib.import_module(module), name)
