@@ -317,3 +317,11 @@ def test_summable_payloads_add_on_the_wire(codec):
 def test_mistakes(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_codec_with_a_schedule_asks_for_an_averager():
+    codec = tw.TopK(tw.GeometricWarmup(0.01))
+    with pytest.raises(ValueError, match="has no value yet: use the codec in an averager"):
+        codec.encode(torch.ones(10))
+    with pytest.raises(ValueError, match="has no value yet"):
+        tw.QSGD(bits=tw.Values((8, 4))).nbytes(10)
