@@ -4,6 +4,6 @@ Each module mirrors a family of `thinwire.kernels` and declares its kernels in `
 the family's public functions. Importing this package fails where Triton is not installed.
 """
 
-from . import quantize
+from . import levels, quantize
 
-FAMILIES = (quantize,)
+FAMILIES = (levels, quantize)

@@ -93,6 +93,12 @@ def tile_offsets(SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def position_of(start, offset):
+    """Positions in the segment as uint32, the counters of the random numbers."""
+    return start.to(tl.uint32) + offset.to(tl.uint32)
+
+
+@triton.jit
 def store_codes(
     address, codes, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):

@@ -57,6 +57,18 @@ def keys_table(device: torch.device, keys: Sequence[int]) -> Tensor:
     return _uploaded([key - (key >> 63 << 64) for key in keys], device)
 
 
+def floats(device: torch.device, values: Sequence[float]) -> Tensor:
+    """Float32 numbers on the device; the same numbers give the same tensor again."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _kept_floats(tuple(values), device, stream)
+
+
+@lru_cache(maxsize=256)
+def _kept_floats(values: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    del stream
+    return _uploaded(values, device, torch.float32)
+
+
 @lru_cache(maxsize=1024)
 def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     # A table is used on the stream that it was uploaded on, so that no kernel reads it too early.
@@ -64,10 +76,10 @@ def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream:
     return _uploaded(rows, device)
 
 
-def _uploaded(numbers: Sequence[object], device: torch.device) -> Tensor:
+def _uploaded(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=dtype)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def pointers(tensors: Sequence[Tensor] | None, count: int = 0) -> list[int]:

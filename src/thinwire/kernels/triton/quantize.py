@@ -8,24 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import quantize as family
-from ..checks import numels_of
 from ..quantize import Quantizer
 from ..scales import MIN_SCALE, MIN_SCALE_WIDE
-from .device import (
-    find,
-    is_finite,
-    load_codes,
-    load_floats,
-    magnitude,
-    scale_of_magnitude,
-    scale_of_sums,
-    store_codes,
-    store_floats,
-    sums_of_squares,
-    tile_offsets,
-    uniform,
-)
-from .launch import are_aligned, keys_table, launch, pointers, starts, table
+from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
+from .device import is_finite, load_codes, load_floats, position_of, uniform
+from .launch import are_aligned, keys_table, launch, pointers, table
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -38,13 +25,11 @@ def encode(
     tiles = Tiles.of_buckets(quantizer.bucket_size)
     if tiles is None:
         return family._encode.reference(xs, out, keys, quantizer, residuals)
-    numels, device = numels_of(xs), out.device
-    first_tile = starts([tiles.count(n) for n in numels])
-    scales, codes = sections(numels, quantizer.bits, quantizer.bucket_size)
-    rows = table(device, pointers(xs), pointers(residuals, len(xs)), numels, first_tile[:-1], scales, codes)
+    device = out.device
+    rows, num_tiles = encoder_rows(xs, residuals, device, tiles, quantizer.bits, quantizer.bucket_size)
     launch(
         _encode_buckets,
-        first_tile[-1],
+        num_tiles,
         device,
         *(rows, keys_table(device, keys), out, len(xs)),
         BITS=quantizer.bits,
@@ -65,26 +50,19 @@ def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quanti
     return not bool(_decode_payloads(payloads, outs, weight, quantizer, add=False))
 
 
-def sections(numels: list[int], bits: int, bucket_size: int) -> tuple[list[int], list[int]]:
-    """Of each segment in a payload: the index of its first scale, and the offset of its codes in bytes."""
-    scales = starts([-(-n // bucket_size) for n in numels])
-    return scales[:-1], starts([(n * bits + 7) // 8 for n in numels], offset=4 * scales[-1])[:-1]
-
-
 def _decode_payloads(
     payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer, add: bool
 ) -> Tensor:
     """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
-    device, numels = payloads[0].device, numels_of(outs)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    device = payloads[0].device
+    flag = torch.empty(1, dtype=torch.int32, device=device)
+    if not add:
+        flag.zero_()
     tiles = Tiles.of_elements(quantizer.bucket_size)
-    first_tile = starts([tiles.count(n) for n in numels])
-    rows = table(
-        device, pointers(outs), numels, first_tile[:-1], *sections(numels, quantizer.bits, quantizer.bucket_size)
-    )
+    rows, num_tiles = decoder_rows(outs, device, tiles, quantizer.bits, quantizer.bucket_size)
     launch(
         _decode,
-        first_tile[-1],
+        num_tiles,
         device,
         *(rows, table(device, pointers(payloads)), flag, len(outs), len(payloads), weight),
         BITS=quantizer.bits,
@@ -114,35 +92,29 @@ def _encode_buckets(
     ROWS: tl.constexpr,
 ):
     """Each row of a tile is a bucket: find its scale, quantize, pack, and write the residual in one pass."""
-    tile = tl.program_id(0)
-    segment = find(rows + 3 * num_segments, num_segments, tile)
-    first_row = (tile - tl.load(rows + 3 * num_segments + segment)) * ROWS
-    start = first_row * SIZE
-    x_ptr = tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start
-    numel = tl.load(rows + 2 * num_segments + segment) - start
-    offset, inside = tile_offsets(SIZE, WIDTH, ROWS)
-    inside = inside & (offset < numel)
-
-    if L2:
-        scale = scale_of_sums(sums_of_squares(x_ptr, numel, SIZE, WIDTH, ROWS), LEAST)
-        x = tl.load(x_ptr + offset, mask=inside, other=0.0)
-    else:
-        x = tl.load(x_ptr + offset, mask=inside, other=0.0)
-        scale = scale_of_magnitude(tl.max(magnitude(x), axis=1), LEAST)
-    row = tl.arange(0, ROWS)
-    scale_index = tl.load(rows + 4 * num_segments + segment) + first_row + row
-    store_floats(payload, scale_index, scale, row * SIZE < numel, ALIGNED)
-
-    key = tl.load(key_table + segment)
-    codes, value = quantize(x, scale[:, None], uniform(key, start.to(tl.uint32) + offset.to(tl.uint32)), STEPS)
-    codes = tl.where(inside, codes, 0)
-    address = payload + tl.load(rows + 5 * num_segments + segment) + start * BITS // 8
-    store_codes(address, codes, (numel * BITS + 7) // 8, BITS, SIZE, WIDTH, ROWS)
-    if RESIDUAL:
-        residual_ptr = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32)) + start
-        # The residual may be the segment itself: all threads have read x before any writes.
-        tl.debug_barrier()
-        tl.store(residual_ptr + offset, x - value, mask=inside)
+    segment, start, numel, offset, inside, x, scale = load_buckets(
+        rows, payload, num_segments, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS
+    )
+    u = uniform(tl.load(key_table + segment), position_of(start, offset))
+    codes, value = quantize(x, scale, u, STEPS)
+    lost = x - value
+    store_buckets(
+        rows,
+        payload,
+        num_segments,
+        segment,
+        start,
+        numel,
+        offset,
+        inside,
+        codes,
+        lost,
+        BITS,
+        RESIDUAL,
+        SIZE,
+        WIDTH,
+        ROWS,
+    )
 
 
 @triton.jit
@@ -174,24 +146,10 @@ def _decode(
     ROWS: tl.constexpr,
 ):
     """Add the first payload to a tile, or overwrite it with the sum of all payloads in their order."""
-    tile = tl.program_id(0)
-    segment = find(rows + 2 * num_segments, num_segments, tile)
-    first_row = (tile - tl.load(rows + 2 * num_segments + segment)) * ROWS
-    start = first_row * SIZE
-    out_ptr = tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start
-    numel = tl.load(rows + num_segments + segment) - start
-    offset, inside = tile_offsets(SIZE, WIDTH, ROWS)
-    inside = inside & (offset < numel)
-    first_scale = tl.load(rows + 3 * num_segments + segment)
-    first_byte = tl.load(rows + 4 * num_segments + segment) + start * BITS // 8
+    out_ptr, numel, offset, inside, scale_index, has_scale, first_byte = find_codes(
+        rows, num_segments, BITS, BUCKET, SIZE, WIDTH, ROWS
+    )
     nbytes = (numel * BITS + 7) // 8
-    if SIZE == BUCKET:
-        row = tl.arange(0, ROWS)[:, None]
-        scale_index = first_scale + first_row + row
-        has_scale = row * SIZE < numel
-    else:
-        scale_index = first_scale + ((start.to(tl.uint32) + offset.to(tl.uint32)) // BUCKET).to(tl.int64)
-        has_scale = inside
 
     if ADD:
         total = tl.load(out_ptr + offset, mask=inside, other=0.0)
@@ -215,16 +173,6 @@ def _decode(
 
 
 # ---- what is compiled and counted without a GPU ----
-
-ENCODER = {"rows": "*i64", "key_table": "*i64", "payload": "*u8", "num_segments": "i32"}
-DECODER = {
-    "rows": "*i64",
-    "payloads": "*i64",
-    "flag": "*i32",
-    "num_segments": "i32",
-    "num_payloads": "i32",
-    "weight": "fp32",
-}
 
 
 def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool) -> None:
