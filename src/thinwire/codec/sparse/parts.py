@@ -13,7 +13,7 @@ from .payload import decode_values, encode_values
 
 
 class SparseParts(NamedTuple):
-    """A sparsifying codec, taken apart. Its messages hold any number of coordinates: [values][coded indices].
+    """A sparsifying codec, taken apart. Its messages hold any number of coordinates: `[values][coded indices]`.
 
     Attributes:
         sparsifier: selects what a worker sends.
