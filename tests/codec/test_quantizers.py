@@ -34,7 +34,7 @@ def coded_levels(draw):
     return tuple(sorted(draw(st.sets(numbers, min_size=2, max_size=draw(st.sampled_from([2, 5, 16, 17, 256]))))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(segments(), coded_levels(), st.data())
 def test_levels_backends_agree(xs, levels, data):
     bucket_size = data.draw(st.sampled_from([1, 3, 100, 512, 5000]))
@@ -55,7 +55,7 @@ def test_levels_backends_agree(xs, levels, data):
 LARGEST = torch.finfo(torch.float32).max
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(
     segments(), st.integers(9, 16), st.floats(0, 1), st.sampled_from([1, 3, 100, 512, 5000]), st.integers(0, 2**64 - 1)
 )
@@ -76,7 +76,7 @@ def test_wide_codes_backends_agree(xs, bits, part, bucket_size, key):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(segments(), st.sampled_from([3, 5, 7, 9, 17, 33, 129, 70001]), st.data())
 def test_ternary_backends_agree(xs, base, data):
     bucket_size = data.draw(st.sampled_from([None, 1, 3, 100, 512, 5000]))
@@ -97,7 +97,7 @@ def test_ternary_backends_agree(xs, base, data):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(segments(), st.sampled_from([None, 1, 3, 100, 512, 5000]), st.booleans())
 def test_onebit_backends_agree(xs, bucket_size, fixed):
     def compute():

@@ -276,7 +276,7 @@ def test_chunk_top_k_loses_nothing_with_a_memory():
 # ---- indices ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), runs=st.booleans(), seed=st.integers(0, 2**31))
 def test_auto_indices_are_the_smallest(n, density, runs, seed):
     """Not larger than plain, bitmap, Elias-Fano or packed gaps, but for the byte that names the code."""
@@ -330,7 +330,7 @@ def rice_by_hand(indices: list[int], n: int) -> bytes:
     return sum(bit << i for i, bit in enumerate(bits)).to_bytes((len(bits) + 7) // 8, "little")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), runs=st.booleans(), seed=st.integers(0, 2**31))
 def test_rice_coded_gaps(n, density, runs, seed):
     """As defined, by both backends; what was coded comes back; never more than a bitmap or Elias-Fano."""

@@ -29,7 +29,7 @@ def packed_symbols(counts, bits, skew, seed):
     return torch.cat(parts), -(p * p.clamp(min=1e-300).log2()).sum().item()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=3), st.integers(1, 8), st.data())
 def test_backends_agree_on_right_and_on_corrupt_bytes(counts, bits, data):
     packed, _ = packed_symbols(
@@ -66,7 +66,7 @@ def test_random_bytes_never_crash(bits):
             huffman.decode(payload, Symbols(bits, [10_000]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=256))
 def test_codes_are_a_prefix_code_within_a_bit_of_the_entropy(counts):
     lengths = huffman.code_lengths(counts)

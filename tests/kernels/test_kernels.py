@@ -170,8 +170,8 @@ def test_signs(numel):
 
 
 def largest_by_sorting(x: torch.Tensor, count: int) -> list[int]:
-    magnitude = x.view(torch.int32) & 0x7FFFFFFF
-    return sorted(sorted(range(len(x)), key=lambda i: (-int(magnitude[i]), i))[:count])
+    magnitude = x.numpy().view(np.int32) & 0x7FFFFFFF
+    return sorted(np.argsort(-magnitude, kind="stable")[:count].tolist())  # of equal ones the first
 
 
 def hostile_segments() -> dict[str, torch.Tensor]:

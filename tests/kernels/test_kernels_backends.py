@@ -17,7 +17,7 @@ from thinwire.kernels import _native
 from thinwire.kernels.quantize import Quantizer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(segments(), st.data())
 def test_quantize(xs, data):
     bits = data.draw(st.integers(1, 8))
@@ -41,7 +41,7 @@ def test_quantize(xs, data):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(segments(), st.sampled_from(list(kernels.cast.WIDTHS)), st.booleans())
 def test_cast(xs, dtype, alias):
     def compute():
@@ -56,7 +56,7 @@ def test_cast(xs, dtype, alias):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(segments(), st.data())
 def test_quantized_sum(xs, data):
     """Overwrites, adds in order, and tells whether all is finite; the C++ backend in blocks, over all payloads at once."""
@@ -84,7 +84,7 @@ def test_quantized_sum(xs, data):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(segments(), st.booleans())
 def test_sign(xs, alias):
     def compute():
@@ -99,7 +99,7 @@ def test_sign(xs, alias):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(segments(), st.data())
 def test_add_topk(xs, data):
     counts = [data.draw(st.integers(0, x.numel())) for x in xs]
@@ -114,7 +114,7 @@ def test_add_topk(xs, data):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(segments(), st.data())
 def test_selection(xs, data):
     counts = [data.draw(st.integers(0, x.numel())) for x in xs]
@@ -132,7 +132,7 @@ def test_selection(xs, data):
     assert_backends_agree(compute)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(st.lists(st.integers(0, 3000), max_size=3), st.data())
 def test_indices(numels, data):
     counts = [data.draw(st.integers(0, n)) for n in numels]

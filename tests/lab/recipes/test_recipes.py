@@ -189,11 +189,11 @@ def bf16_gradients(model, sides: tuple[int, ...], is_dirty: bool) -> list[torch.
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     found = []
     for side in sides:
-        images = torch.randn(4, 3, side, side).contiguous(memory_format=torch.channels_last)
+        images = torch.randn(2, 3, side, side).contiguous(memory_format=torch.channels_last)
         if is_dirty:
             dirty_allocator(network)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(network(images), torch.arange(4))
+            loss = torch.nn.functional.cross_entropy(network(images), torch.arange(2))
         optimizer.zero_grad()
         if is_dirty:
             dirty_allocator(network)
