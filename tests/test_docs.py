@@ -65,7 +65,13 @@ def conformance(suite, argument: str) -> list:
 
 @pytest.mark.parametrize("page", sorted(path.name for path in GUIDE.glob("add-*.md")))
 def test_the_code_of_the_page_runs(pages, page):
-    assert len(blocks(page)) >= 4
+    suite = {
+        "add-a-codec.md": "check_codec(",
+        "add-a-memory.md": "check_memory(",
+        "add-an-averager.md": "check_averager(",
+    }
+    code = [text for _, text in blocks(page)]
+    assert len(code) >= 4 and any(suite[page] in text for text in code), "a page runs what `thinwire.testing` offers"
     pages(page)
 
 
