@@ -55,7 +55,7 @@ def study_bytes() -> list[str]:
     return rows
 
 
-def bytes_of_a_step(comm: tw.Communicator, codec: tw.Codec, gradient: Callable[[int], Tensor]) -> int:
+def bytes_of_a_step(comm: tw.comm.Communicator, codec: tw.Codec, gradient: Callable[[int], Tensor]) -> int:
     """What a worker sends in the first round."""
     x = gradient(comm.rank).clone()
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce", min_ndim=0)
@@ -115,7 +115,7 @@ def train(averager: tw.Averager, seed: int) -> tuple[float, float]:
     return results[0][0], mean(sent for _, sent in results)
 
 
-def train_worker(comm: tw.Communicator, model: nn.Module, averager: tw.Averager, seed: int) -> tuple[float, int]:
+def train_worker(comm: tw.comm.Communicator, model: nn.Module, averager: tw.Averager, seed: int) -> tuple[float, int]:
     """One worker's share of the digits recipe."""
     model, settings, (_, test) = deepcopy(model), digits().optimizer, Digits().splits()
     optimizer = settings.build(model)
@@ -132,7 +132,7 @@ def train_worker(comm: tw.Communicator, model: nn.Module, averager: tw.Averager,
     return 100 * accuracy, comm.ledger.bytes_sent
 
 
-def batches(comm: tw.Communicator, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(comm: tw.comm.Communicator, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The images and labels of each step of this worker."""
     images, labels = Digits().splits()[0]
     per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)

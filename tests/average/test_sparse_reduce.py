@@ -96,7 +96,7 @@ def simulate(size: int, nodes: int, ratio: float, momentum: float, num_steps: in
     return results
 
 
-def run_steps(comm: tw.Communicator, averager: tw.Mean, num_steps: int) -> tuple[list[dict[str, Tensor]], dict]:
+def run_steps(comm: tw.comm.Communicator, averager: tw.Mean, num_steps: int) -> tuple[list[dict[str, Tensor]], dict]:
     state, results = averager.init(gradients(comm.rank, 0), comm, seed=5), []
     for step in range(num_steps):
         tensors = gradients(comm.rank, step)
@@ -115,7 +115,7 @@ def test_it_is_its_definition(size: int, nodes: int, momentum: float) -> None:
     exchange = "sparse_reduce" if nodes == 1 else "hierarchical_sparse"
     averager = tw.Mean(SPARSE, memory, exchange=exchange, workers_per_node=None if nodes == 1 else nodes)
 
-    def worker(comm: tw.Communicator) -> list[dict[str, Tensor]]:
+    def worker(comm: tw.comm.Communicator) -> list[dict[str, Tensor]]:
         state, results = averager.init(gradients(comm.rank, 0), comm), []
         for step in range(5):
             tensors = gradients(comm.rank, step)
@@ -220,7 +220,7 @@ def test_hot_parts_of_a_matrix_are_spread_over_all_regions(kind: str) -> None:
 # ---- bytes ----
 
 
-def bytes_of_a_step(comm: tw.Communicator, averager: tw.Mean, tensors_of) -> tw.Ledger:
+def bytes_of_a_step(comm: tw.comm.Communicator, averager: tw.Mean, tensors_of) -> tw.comm.Ledger:
     tensors = tensors_of(comm.rank)
     state = averager.init(tensors, comm)
     before = comm.ledger.snapshot()
@@ -339,7 +339,7 @@ def test_codecs_that_do_not_keep_the_largest_are_refused(codec: tw.Codec, exchan
 class Recorded:
     """A communicator that notes the collectives that it is asked for."""
 
-    def __init__(self, comm: tw.Communicator):
+    def __init__(self, comm: tw.comm.Communicator):
         self._comm, self.calls = comm, []
 
     def __getattr__(self, name: str):
@@ -354,7 +354,7 @@ class Recorded:
         return call
 
 
-def collectives_of_three_buckets(comm: tw.Communicator, averager: tw.Mean) -> list[list[str]]:
+def collectives_of_three_buckets(comm: tw.comm.Communicator, averager: tw.Mean) -> list[list[str]]:
     recorded, buckets = Recorded(comm), [[(f"x{i}", torch.full((8, 8), 1.0 + i))] for i in range(3)]
     state = averager.init([pair for bucket in buckets for pair in bucket], comm)
     handles, calls = [], []

@@ -54,7 +54,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def run(codec: tw.Codec) -> None:
-    keys = [tw.Key(0, i, 0) for i in range(2)]
+    keys = [tw.codec.Key(0, i, 0) for i in range(2)]
     with FakeTensorMode():
         flags.fault_counters.cache_clear()
         xs = [torch.empty(128, 64, device="fakegpu"), torch.empty(50, 100, device="fakegpu")]
