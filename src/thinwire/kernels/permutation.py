@@ -20,12 +20,12 @@ _ROUNDS, _MIN_BITS = 6, 8
 
 
 def random_indices(
-    keys: Sequence[int], counts: Sequence[int], numels: Sequence[int], device: torch.device | str = "cpu"
+    keys: Sequence[int] | Tensor, counts: Sequence[int], numels: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
     """`counts[i]` of `numels[i]` indices, every subset equally likely, a function of the key alone.
 
     Args:
-        keys: one 64-bit key per segment.
+        keys: one 64-bit key per segment; or an int64 tensor of them on `device`, whose values no host needs.
         counts: how many of each.
         numels: elements per segment.
         device: where.
@@ -44,14 +44,15 @@ def random_indices(
     check_counts(counts, numels)
     check_length("keys", keys, len(counts))
     device = torch.device(device)
-    return _random_indices.on(device)(list(keys), list(counts), list(numels), device)
+    keys = keys if isinstance(keys, Tensor) else list(keys)
+    return _random_indices.on(device)(keys, list(counts), list(numels), device)
 
 
 # ---- the reference ----
 
 
 @kernel
-def _random_indices(keys: list[int], counts: list[int], numels: list[int], device: torch.device) -> Tensor:
+def _random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
     pieces = [torch.empty(0, dtype=torch.int64, device=device)]
     for key, count, numel in zip(keys, counts, numels, strict=True):
         excludes = 2 * count > numel  # then fewer are left out than kept
@@ -61,15 +62,20 @@ def _random_indices(keys: list[int], counts: list[int], numels: list[int], devic
     return torch.cat(pieces).int()
 
 
-def _random_subset(key: int, count: int, numel: int, device: torch.device) -> Tensor:
-    bits = max(_MIN_BITS, (numel - 1).bit_length())
+def _random_subset(key: int | Tensor, count: int, numel: int, device: torch.device) -> Tensor:
+    bits = num_bits(numel)
     numbers = _permute(key, torch.arange(count, device=device), bits)
     while bool((outside := numbers >= numel).any()):
         numbers = torch.where(outside, _permute(key, numbers, bits), numbers)
     return numbers
 
 
-def _permute(key: int, numbers: Tensor, bits: int) -> Tensor:
+def num_bits(numel: int) -> int:
+    """Bits of the numbers that are permuted for a segment."""
+    return max(_MIN_BITS, (numel - 1).bit_length())
+
+
+def _permute(key: int | Tensor, numbers: Tensor, bits: int) -> Tensor:
     """A Feistel network over numbers of `bits` bits."""
     low_bits = bits // 2
     high, low = numbers >> low_bits, numbers & ((1 << low_bits) - 1)

@@ -7,6 +7,8 @@ read, and every backend draws the same numbers. `mix_key` makes a key of `(seed,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,17 @@ def mix_key(seed: int, stream: int, step: int) -> int:
     return _splitmix64(h ^ (step & _MASK64))
 
 
+def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:
+    """64-bit keys as an int64 tensor on a device; no host waits for the upload to a GPU.
+
+    Example:
+        >>> keys_on([2**64 - 1, 7], torch.device("cpu"))
+        tensor([-1,  7])
+    """
+    signed = torch.tensor([key - (key >> 63 << 64) for key in keys], dtype=torch.int64)
+    return signed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else signed.to(device)
+
+
 def uniform(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
     """Uniform numbers in [0, 1), multiples of 2^-24; number i depends on `key` and i alone.
 
@@ -79,9 +92,9 @@ def uniform_of(key: int, numel: int, device: torch.device) -> Tensor:
     return (hash_of(key, torch.arange(numel, device=device)) >> 8).float() * 2.0**-24
 
 
-def hash_of(key: int, positions: Tensor) -> Tensor:
-    """32 random bits for each position (int64)."""
-    k0, k1 = key & _MASK32, key >> 32
+def hash_of(key: int | Tensor, positions: Tensor) -> Tensor:
+    """32 random bits for each position (int64); a key may be an int64 tensor, of the key's 64 bits."""
+    k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     h = (positions * 0x9E3779B9 + k0) & _MASK32
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK32
     h = h ^ (h >> 15) ^ k1

@@ -87,15 +87,12 @@ class RandomK(Sparsifier):
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
         if self.shared:
             return torch.empty(0, dtype=torch.uint8, device=indices.device)
-        signed = [key - (key >> 63 << 64) for key in keys]
-        return torch.tensor(signed, dtype=torch.int64, device=indices.device).view(torch.uint8)
+        return kernels.random.keys_on(keys, indices.device).view(torch.uint8)
 
     def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
         counts, nbytes = [self.count(n) for n in numels], self.support_nbytes(numels, numels)
-        if not self.shared:
-            signed = kernels.payload_as(tail(payload, nbytes), torch.int64).tolist()
-            keys = [key % 2**64 for key in signed]
-        return kernels.permutation.random_indices(keys, counts, numels, payload.device), counts, nbytes
+        used = keys if self.shared else kernels.payload_as(tail(payload, nbytes), torch.int64)
+        return kernels.permutation.random_indices(used, counts, numels, payload.device), counts, nbytes
 
     def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
         return 0 if self.shared else 8 * len(numels)
