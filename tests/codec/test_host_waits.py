@@ -14,6 +14,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.codec import Key
 from thinwire.kernels import flags
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -54,7 +55,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def run(codec: tw.Codec) -> None:
-    keys = [tw.codec.Key(0, i, 0) for i in range(2)]
+    keys = [Key(0, i, 0) for i in range(2)]
     with FakeTensorMode():
         flags.fault_counters.cache_clear()
         xs = [torch.empty(128, 64, device="fakegpu"), torch.empty(50, 100, device="fakegpu")]

@@ -42,7 +42,7 @@ def random_indices(
         tensor([212, 447, 651], dtype=torch.int32)
     """
     check_counts(counts, numels)
-    check_length("keys", keys, len(counts))
+    check_length("keys", range(len(keys)), len(counts))
     device = torch.device(device)
     keys = keys if isinstance(keys, Tensor) else list(keys)
     return _random_indices.on(device)(keys, list(counts), list(numels), device)

@@ -4,6 +4,6 @@ Each module mirrors a family of `thinwire.kernels` and declares its kernels in `
 the family's public functions. Importing this package fails where Triton is not installed.
 """
 
-from . import levels, quantize
+from . import indices, levels, momentum, permutation, quantize, reduce, scatter, select, words
 
-FAMILIES = (levels, quantize)
+FAMILIES = (indices, levels, momentum, permutation, quantize, reduce, scatter, select, words)

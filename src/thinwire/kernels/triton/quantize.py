@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import quantize as family
+from ..flags import Flag, flag_of
 from ..quantize import Quantizer
 from ..scales import MIN_SCALE, MIN_SCALE_WIDE
 from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
@@ -46,8 +47,8 @@ def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Qu
     _decode_payloads([payload], outs, weight, quantizer, add=True)
 
 
-def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> bool:
-    return not bool(_decode_payloads(payloads, outs, weight, quantizer, add=False))
+def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
+    return flag_of(_decode_payloads(payloads, outs, weight, quantizer, add=False)[0] == 0)
 
 
 def _decode_payloads(

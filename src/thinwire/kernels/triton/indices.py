@@ -1,0 +1,236 @@
+"""Elias-Fano codes and bitmaps of ascending indices in Triton.
+
+Encoding is one launch. Each program makes a run of bytes: it finds the first index that sets a bit in a byte by binary
+search, so that no byte has two writers. Decoding is three launches: count the ones of each tile, sum the counts up, and
+write each one's index at its rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..flags import Fault
+from ..indices import code_bits, low_bits, nbytes
+from .device import find
+from .faults import faults_of, raise_on_cpu
+from .fields import SCAN_BLOCK, load_field, scan
+from .launch import launch, starts, table
+from .variants import Variant, add_variant
+
+__all__ = ["encode", "decode"]
+
+BYTES = 128
+CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
+
+
+def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -> None:
+    sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
+    first_tile = starts([triton.cdiv(size, BYTES) for size in sizes])
+    rows = table(out.device, *_layout(counts, numels, sizes), first_tile[:-1])
+    faults = faults_of(out.device)
+    steps = max(counts, default=0).bit_length()
+    launch(_encode, first_tile[-1], out.device, rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
+    raise_on_cpu(faults)
+
+
+def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+    device = payload.device
+    sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
+    layout = _layout(counts, numels, sizes)
+    first_tile = starts([triton.cdiv(bits, 8 * BYTES) for bits in layout[HIGH]])
+    rows, first = table(device, *layout, first_tile[:-1]), table(device, first_tile)
+    indices = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+    before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
+    totals = torch.empty(len(counts), dtype=torch.int32, device=device)
+    faults = faults_of(device)
+    launch(_count_ones, first_tile[-1], device, rows, payload, before, len(counts), BYTES=BYTES)
+    launch(scan, len(counts), device, first, before, totals, len(counts), ROWS=1, BLOCK=SCAN_BLOCK)
+    arguments = (rows, payload, before, totals, indices, faults, len(counts))
+    launch(_decode, first_tile[-1], device, *arguments, BYTES=BYTES)
+    raise_on_cpu(faults)
+    return indices
+
+
+COUNT, NUMEL, AT, CODE, HIGH, LOW, STEP, SIZE, TILE = range(9)  # the rows of a table
+
+
+def _layout(counts: list[int], numels: list[int], sizes: list[int]) -> list[list[int]]:
+    """One list per row of the table, without the tiles."""
+    high, low, step, bits = [], [], [], []
+    for count, numel in zip(counts, numels, strict=True):
+        width = low_bits(count, numel) if 0 < count < numel else None
+        if count in (0, numel):  # nothing is sent; to decode, all bits are ones
+            bits.append(0)
+            high.append(count)
+        else:
+            bits.append(numel if width is None else code_bits(count, numel, width))
+            high.append(bits[-1] - count * (width or 0))
+        low.append(width or 0)
+        step.append(int(width is not None))
+    return [counts, numels, starts(counts)[:-1], starts(sizes)[:-1], high, low, step, bits]
+
+
+@triton.jit
+def _high(indices, i, mask, low, step):
+    """The bit that index i sets in the high part."""
+    return (tl.load(indices + i, mask=mask, other=0) >> low).to(tl.int64) + i * step
+
+
+@triton.jit(do_not_specialize=["num_segments", "search_steps"])
+def _encode(rows, indices, out, faults, num_segments, search_steps, BYTES: tl.constexpr):
+    tile = tl.program_id(0)
+    segment = find(rows + 8 * num_segments, num_segments, tile)
+    start = (tile - tl.load(rows + 8 * num_segments + segment)) * BYTES
+    count = tl.load(rows + segment)
+    numel = tl.load(rows + num_segments + segment)
+    indices += tl.load(rows + 2 * num_segments + segment)
+    out += tl.load(rows + 3 * num_segments + segment)
+    high_bits = tl.load(rows + 4 * num_segments + segment)
+    low = tl.load(rows + 5 * num_segments + segment).to(tl.int32)
+    step = tl.load(rows + 6 * num_segments + segment)
+    size = tl.load(rows + 7 * num_segments + segment)
+    byte = start + tl.arange(0, BYTES)
+    position = byte * 8
+    packed = tl.zeros([BYTES], tl.int32)
+
+    # The high part: the first index at or after the byte's first bit, and up to seven more.
+    first = tl.zeros([BYTES], tl.int64)
+    last = tl.where(position < high_bits, count, first)
+    for _ in range(search_steps):
+        middle = (first + last) // 2
+        is_open = first < last
+        goes_right = is_open & (_high(indices, middle, is_open, low, step) < position)
+        last = tl.where(is_open & ~goes_right, middle, last)
+        first = tl.where(goes_right, middle + 1, first)
+    for i in tl.static_range(8):
+        one = first + i
+        mask = (position < high_bits) & (one < count)
+        bit = _high(indices, one, mask, low, step) - position
+        hits = mask & (bit >= 0) & (bit < 8)
+        packed = packed | tl.where(hits, 1 << tl.where(hits, bit, 0).to(tl.int32), 0)
+
+    # The low part: `low` bits of each index.
+    width = tl.maximum(low, 1)
+    for i in tl.static_range(8):
+        at = position + i - high_bits
+        mask = (at >= 0) & (position + i < size)
+        item = at // width
+        value = tl.load(indices + item, mask=mask, other=0)
+        bit = (value >> tl.where(mask, at - item * width, 0).to(tl.int32)) & 1
+        packed = packed | (tl.where(mask, bit, 0) << i)
+    tl.store(out + byte, packed.to(tl.uint8), mask=position < size)
+
+    # A code has a bit for every index at least, so that these runs of indices cover all of them.
+    item = start * 8 + tl.arange(0, 8 * BYTES)
+    value = tl.load(indices + item, mask=item < count, other=0)
+    before = tl.load(indices + item - 1, mask=(item < count) & (item > 0), other=-1)
+    bad = (item < count) & ((value <= before) | (value < 0) | (value >= numel))
+    if tl.sum(bad.to(tl.int32)) > 0:
+        tl.atomic_add(faults + UNSORTED, 1, sem="relaxed")
+
+
+@triton.jit
+def _ones(payload, position, high_bits, is_sent):
+    """The bits of the high part at `position`; all ones where nothing is sent."""
+    mask = (position >= 0) & (position < high_bits)
+    byte = tl.load(payload + (position >> 3), mask=mask & is_sent, other=0).to(tl.int32)
+    return tl.where(mask, tl.where(is_sent, (byte >> (position & 7).to(tl.int32)) & 1, 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _count_ones(rows, payload, counts, num_segments, BYTES: tl.constexpr):
+    tile = tl.program_id(0)
+    segment = find(rows + 8 * num_segments, num_segments, tile)
+    start = (tile - tl.load(rows + 8 * num_segments + segment)) * BYTES * 8
+    payload += tl.load(rows + 3 * num_segments + segment)
+    high_bits = tl.load(rows + 4 * num_segments + segment)
+    is_sent = tl.load(rows + 7 * num_segments + segment) > 0
+    position = start + tl.arange(0, 8 * BYTES)
+    tl.store(counts + tile, tl.sum(_ones(payload, position, high_bits, is_sent)))
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES: tl.constexpr):
+    tile = tl.program_id(0)
+    segment = find(rows + 8 * num_segments, num_segments, tile)
+    first_tile = tl.load(rows + 8 * num_segments + segment)
+    count = tl.load(rows + segment)
+    numel = tl.load(rows + num_segments + segment)
+    indices += tl.load(rows + 2 * num_segments + segment)
+    payload += tl.load(rows + 3 * num_segments + segment)
+    high_bits = tl.load(rows + 4 * num_segments + segment)
+    low = tl.load(rows + 5 * num_segments + segment)
+    step = tl.load(rows + 6 * num_segments + segment)
+    size = tl.load(rows + 7 * num_segments + segment)
+    is_sent = size > 0
+    position = (tile - first_tile) * BYTES * 8 + tl.arange(0, 8 * BYTES)
+    ones = _ones(payload, position, high_bits, is_sent)
+    rank = tl.load(before + tile).to(tl.int64) + tl.cumsum(ones) - ones
+    kept = (ones != 0) & (rank < count)
+    low_part = load_field(payload, high_bits + rank * low, low, kept)
+    index = ((position - rank * step) << low) + low_part
+    tl.store(indices + rank, tl.minimum(index, numel - 1).to(tl.int32), mask=kept)
+
+    # Two indices have the same high part if their ones are neighbours; then the low parts must ascend.
+    follows = kept & (step > 0) & (rank > 0) & (_ones(payload, position - 1, high_bits, is_sent) != 0)
+    low_before = load_field(payload, high_bits + (rank - 1) * low, low, follows)
+    bad = (kept & (index >= numel)) | (follows & (low_part <= low_before))
+    num_bad = tl.sum(bad.to(tl.int32)) + (tl.load(totals + segment) != count).to(tl.int32)
+    end = tl.load(payload + (size >> 3), mask=(size & 7) != 0, other=0).to(tl.int32) >> (size & 7).to(tl.int32)
+    if num_bad + end > 0:
+        tl.atomic_add(faults + CORRUPT, 1, sem="relaxed")
+
+
+_ROWS = {"rows": "*i64"}
+_TYPES = {"indices": "*i32", "payload": "*u8", "faults": "*i32", "num_segments": "i32"}
+_PER_INDEX = 4 + 12 / 8  # an index, and its code at one in a thousand
+for _variant in (
+    Variant(
+        "indices.encode",
+        _encode,
+        {"BYTES": BYTES},
+        {
+            "rows": "*i64",
+            "indices": "*i32",
+            "out": "*u8",
+            "faults": "*i32",
+            "num_segments": "i32",
+            "search_steps": "i32",
+        },
+        numel=BYTES * 8 // 12,
+        least_bytes=_PER_INDEX,
+        cached_bytes=195,
+    ),
+    Variant(
+        "indices.decode: count",
+        _count_ones,
+        {"BYTES": BYTES},
+        {"rows": "*i64", "payload": "*u8", "counts": "*i32", "num_segments": "i32"},
+        numel=BYTES * 8 // 2,
+        least_bytes=2 / 8,
+        cached_bytes=2,
+        launches=3,
+    ),
+    Variant(
+        "indices.decode: write",
+        _decode,
+        {"BYTES": BYTES},
+        {
+            "rows": "*i64",
+            "payload": "*u8",
+            "before": "*i32",
+            "totals": "*i32",
+            "indices": "*i32",
+            "faults": "*i32",
+            "num_segments": "i32",
+        },
+        numel=BYTES * 8 // 2,
+        least_bytes=_PER_INDEX,
+        cached_bytes=28,
+        launches=3,
+    ),
+):
+    add_variant(_variant)

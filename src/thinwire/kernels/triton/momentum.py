@@ -1,0 +1,92 @@
+"""Momentum correction and error feedback in Triton: alone, or in the first of the launches that select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..checks import numels_of
+from ..momentum import Buffers, Momentum
+from . import select
+from .device import find
+from .histograms import Selecting, source
+from .launch import launch, pointers, starts, table
+from .select import MAX_ROW
+from .variants import Variant, add_variant
+
+__all__ = ["correct", "correct_topk", "add_topk"]
+
+TILE = 1024
+
+
+def correct(buffers: Buffers, rule: Momentum) -> None:
+    _make(buffers.new_vs, _sources(buffers), rule.momentum, rule.factor, _kind(rule))
+
+
+def correct_topk(buffers: Buffers, rule: Momentum, counts: list[int]) -> tuple[Tensor, Tensor]:
+    arguments = (_sources(buffers), rule.momentum, rule.factor, _kind(rule))
+    return _make_and_select(list(buffers.new_vs), *arguments, counts)
+
+
+def add_topk(
+    gs: list[Tensor], es: list[Tensor], outs: list[Tensor], factor: float, counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    return _make_and_select(outs, [pointers(gs), pointers(es)], 0.0, factor, "feedback", counts)
+
+
+def _sources(b: Buffers) -> list[list[int]]:
+    return [pointers(list(tensors)) for tensors in (b.gs, b.us, b.vs, b.new_us)]
+
+
+def _kind(rule: Momentum) -> str:
+    return "nesterov" if rule.nesterov else "momentum"
+
+
+def _make_and_select(
+    outs: list[Tensor], sources: list[list[int]], m: float, factor: float, kind: str, counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Make the segments and select: in one pass where all segments go through histograms, else one launch more."""
+    if not outs or any(x.numel() <= MAX_ROW or not k for x, k in zip(outs, counts, strict=True)):
+        _make(outs, sources, m, factor, kind)
+        return select.topk(outs, counts)
+    indices = torch.empty(sum(counts), dtype=torch.int32, device=outs[0].device)
+    values = torch.empty(sum(counts), device=outs[0].device)
+    Selecting(outs, counts, starts(counts)[:-1]).run(sources, m, factor, kind, indices, values)
+    return indices, values
+
+
+def _make(outs: Sequence[Tensor], sources: list[list[int]], m: float, factor: float, kind: str) -> None:
+    if not outs:
+        return
+    device = outs[0].device
+    first_tile = starts([triton.cdiv(x.numel(), TILE) for x in outs])
+    rows = table(device, pointers(list(outs)), numels_of(outs), first_tile[:-1])
+    arguments = (rows, table(device, *sources), len(outs), m, factor)
+    launch(_make_segments, first_tile[-1], device, *arguments, SOURCE=kind, TILE=TILE)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _make_segments(rows, others, num_segments, m, factor, SOURCE: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    segment = find(rows + 2 * num_segments, num_segments, tile)
+    start = (tile - tl.load(rows + 2 * num_segments + segment)) * TILE
+    left = tl.load(rows + num_segments + segment) - start
+    out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    source(others, segment, num_segments, start, left, m, factor, out, SOURCE, TILE)
+
+
+for _kind_name, _bytes in (("feedback", 12), ("momentum", 20), ("nesterov", 20)):
+    add_variant(
+        Variant(
+            f"momentum: {_kind_name}",
+            _make_segments,
+            {"SOURCE": _kind_name, "TILE": TILE},
+            {"rows": "*i64", "others": "*i64", "num_segments": "i32", "m": "fp32", "factor": "fp32"},
+            TILE,
+            _bytes,
+        )
+    )

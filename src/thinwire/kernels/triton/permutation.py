@@ -1,0 +1,123 @@
+"""Random subsets in Triton: mark the subset, then compact the marks; four launches for all segments.
+
+Each index has one mark, which several programs may set to the same value, so that their order does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..permutation import num_bits
+from ..random import keys_on
+from .device import find, hash_of
+from .fields import SCAN_BLOCK, scan
+from .launch import launch, starts, table
+from .variants import Variant, add_variant
+
+__all__ = ["random_indices"]
+
+TILE = 1024
+MARKS_TILE = 4096
+
+
+def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
+    num = len(counts)
+    excludes = [int(2 * k > n) for k, n in zip(counts, numels, strict=True)]  # then fewer are left out than kept
+    chosen = [n - k if left_out else k for k, n, left_out in zip(counts, numels, excludes, strict=True)]
+    marks_at = starts(numels)
+    first_chosen = starts([triton.cdiv(k, TILE) for k in chosen])
+    first_tile = starts([triton.cdiv(n, MARKS_TILE) for n in numels])
+    bits = [num_bits(n) for n in numels]
+    rows = table(
+        device, numels, chosen, bits, marks_at[:-1], first_chosen[:-1], excludes, starts(counts)[:-1], first_tile[:-1]
+    )
+    key_table = keys if isinstance(keys, Tensor) else keys_on(keys, device)
+    marks = torch.zeros(marks_at[-1], dtype=torch.uint8, device=device)
+    before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
+    totals = torch.empty(num, dtype=torch.int32, device=device)
+    indices = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    launch(_mark, first_chosen[-1], device, rows, key_table, marks, num, TILE=TILE)
+    launch(_count_marks, first_tile[-1], device, rows, marks, before, num, TILE=MARKS_TILE)
+    launch(scan, num, device, table(device, first_tile), before, totals, num, ROWS=1, BLOCK=SCAN_BLOCK)
+    launch(_write_marks, first_tile[-1], device, rows, marks, before, indices, num, TILE=MARKS_TILE)
+    return indices
+
+
+@triton.jit
+def permute(key, numbers, bits):
+    """A Feistel network over numbers (uint32) of `bits` bits; `kernels.permutation._permute`."""
+    low_bits = bits // 2
+    high = numbers >> low_bits
+    one = tl.full([], 1, tl.uint32)
+    low = numbers & ((one << low_bits) - 1)
+    for i in tl.static_range(3):
+        high = high ^ (hash_of(key, low | (2 * i << 16)) >> (32 - (bits - low_bits)))
+        low = low ^ (hash_of(key, high | ((2 * i + 1) << 16)) >> (32 - low_bits))
+    return (high << low_bits) | low
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _mark(rows, key_table, marks, num_segments, TILE: tl.constexpr):
+    """Follow 0, 1, ... through the permutation until they fall inside the segment."""
+    tile = tl.program_id(0)
+    segment = find(rows + 4 * num_segments, num_segments, tile)
+    start = (tile - tl.load(rows + 4 * num_segments + segment)) * TILE
+    numel = tl.load(rows + segment).to(tl.uint32)
+    count = tl.load(rows + num_segments + segment)
+    bits = tl.load(rows + 2 * num_segments + segment).to(tl.uint32)
+    key = tl.load(key_table + segment)
+    item = start + tl.arange(0, TILE)
+    mask = item < count
+    numbers = permute(key, item.to(tl.uint32), bits)
+    while tl.max((mask & (numbers >= numel)).to(tl.int32)) > 0:
+        numbers = tl.where(mask & (numbers >= numel), permute(key, numbers, bits), numbers)
+    tl.store(marks + tl.load(rows + 3 * num_segments + segment) + numbers, tl.full([TILE], 1, tl.uint8), mask=mask)
+
+
+@triton.jit
+def _kept(rows, marks, num_segments, tile, TILE: tl.constexpr):
+    """The segment of a tile of marks, where it starts there, and 1 for each index that is kept."""
+    segment = find(rows + 7 * num_segments, num_segments, tile)
+    start = (tile - tl.load(rows + 7 * num_segments + segment)) * TILE
+    position = start + tl.arange(0, TILE)
+    inside = position < tl.load(rows + segment)
+    mark = tl.load(marks + tl.load(rows + 3 * num_segments + segment) + position, mask=inside, other=0).to(tl.int32)
+    left_out = tl.load(rows + 5 * num_segments + segment).to(tl.int32)
+    return segment, start, tl.where(inside, mark ^ left_out, 0)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _count_marks(rows, marks, counts, num_segments, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    _, _, kept = _kept(rows, marks, num_segments, tile, TILE)
+    tl.store(counts + tile, tl.sum(kept))
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _write_marks(rows, marks, before, indices, num_segments, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    segment, start, kept = _kept(rows, marks, num_segments, tile, TILE)
+    place = tl.load(rows + 6 * num_segments + segment) + tl.load(before + tile) + tl.cumsum(kept) - kept
+    tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept > 0)
+
+
+_MARKS = {"rows": "*i64", "marks": "*u8", "num_segments": "i32"}
+for _variant in (
+    Variant("permutation: mark", _mark, {"TILE": TILE}, _MARKS | {"key_table": "*i64"}, TILE, 1, launches=4),
+    Variant(
+        "permutation: count", _count_marks, {"TILE": MARKS_TILE}, _MARKS | {"counts": "*i32"}, MARKS_TILE, 1, launches=4
+    ),
+    Variant(
+        "permutation: write",
+        _write_marks,
+        {"TILE": MARKS_TILE},
+        _MARKS | {"before": "*i32", "indices": "*i32"},
+        MARKS_TILE,
+        5,  # as if everything were kept
+        launches=4,
+    ),
+):
+    add_variant(_variant)

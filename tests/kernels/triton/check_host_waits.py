@@ -1,0 +1,101 @@
+"""With Triton no host waits for a sparsifier of fixed size: not for indices, checks, counts, or whether all is finite.
+
+Every read of a tensor by the host is counted. Triton's interpreter reads tensors too, inside of launches; these reads are
+not counted.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.on_triton import DEVICE, gaussian
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.codec import Key
+from thinwire.kernels import flags
+
+ROOT = Path(tw.__file__).parent
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "equal"}
+
+
+def place() -> str | None:
+    """The innermost line of thinwire that runs; None in a launch."""
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT))]
+    path = Path(frames[-1].filename).relative_to(ROOT) if frames else Path("launch.py")
+    return None if path.name == "launch.py" else f"{path}:{frames[-1].lineno}"
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads, by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def note(self) -> None:
+        if (line := place()) is not None:
+            self.lines[line] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket._qualified_op_name.split("::")[1]
+        indexed = args[1] if name in ("index", "index_put_") else []
+        if name in READS or any(i is not None and i.dtype == torch.bool for i in indexed):
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    counter = Reads()
+    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)  # as on a GPU
+    for name in ("tolist", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def noted(self: torch.Tensor, *args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            counter.note()
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    return counter
+
+
+def encode_and_decode(codec: tw.Codec) -> None:
+    xs, keys = [gaussian(640), gaussian(300, seed=1)], [Key(0, i, 0) for i in range(2)]
+    payload = codec.encode(xs, keys, [torch.empty_like(x) for x in xs])
+    finite = codec.decode_sum([payload, payload], [torch.empty_like(x) for x in xs], 0.5, keys)
+    assert isinstance(finite, torch.Tensor) and finite.device == DEVICE
+
+
+FIXED_SIZE = [
+    tw.TopK(0.1),
+    tw.TopK(0.4),
+    tw.BlockwiseTopK(0.1, block=64),
+    tw.BlockwiseTopK(0.002, block=512),
+    tw.CoarseGrainedTopK(0.3, chunk=32),
+    tw.RandomK(0.1),
+    tw.RandomK(0.7, scaled=True),
+    tw.RandomK(0.1, shared=True),
+]
+
+
+@pytest.mark.parametrize("codec", FIXED_SIZE, ids=repr)
+def test_no_host_waits(codec, reads):
+    with kernels.use_backend("triton"), reads:
+        encode_and_decode(codec)
+    assert not reads.lines
+
+
+@pytest.mark.parametrize("codec", [tw.Threshold(1.0), tw.TopK(0.1, sample=0.5), tw.TopK(0.1, indices="auto")], ids=repr)
+def test_codecs_of_variable_size_wait(codec, reads):
+    """The counter does see waits: the host needs the sizes of these payloads."""
+    with kernels.use_backend("triton"), reads:
+        encode_and_decode(codec)
+    assert reads.lines

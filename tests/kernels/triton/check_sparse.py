@@ -1,0 +1,171 @@
+"""Selection, scatter, codes of indices, momentum and random subsets in Triton give what the reference gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.backends import clones
+from helpers.on_triton import DEVICE, any_bits, assert_triton_agrees, gaussian, payload_of
+
+from thinwire import kernels
+from thinwire.kernels.momentum import Buffers, Momentum
+
+
+def ties(numel: int) -> torch.Tensor:
+    return (gaussian(numel, seed=3) * 2).round() / 2
+
+
+SMALL = [any_bits(300), torch.empty(0, device=DEVICE), ties(100), gaussian(1)]
+LARGE = [gaussian(4100), ties(8200)]  # of several tiles, selected by histograms
+COUNTS = [30, 0, 25, 1, 41, 3000]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [300, 0, 100, 1, 4100, 8200], [1, 0, 0, 0, 1, 0]], ids=str)
+def test_topk(counts):
+    assert_triton_agrees(lambda: [*kernels.select.topk(SMALL + LARGE, counts)])
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(1, 1), (64, 3), (100, 100), (5000, 7)])
+def test_topk_in_chunks(chunk, count):
+    xs = SMALL if chunk == 1 else SMALL + LARGE[:1]
+    last_counts = [min(2, x.numel() % chunk) for x in xs]
+    assert_triton_agrees(lambda: [*kernels.select.topk_in_chunks(xs, chunk, count, last_counts)])
+
+
+def test_above_and_largest():
+    xs = SMALL + LARGE[:1]
+
+    def compute():
+        thresholds = [1.0, 1.0, 0.5, 0.0, 2.0]
+        return [*kernels.select.above(xs, thresholds), torch.tensor(kernels.select.largest(xs))]
+
+    assert_triton_agrees(compute)
+
+
+def test_scatter():
+    xs = SMALL + LARGE[:1]
+    counts = COUNTS[:5]
+    indices, values = kernels.select.topk(xs, counts)
+
+    def compute():
+        added, written, rest = clones(xs), clones(xs), clones(xs)
+        kernels.scatter.add(added, indices, values, counts, -0.3)
+        kernels.scatter.write(written, indices, -values, counts)
+        kernels.scatter.clear(rest, indices, counts)
+        return [*added, *written, *rest, kernels.scatter.gather(xs, indices, counts)]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("index", [-1, 10, 2**31 - 1])
+def test_an_index_outside_is_refused_and_touches_nothing(index):
+    whole = torch.zeros(30, device=DEVICE)
+    at = torch.tensor([3, index], dtype=torch.int32, device=DEVICE)
+    with kernels.use_backend("triton"), pytest.raises(ValueError, match="outside"):
+        kernels.scatter.add([whole[10:20]], at, torch.ones(2, device=DEVICE), [2], 1.0)
+        kernels.flags.check_faults(whole.device)
+    assert not whole[:10].any() and not whole[20:].any()
+
+
+def subset(count: int, numel: int) -> torch.Tensor:
+    chosen = torch.randperm(min(numel, 10**5), generator=torch.Generator().manual_seed(count))[:count]
+    return chosen.sort().values.int().to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("counts", "numels"),
+    [([3, 0, 10, 700, 40, 7], [100, 7, 10**6, 1000, 41, 7]), ([1, 1], [2, 2**31 - 1]), ([3000], [9000])],
+    ids=str,
+)
+def test_indices(counts, numels):
+    indices = torch.cat([subset(k, n) for k, n in zip(counts, numels, strict=True)])
+
+    def compute():
+        out = payload_of(sum(map(kernels.indices.nbytes, counts, numels)), offset=3)
+        kernels.indices.encode(indices, counts, numels, out)
+        return [out, kernels.indices.decode(out, counts, numels)]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize(("count", "numel"), [(3, 1000), (17, 40), (5, 64)])
+def test_corrupt_codes_are_refused_as_by_the_reference(count, numel):
+    nbytes, generator = kernels.indices.nbytes(count, numel), torch.Generator().manual_seed(count)
+    codes = [torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8).to(DEVICE) for _ in range(4)]
+    for bit in range(4):  # nearly right ones
+        codes.append(payload_of(nbytes))
+        kernels.indices.encode(subset(count, numel), [count], [numel], codes[-1])
+        codes[-1][-1 - bit % nbytes] ^= 1 << bit
+
+    def compute():
+        found = []
+        for code in codes:
+            try:
+                indices = kernels.indices.decode(code, [count], [numel])
+                kernels.flags.check_faults(code.device)
+                found.append(indices)
+            except ValueError:
+                found.append(None)
+        return found
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("indices", [[2, 1], [1, 1], [-1, 1], [1, 10]])
+def test_indices_that_do_not_ascend_are_refused(indices):
+    out = payload_of(kernels.indices.nbytes(2, 10))
+    with kernels.use_backend("triton"), pytest.raises(ValueError, match="ascending"):
+        kernels.indices.encode(torch.tensor(indices, dtype=torch.int32, device=DEVICE), [2], [10], out)
+        kernels.flags.check_faults(out.device)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, 12, 31])
+def test_words(bits):
+    words = torch.randint(0, 2**31 - 1, (1301,), generator=torch.Generator().manual_seed(bits)).int().to(DEVICE)
+
+    def compute():
+        out = payload_of(kernels.words.nbytes(1301, bits), offset=1)
+        kernels.words.encode(words, bits, out)
+        return [out, kernels.words.decode(out, 1301, bits)]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("xs", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum(xs, nesterov):
+    counts, rule = [x.numel() // 10 + 1 if x.numel() else 0 for x in xs], Momentum(0.9, 0.37, nesterov)
+
+    def compute():
+        made = []
+        for select in (False, True):
+            buffers = Buffers(xs, [x.flip(0) for x in xs], [x * 0.3 for x in xs], clones(xs), clones(xs))
+            made += [*kernels.momentum.correct_topk(buffers, rule, counts)] if select else []
+            if not select:
+                kernels.momentum.correct(buffers, rule)
+            made += [*buffers.new_us, *buffers.new_vs]
+        outs = clones(xs)
+        return [*made, *kernels.momentum.add_topk(xs, [x.flip(0) for x in xs], outs, 0.7, counts), *outs]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("counts", [[50, 0, 30, 1], [999, 0, 60, 1]], ids=str)
+def test_random_indices(counts):
+    numels, keys = [1000, 0, 100, 1], [2**64 - 3, 0, 5, 7]
+
+    def compute():
+        on_device = kernels.random.keys_on(keys, DEVICE)
+        return [kernels.permutation.random_indices(k, counts, numels, DEVICE) for k in (keys, on_device)]
+
+    assert_triton_agrees(compute)
+
+
+def test_finite():
+    def compute():
+        xs, counts = SMALL + LARGE[:1], [2, 0, 3, 0, 1]
+        values = torch.ones(6, device=DEVICE)
+        kernels.reduce.mark_nonfinite(xs, values, counts)
+        return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, []))]
+
+    assert_triton_agrees(compute)
