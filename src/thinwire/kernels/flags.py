@@ -111,6 +111,7 @@ def demand(condition: Tensor, fault: Fault, message: str) -> None:
     Raises:
         ValueError: in main memory, if the condition does not hold.
     """
+    assert condition.dtype == torch.bool, condition.dtype  # of a byte, ~1 is 254
     if raises_at_once(condition.device):
         if not condition:
             raise ValueError(message)

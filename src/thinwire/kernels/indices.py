@@ -154,7 +154,7 @@ def _read(bits: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
     low = low_bits(count, numel)
     size = numel if low is None else code_bits(count, numel, low)
     marks = bits[: size if low is None else size - count * low]
-    index, is_valid = _positions(marks, count), (marks.sum() == count) & ~bits[size:].any()
+    index, is_valid = _positions(marks, count), (marks.sum() == count) & (bits[size:] == 0).all()
     if low is not None:
         index = (index - torch.arange(count, device=bits.device)) << low
         index = index + (bit.from_bits(bits[size - count * low : size], low) if low else 0)

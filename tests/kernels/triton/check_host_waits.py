@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     counter = Reads()
     monkeypatch.setattr(flags, "raises_at_once", lambda device: False)  # as on a GPU
     for name in ("tolist", "numpy"):
@@ -64,7 +64,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, noted)
-    return counter
+    yield counter
+    monkeypatch.undo()
+    flags.check_faults(DEVICE)  # kernels found none
 
 
 def encode_and_decode(codec: tw.Codec) -> None:

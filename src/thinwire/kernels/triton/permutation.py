@@ -20,7 +20,7 @@ from .variants import Variant, add_variant
 __all__ = ["random_indices"]
 
 TILE = 1024
-MARKS_TILE = 4096
+MARKS_TILE = 2048
 
 
 def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
