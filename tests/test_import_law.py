@@ -23,6 +23,7 @@ FLOORS = {
     "topology": 2,
     "comm": 2,
     "average": 3,
+    "plan": 4,
     "notation": 4,
     "testing": 5,
     "strategy": 4,

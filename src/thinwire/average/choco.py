@@ -99,8 +99,10 @@ class Choco(Gossip):
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
-        digests = comm.gather_objects(hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest())
-        start = x if len(set(digests)) == 1 and kernels.all_finite([x]) else torch.zeros_like(x)
+        own = "" if x.is_meta else hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest()  # meta: no values
+        digests = comm.gather_objects(own)
+        is_finite = kernels.flags.read(kernels.all_finite([x]))
+        start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, start.clone())
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
@@ -128,7 +130,7 @@ def _absorb(
     """Add a decoded payload to its copies; or, if it is not finite, to `poisoned` only."""
     q = torch.zeros_like(poisoned)
     codec.decode_add(payload, state.layout.split(q))
-    if not kernels.all_finite([q]):
+    if not kernels.flags.read(kernels.all_finite([q])):
         poisoned.add_(q)
         return
     for target, weight in into:

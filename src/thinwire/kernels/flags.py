@@ -68,6 +68,8 @@ def flag_of(condition: Tensor) -> Flag:
 def read(flag: Flag) -> bool:
     """The flag as a `bool`, and the faults of its device in the same copy. The host waits for the device.
 
+    A flag on the meta device has no value and counts as set.
+
     Raises:
         ValueError: if kernels have met a fault on this device since the last `read`.
 
@@ -75,8 +77,8 @@ def read(flag: Flag) -> bool:
         >>> read(torch.tensor(True))
         True
     """
-    if isinstance(flag, bool):
-        return flag
+    if isinstance(flag, bool) or flag.is_meta:
+        return flag is not False
     counters = fault_counters(flag.device)
     is_set, *counts = torch.cat([flag.view(1).to(torch.int32), counters]).tolist()
     raise_counted(counters, counts)

@@ -1,0 +1,110 @@
+"""The network of a prediction: W workers on nodes of N, a link inside a node and one between nodes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ..algorithm import require
+
+_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "": 1.0}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate in bits per second, such as "1gbit", "100mbit" or "25Gb/s".
+
+    Raises:
+        ValueError: no positive number with such a unit.
+
+    Example:
+        >>> parse_rate("1gbit")
+        125000000.0
+    """
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|b/s|bps)", text.strip().lower())
+    require(match is not None, f"cannot read the rate {text!r}; write it in bits, such as 100mbit or 1gbit")
+    assert match is not None
+    rate = _number(match[1], text) * _RATES[match[2]] / 8
+    require(rate > 0, f"a rate must be positive, got {text!r}")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as "0.5ms", "50us" or "0.1s"; without a unit, seconds.
+
+    Raises:
+        ValueError: no number of 0 or more with such a unit.
+
+    Example:
+        >>> parse_seconds("0.5ms")
+        0.0005
+    """
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|)", text.strip().lower())
+    require(match is not None, f"cannot read the time {text!r}; write it such as 50us, 0.5ms or 0.1s")
+    assert match is not None
+    return _number(match[1], text) / _PER_SECOND[match[2]]
+
+
+def _number(digits: str, text: str) -> float:
+    try:
+        return float(digits)
+    except ValueError:
+        raise ValueError(f"cannot read the number in {text!r}; write it such as 0.5") from None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex line: a message of n bytes takes `latency_seconds + n / bytes_per_second`.
+
+    Example:
+        >>> Link.of("1gbit", "0.1ms").seconds(125_000)
+        0.0011
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.bytes_per_second > 0, f"a link's rate must be positive, got {self.bytes_per_second}")
+        require(self.latency_seconds >= 0, f"a link's latency must be 0 or more, got {self.latency_seconds}")
+
+    @classmethod
+    def of(cls, rate: str, latency: str = "0s") -> Link:
+        """A link from texts such as "1gbit" and "0.5ms"."""
+        return cls(parse_rate(rate), parse_seconds(latency))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message on an idle link."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Network:
+    """Workers on nodes. The workers of a node share its NIC; inside the node each has a line of its own.
+
+    Args:
+        workers: W.
+        workers_per_node: N consecutive ranks share a node; must divide W.
+        outer: the link between nodes.
+        inner: the link inside a node.
+
+    Raises:
+        ValueError: N does not divide W.
+    """
+
+    workers: int
+    workers_per_node: int = 1
+    outer: Link = field(default_factory=lambda: Link.of("1gbit", "0.1ms"))
+    inner: Link = field(default_factory=lambda: Link.of("80gbit", "10us"))
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 1, f"a network needs at least one worker, got {self.workers}")
+        require(
+            self.workers_per_node >= 1 and self.workers % self.workers_per_node == 0,
+            f"{self.workers} workers cannot be nodes of {self.workers_per_node} each; it must divide them",
+        )
+
+    @property
+    def nodes(self) -> int:
+        """L = W / N."""
+        return self.workers // self.workers_per_node

@@ -1,0 +1,180 @@
+"""What each method would take: records the averagers' programs once, and simulates them on a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+import torch
+
+from ..algorithm import require
+from .methods import BF16, DDP, Method, methods
+from .network import Network
+from .record import Program, record
+from .simulate import Bucket, simulate
+from .speeds import Speeds
+
+FORWARD_SHARE = 1 / 3  # of the computation: backward has twice the multiplications
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20  # those of DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Args:
+        shapes: of the parameters, in the order of the model.
+        compute_seconds: forward, backward and optimizer of one step, without a network.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    compute_seconds: float
+
+    def __post_init__(self) -> None:
+        require(len(self.shapes) > 0, "a plan needs a model of at least one parameter")
+        require(self.compute_seconds >= 0, f"compute must be 0 seconds or more, got {self.compute_seconds}")
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(shape.numel() for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one method would take. `bytes_sent` is that of the worker that sends most, for one step."""
+
+    method: str
+    averager: str
+    step_seconds: float
+    bytes_sent: float
+    speedup_over_fp32: float
+    speedup_over_bf16: float
+    memory_bytes: float
+    accuracy: str
+    page: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def predict(
+    model: int | Iterable[torch.Tensor],
+    compute_seconds: float,
+    network: Network,
+    speeds: Speeds | None = None,
+    candidates: Sequence[Method] | None = None,
+) -> list[Prediction]:
+    """Predict a training step of each method, the fastest first.
+
+    Args:
+        model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
+        compute_seconds: forward, backward and optimizer of one step on one worker.
+        network: workers, nodes and links.
+        speeds: of the codecs; by default those of `docs/benchmarks.md`.
+        candidates: what to compare, by default `methods()`; dense float32 and bfloat16 are always predicted.
+
+    Raises:
+        ValueError: fewer than two workers, no parameters, or negative times.
+
+    Example:
+        >>> from thinwire.plan import Link, Network
+        >>> slow = Network(4, outer=Link.of("100mbit", "0.5ms"))
+        >>> ranking = predict(1_000_000, 0.05, slow)
+        >>> ranking[0].speedup_over_fp32 > 5
+        True
+    """
+    require(network.workers >= 2, f"a plan needs at least two workers, got {network.workers}")
+    shapes = tensors_of(model) if isinstance(model, int) else tuple(p.shape for p in model)
+    workload, speeds = Workload(shapes, compute_seconds), speeds or Speeds()
+    known = methods(network.workers_per_node)
+    asked = known if candidates is None else list(candidates)
+    baselines = {m.name: m for m in known if m.name in (DDP, BF16)}
+    chosen = {m.name: m for m in asked} | baselines
+    steps = {name: predict_method(method, workload, network, speeds) for name, method in chosen.items()}
+    made = [
+        Prediction(
+            method=name,
+            averager=repr(method.averager),
+            step_seconds=steps[name][0],
+            bytes_sent=steps[name][1],
+            speedup_over_fp32=steps[DDP][0] / steps[name][0],
+            speedup_over_bf16=steps[BF16][0] / steps[name][0],
+            memory_bytes=4 * method.state_floats * workload.numel,
+            accuracy=method.accuracy,
+            page=method.page,
+        )
+        for name, method in chosen.items()
+    ]
+    return sorted(made, key=lambda prediction: prediction.step_seconds)
+
+
+def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:
+    """Seconds of a step, and the bytes that the worker that sends most sends in it."""
+    buckets = programs_of(method, workload.shapes, network.workers, network.workers_per_node)
+    compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
+    backward = compute - forward if method.overlaps else 0.0
+    total = sum(numel for numel, _ in buckets)
+    seconds = simulate(
+        network,
+        [Bucket(backward * numel / total, programs) for numel, programs in buckets],
+        forward if method.overlaps else 0.0,
+        lambda work: speeds.seconds(method.averager, work),
+    )
+    per_rank = zip(*(programs for _, programs in buckets), strict=True)
+    num_bytes = max(sum(program.ledger.bytes_sent for program in programs) for programs in per_rank)
+    if method.overlaps:
+        return seconds, num_bytes
+    return compute + seconds / method.every, num_bytes / method.every
+
+
+@lru_cache(maxsize=512)
+def programs_of(
+    method: Method, shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
+) -> list[tuple[int, tuple[Program, ...]]]:
+    """For each call of `step` in a round: its elements, and the programs of the ranks of node 0."""
+    whole = method.averager.whole_model or not method.overlaps
+    calls = [shapes] if whole else ddp_buckets(shapes)
+    made = {
+        call: tuple(record(method.averager, call, rank, workers, workers_per_node) for rank in range(workers_per_node))
+        for call in dict.fromkeys(calls)
+    }
+    return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
+
+
+def ddp_buckets(shapes: Sequence[torch.Size]) -> list[tuple[torch.Size, ...]]:
+    """The buckets of DistributedDataParallel, in the order of backward: last parameters first, 1 MiB, then 25 MiB.
+
+    Example:
+        >>> [len(bucket) for bucket in ddp_buckets([torch.Size([1024, 1024])] * 8)]
+        [1, 7]
+    """
+    buckets: list[tuple[torch.Size, ...]] = []
+    current: list[torch.Size] = []
+    limit = _FIRST_BUCKET_BYTES
+    for shape in reversed(shapes):
+        current.append(shape)
+        if 4 * sum(s.numel() for s in current) >= limit:
+            buckets.append(tuple(current))
+            current, limit = [], _BUCKET_BYTES
+    return [*buckets, tuple(current)] if current else buckets
+
+
+def tensors_of(num_parameters: int) -> tuple[torch.Size, ...]:
+    """Shapes of a model of so many parameters: square matrices of 2048, one more matrix, and a vector.
+
+    Example:
+        >>> tensors_of(10)
+        (torch.Size([3, 3]), torch.Size([1]))
+    """
+    require(num_parameters >= 1, f"a plan needs at least one parameter, got {num_parameters}")
+    columns = min(2048, isqrt(num_parameters))
+    whole, rest = divmod(num_parameters, columns * columns)
+    rows, left = divmod(rest, columns)
+    shapes = [torch.Size([columns, columns])] * whole
+    shapes += [torch.Size([rows, columns])] * bool(rows) + [torch.Size([left])] * bool(left)
+    return tuple(shapes)

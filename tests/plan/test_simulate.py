@@ -1,0 +1,102 @@
+"""The model of the network against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.comm import Ledger
+from thinwire.plan import Link, Network, Program, simulate
+from thinwire.plan.record import Messages, Ring, Wait, Work
+from thinwire.plan.simulate import Bucket
+
+LINK = Link(bytes_per_second=1e6, latency_seconds=0.01)
+FREE = Link(bytes_per_second=1e30)
+
+
+def program(*step, wait=(), at_once=True):
+    return Program(tuple(step), tuple(wait), Ledger(2), at_once)
+
+
+def ring(num_bytes):
+    return program(Ring(num_bytes), wait=[Wait(0)])
+
+
+def gather(rank, size, num_bytes):
+    after = [(rank + step) % size for step in range(1, size)]
+    return program(Messages(tuple((p, num_bytes) for p in after), tuple((p, num_bytes) for p in after)), wait=[Wait(0)])
+
+
+def seconds(network, programs, backward=0.0, forward=0.0, work=lambda work: 0.0, fold=True):
+    return simulate(network, [Bucket(backward, list(p)) for p in programs], forward, work, fold)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 33, 200, 1024])
+def test_a_ring_all_reduce_takes_its_closed_form(size):
+    num_bytes = 1_000_000
+    expected = 2 * (size - 1) * (0.01 + num_bytes / size / 1e6)
+    assert seconds(Network(size, outer=LINK), [[ring(num_bytes)]]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_an_all_gather_takes_w_minus_1_messages_and_one_latency(size):
+    expected = (size - 1) * 1000 / 1e6 + 0.01
+    assert seconds(Network(size, outer=LINK), [[gather(0, size, 1000)]]) == pytest.approx(expected)
+
+
+def test_workers_of_a_node_share_its_line():
+    # 4 nodes of 2: each worker sends 6 messages out of its node, all through one line.
+    network = Network(8, 2, outer=LINK, inner=FREE)
+    expected = 2 * 6 * 1000 / 1e6 + 0.01
+    assert seconds(network, [[gather(rank, 8, 1000) for rank in range(2)]]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_one_node_stands_for_all(per_node):
+    network = Network(8, per_node, outer=LINK, inner=Link(1e7, 0.001))
+    for make in (lambda rank: gather(rank, 8, 5000), lambda rank: ring(80_000)):
+        folded = seconds(network, [[make(rank) for rank in range(per_node)]] * 3)
+        whole = seconds(network, [[make(rank) for rank in range(8)]] * 3, fold=False)
+        assert folded == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_line_serves_in_the_order_of_arrival():
+    # The second bucket's message waits until the first has left; both bear one latency.
+    network = Network(2, outer=LINK)
+    buckets = [[gather(0, 2, 100_000)], [gather(0, 2, 1000)]]
+    assert seconds(network, buckets) == pytest.approx(0.1 + 0.001 + 0.01)
+    assert seconds(network, buckets[:1]) == pytest.approx(0.1 + 0.01)
+
+
+def test_a_step_is_no_shorter_than_computation_or_network():
+    network = Network(2, outer=LINK)
+    wire = 4 * 0.05 + 0.01
+    for backward in (0.0, 0.01, 0.05, 0.2):
+        step = seconds(network, [[gather(0, 2, 50_000)]] * 4, backward, forward=0.03)
+        compute = 0.03 + 4 * backward
+        assert max(compute, wire) <= step <= compute + wire
+    # Computation hides all but the last message.
+    assert seconds(network, [[gather(0, 2, 50_000)]] * 4, 0.2) == pytest.approx(0.8 + 0.05 + 0.01)
+
+
+def test_encoding_delays_backward_and_decoding_follows_the_last_send():
+    step = [Work("encode", 10), Messages(((1, 1000),), ((1, 1000),))]
+    buckets = [[program(*step, wait=[Wait(0), Work("decode", 10)])]] * 2
+    cost = {"encode": 0.2, "decode": 0.3}
+    got = seconds(Network(2, outer=FREE), buckets, 0.1, work=lambda work: cost[work.part])
+    assert got == pytest.approx(2 * (0.1 + 0.2) + 2 * 0.3)
+
+
+def test_messages_with_no_sender_are_an_error():
+    lonely = program(Messages((), ((1, 10),)), wait=[Wait(0)])
+    with pytest.raises(ValueError, match="nobody sends"):
+        seconds(Network(2, outer=LINK), [[lonely]])
+
+
+def test_texts_of_rates_and_times():
+    assert Link.of("100mbit", "50us") == Link(12.5e6, 50e-6)
+    assert Link.of("25Gb/s").bytes_per_second == 25e9 / 8
+    for wrong in ("fast", "1.2.3gbit", "0gbit"):
+        with pytest.raises(ValueError):
+            Link.of(wrong)
+    with pytest.raises(ValueError, match="must divide"):
+        Network(6, 4)
