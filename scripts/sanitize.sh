@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the C++ kernels from several threads at once under ThreadSanitizer, then under AddressSanitizer and UBSan.
 # Builds in a temporary folder. Skips a sanitizer whose runtime the compiler lacks. Returns 1 if one finds something.
+# `scripts/sanitize.sh binding` instead calls the kernels from Python threads, with the binding under ThreadSanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -8,6 +9,7 @@ trap 'rm -rf "$work"' EXIT
 
 main() {
     command -v cmake > /dev/null || { echo "sanitize: skipped: there is no cmake"; exit 0; }
+    if [ "${1:-}" = binding ]; then check_binding; return; fi
     check thread thread
     check address address,undefined
 }
@@ -23,10 +25,30 @@ check() {
     echo "sanitize $kind: $(TSAN_OPTIONS=halt_on_error=1 "$work/$kind/native/sanitize/sanitize")"
 }
 
+# Python itself is not built for ThreadSanitizer, but its locks are seen. PyTorch's libraries are left out.
+check_binding() {
+    local python packages
+    python=$(readlink -f .venv/bin/python)
+    packages=$(.venv/bin/python -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+    cmake -S . -B "$work/binding" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS=-fsanitize=thread \
+        -DPython_EXECUTABLE="$PWD/.venv/bin/python" -Dnanobind_DIR="$(.venv/bin/python -m nanobind --cmake_dir)" \
+        > "$work/log" || { cat "$work/log"; exit 1; }
+    cmake --build "$work/binding" --target _native --parallel 2 > "$work/log" || { cat "$work/log"; exit 1; }
+    cp -r src/thinwire "$work/thinwire"
+    rm -f "$work"/thinwire/kernels/_native*.so
+    cp "$work"/binding/_native*.so "$work/thinwire/kernels/"
+    printf '%s\n' called_from_lib:libtorch_cpu.so called_from_lib:libtorch_python.so called_from_lib:libc10.so \
+        > "$work/suppressions"
+    LD_PRELOAD=$("${CXX:-c++}" -print-file-name=libtsan.so) OMP_NUM_THREADS=1 \
+        TSAN_OPTIONS="suppressions=$work/suppressions report_mutex_bugs=0" \
+        PYTHONPATH="$work:$PWD/tests:$packages" "$python" tests/kernels/test_kernels_threads.py
+    echo "sanitize binding: no data race"
+}
+
 # Whether a program with these sanitizers compiles, links and runs.
 runs() {
     echo 'int main() { return 0; }' > "$work/probe.cpp"
     "${CXX:-c++}" -fsanitize="$1" "$work/probe.cpp" -o "$work/probe" > /dev/null 2>&1 && "$work/probe" > /dev/null 2>&1
 }
 
-main
+main "$@"
