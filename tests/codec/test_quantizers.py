@@ -370,7 +370,7 @@ def test_not_finite_on_one_worker_reaches_all(codec, bad):
         (lambda: tw.QSGD(), "either bits or levels"),
         (lambda: tw.QSGD(bits=4, levels=7), "either bits or levels"),
         (lambda: tw.QSGD(levels=40000), "levels must be an integer from 1 to 32767"),
-        (lambda: tw.QSGD(levels=7, zero=False), "counted from zero"),
+        (lambda: tw.QSGD(levels=7, zero=False), "levels include zero; give bits"),
         (lambda: tw.Quantize(levels=(0.0,)), "expected 2 to 256"),
         (lambda: tw.Quantize(levels=(0.0, 0.0)), "ascending"),
         (lambda: tw.Quantize(levels=(0.0, 1.5)), r"in \[-1, 1\]"),

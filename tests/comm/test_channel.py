@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.spawn import WORLDS, run_threads, spawn
 
-from thinwire.comm import CommunicationError, sockets
+from thinwire.comm import CommunicationError, connect
 from thinwire.comm.connect import own_address
 
 
@@ -137,14 +137,14 @@ def test_a_thread_that_has_returned_is_named():
 def knocked_at(comm):
     """A stranger connects first and says nothing that we know."""
     if comm.rank == 1:
-        connect = sockets._connect
+        original = connect._connect
 
         def after_a_stranger(rank, peer, host, port, secret, timeout_seconds):
             stranger = socket.create_connection((host, port))
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 20)
-            return connect(rank, peer, host, port, secret, timeout_seconds)
+            return original(rank, peer, host, port, secret, timeout_seconds)
 
-        sockets._connect = after_a_stranger
+        connect._connect = after_a_stranger
     channel = comm.open_channel(everyone(comm))
     channel.send(1 - comm.rank, 5)
     return channel.receive(everyone(comm)).kind
@@ -188,7 +188,7 @@ def open_among(strangers, timeout_seconds):
         began = time.monotonic()
         try:
             with contextlib.closing(
-                sockets.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)
+                connect.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)
             ):
                 return time.monotonic() - began
         except CommunicationError as error:
@@ -227,7 +227,7 @@ def test_strangers_who_are_slow_or_silent_delay_nobody(strangers, monkeypatch):
 @pytest.mark.parametrize("strangers", [idle, trickling])
 def test_the_deadline_holds_whatever_strangers_do(strangers, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(sockets, "_connect", lambda *_: socket.socket())  # rank 1 never comes
+    monkeypatch.setattr(connect, "_connect", lambda *_: socket.socket())  # rank 1 never comes
     (said, took), _ = open_among(strangers, 2.0)
     assert "rank 0: ranks [1] did not connect" in said
     assert took < 5.0

@@ -103,7 +103,10 @@ WRONG = {
     "more on a node than there are": (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"} | MASTER, "local rank 1 of 5"),
     "no number": (TORCHRUN | {"WORLD_SIZE": "all"}, "WORLD_SIZE must be a number, got 'all'"),
     "no port": (TORCHRUN | {"MASTER_PORT": "tcp"}, "MASTER_PORT must be a number, got 'tcp'"),
-    "tasks per node": (STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE must be such as"),
+    "tasks per node": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"},
+        "SLURM_STEP_TASKS_PER_NODE in the environment must be like '4",
+    ),
     "a node beyond the list": (STEP | {"SLURM_NODEID": "2"}, "local rank 1 of 0"),
 }
 
