@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,14 +105,18 @@ class Job:
             return payload
 
     def _mask(self, payload: Tensor, keys: Sequence[Key], masked: Sequence[Tensor]) -> None:
-        segments = [flatten(masked, payload.device)] if self.merged else [m.view(-1) for m in masked]
-        sent = self.selection or self.codec.support(payload, [s.numel() for s in segments], list(keys))
+        numels = [m.numel() for m in masked]
+        sent = self.selection or self.codec.support(payload, [sum(numels)] if self.merged else numels, list(keys))
         if sent is None:  # the codec sends every element
             torch._foreach_zero_(list(masked))
-            return
-        kernels.scatter.clear(segments, sent.indices, sent.counts)
-        if self.merged:
-            torch._foreach_copy_(list(masked), split_like(segments[0], masked))
+        else:
+            self.clear(masked, sent.indices, sent.counts)
+
+    def clear(self, masked: Sequence[Tensor], indices: Tensor, counts: list[int]) -> None:
+        """Zero `masked` at the indices, `counts[i]` of which are of segment i."""
+        segments = flat_segments(masked, self.merged)
+        kernels.scatter.clear(segments, indices, counts)
+        store_segments(segments, masked, self.merged)
 
     def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> Flag:
         """Overwrite `parts` with `weight` times the sum of the payloads; return whether all of it is finite.
@@ -177,9 +181,40 @@ class Flight:
             self.finish = end.value
 
 
+class Team(Protocol):
+    """Workers that call collectives together: a communicator, or the leaders of its nodes."""
+
+    rank: int
+    size: int
+
+    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
+        """As of a communicator."""
+
+    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
+        """As of a communicator."""
+
+
+def gather_messages(team: Team, message: Tensor, sizes: list[int] | None) -> Generator[Handle, Any, Handle]:
+    """All-gather messages of the given sizes; with None, sizes travel first. Returns the handle of the messages."""
+    if sizes is None:
+        length = torch.tensor([message.numel()], device=message.device)
+        sizes = torch.cat((yield team.all_gather(length))).tolist()
+    return team.all_gather(message, sizes)
+
+
 def piece_key(key: Key, part: int) -> Key:
     """The key of a part of a tensor that is encoded for itself: `part` tells these apart, 1 to `SUMMED`."""
     return key._replace(stream=key.stream | part << _PART_SHIFT)
+
+
+def split_numel(numel: int, size: int, rank: int) -> int:
+    """Elements of part `rank` of `Tensor.tensor_split(size)`.
+
+    Example:
+        >>> [split_numel(5, 4, rank) for rank in range(4)]
+        [2, 1, 1, 1]
+    """
+    return numel // size + (rank < numel % size)
 
 
 def message_nbytes(codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, merged: bool) -> int:
@@ -215,6 +250,19 @@ def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of consecutive pieces of `flat`, in the shapes of `parts`."""
     pieces = flat.split([p.numel() for p in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def flat_segments(tensors: Sequence[Tensor], merged: bool) -> list[Tensor]:
+    """One vector of all elements, a copy, if `merged`; else each tensor as a float32 vector, a view if possible."""
+    if merged:
+        return [flatten(tensors, tensors[0].device)] if tensors else []
+    return [t.reshape(-1).to(torch.float32) for t in tensors]
+
+
+def store_segments(segments: Sequence[Tensor], tensors: Sequence[Tensor], merged: bool) -> None:
+    """Copy back what `flat_segments` copied."""
+    if merged and tensors:
+        torch._foreach_copy_(list(tensors), split_like(segments[0], tensors))
 
 
 def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:

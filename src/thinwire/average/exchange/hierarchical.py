@@ -31,7 +31,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
 from ...kernels import Flag
-from .base import Job, Stages, flatten, pack, split_like, unpack
+from .base import Job, Stages, flatten, gather_messages, pack, split_like, unpack
 
 
 def hierarchical(job: Job) -> Stages:
@@ -136,11 +136,8 @@ class Node:
             num_bytes: size of all messages; None if it varies, and then sizes travel first.
         """
         team = Leaders(self)
-        sizes = [num_bytes or 0] * team.size
-        if num_bytes is None:
-            length = torch.tensor([message.numel()], device=message.device)
-            sizes = torch.cat((yield team.all_gather(length))).tolist()
-        messages: list[Tensor] = yield team.all_gather(message, sizes)
+        sizes = None if num_bytes is None else [num_bytes] * team.size
+        messages: list[Tensor] = yield (yield from gather_messages(team, message, sizes))
         return messages
 
     def pass_on(self, tensors: list[Tensor]) -> list[Handle]:

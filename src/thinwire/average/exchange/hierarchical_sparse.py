@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...kernels import Flag
-from .base import Job, Stages, split_like
+from .base import Job, Stages, flat_segments, split_like, store_segments
 from .hierarchical import Leaders, Node, take
 from .regions import Regions
-from .sparse_reduce import Round, Summed, clear, flat_segments, layout_of, leave, parts_of, store
+from .sparse_reduce import Round, Summed, layout_of, leave, parts_of
 
 
 def hierarchical_sparse(job: Job) -> Stages:
@@ -34,19 +34,18 @@ def hierarchical_sparse(job: Job) -> Stages:
     layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
     own = take(job)
     node_sum = yield from node.reduce(own)
-    message = debug.empty(_message_nbytes(layout, job), dtype=torch.uint8, device=own.device)
+    message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
     if node.is_leader:
-        tensors = split_like(node_sum[: node_sum.numel() - job.dense.numel()], job.tensors)
+        *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
         segments = flat_segments(tensors, job.merged)
-        round_ = Round(job, Leaders(node), segments, node_sum[node_sum.numel() - job.dense.numel() :])
-        handle = yield from round_.deliver()
-        messages = yield handle
+        round_ = Round(job, Leaders(node), segments, dense)
+        messages = yield (yield from round_.deliver())
         with job.clock("decode"):
             summed = round_.collect(messages)
             delivered = round_.delivered(summed)
             if job.keep_residual:
                 round_.settle(summed)
-                store(segments, tensors, job.merged)
+                store_segments(segments, tensors, job.merged)
                 torch._foreach_copy_(job.tensors, tensors)
             _write(message, summed, delivered, layout, job)
     (handle,) = node.pass_on([message])
@@ -57,7 +56,7 @@ def hierarchical_sparse(job: Job) -> Stages:
         with job.clock("decode"):
             summed, delivered = _read(message, layout, job)
             if job.masked:
-                clear(job.masked, job.merged, layout, summed.positions[delivered])
+                job.clear(job.masked, *layout.locate(summed.positions[delivered]))
             return leave(summed, layout, totals, dense_total, job)
 
     return finish
@@ -74,10 +73,6 @@ def _sizes(layout: Regions, job: Job) -> list[int]:
     k, counts, numels = sum(layout.kept), list(layout.kept), list(layout.numels)
     indices = sum(kernels.indices.nbytes(count, numel) for count, numel in zip(counts, numels, strict=True))
     return [4 * job.dense.numel(), 4 * k, indices, kernels.words.nbytes(k, 1) if job.masked else 0]
-
-
-def _message_nbytes(layout: Regions, job: Job) -> int:
-    return sum(_sizes(layout, job))
 
 
 def _write(message: Tensor, summed: Summed, delivered: Tensor, layout: Regions, job: Job) -> None:

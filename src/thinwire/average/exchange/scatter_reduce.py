@@ -32,7 +32,7 @@ from ...comm import Communicator, Handle
 from ...kernels.flags import Flag, both
 from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
-from .base import SUMMED, Job, Stages, message_nbytes, pack, piece_key, unpack
+from .base import SUMMED, Job, Stages, gather_messages, message_nbytes, pack, piece_key, split_numel, unpack
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
@@ -61,7 +61,7 @@ def scatter_reduce(job: Job) -> Stages:
 
     x = _compensate(job, shards[me].positions, mean)
     message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], SUMMED)))
-    handle = yield from _all_gather(comm, job.codec, message, sizes)
+    handle = yield from gather_messages(comm, message, sizes if job.codec.fixed_size else None)
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
@@ -121,7 +121,7 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.
         [3, 3, 2, 2]
     """
     rows, *others = shape if codec.needs_shape and shape else [shape.numel()]
-    return torch.Size([rows // size + (rank < rows % size), *others])
+    return torch.Size([split_numel(rows, size, rank), *others])
 
 
 def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool) -> list[int]:
@@ -129,8 +129,8 @@ def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size:
     messages = []
     for rank in range(size):
         pieces = [piece_shape(codec, shape, size, rank) for shape in shapes]
-        dense = dense_numel // size + (rank < dense_numel % size)
-        messages.append(message_nbytes(codec, [p for p in pieces if p.numel()], dense, merged))
+        nonempty = [p for p in pieces if p.numel()]
+        messages.append(message_nbytes(codec, nonempty, split_numel(dense_numel, size, rank), merged))
     return messages
 
 
@@ -149,11 +149,3 @@ def _all_to_all(
         sizes = torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist()
     received: list[Tensor] = yield comm.all_to_all(messages, sizes)
     return received
-
-
-def _all_gather(comm: Communicator, codec: Codec, message: Tensor, sizes: list[int]) -> Generator[Handle, Any, Handle]:
-    """The handle of the last collective; sizes travel first where they are not fixed."""
-    if not codec.fixed_size:
-        length = torch.tensor([message.numel()], device=message.device)
-        sizes = torch.cat((yield comm.all_gather(length))).tolist()
-    return comm.all_gather(message, sizes)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,19 @@ from ...algorithm import require
 from ...codec import Codec, SparseParts
 from ...comm import Handle
 from ...kernels import Flag
-from .base import SUMMED, Job, Stages, flatten, pack, piece_key, split_like, unpack
+from .base import (
+    SUMMED,
+    Job,
+    Stages,
+    Team,
+    flat_segments,
+    gather_messages,
+    pack,
+    piece_key,
+    split_numel,
+    store_segments,
+    unpack,
+)
 from .regions import Piece, Regions, regions
 
 
@@ -64,25 +76,12 @@ def sparse_reduce(job: Job) -> Stages:
             summed = round_.collect(messages)
             if job.keep_residual:
                 round_.settle(summed)
-                store(segments, job.tensors, job.merged)
+                store_segments(segments, job.tensors, job.merged)
             if job.masked:
-                clear(job.masked, job.merged, round_.layout, summed.positions[round_.delivered(summed)])
+                job.clear(job.masked, *round_.layout.locate(summed.positions[round_.delivered(summed)]))
             return leave(summed, round_.layout, totals, dense_total, job)
 
     return finish
-
-
-class Team(Protocol):
-    """The workers that add up their selections: a communicator, or the leaders of its nodes."""
-
-    rank: int
-    size: int
-
-    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
-
-    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
 
 
 class Selected(NamedTuple):
@@ -135,11 +134,8 @@ class Round:
             dense, sums = self._add(received, [row[1:] for row in rows], numel)
         with self.job.clock("encode"):
             message = self._encode_sum(dense, sums)
-        sizes = message_sizes(self.parts, layout, self.dense.numel())
-        if not self.parts.fixed_size:
-            length = torch.tensor([message.numel()], device=message.device)
-            sizes = torch.cat((yield team.all_gather(length))).tolist()
-        return team.all_gather(message, sizes)
+        sizes = message_sizes(self.parts, layout, self.dense.numel()) if self.parts.fixed_size else None
+        return (yield from gather_messages(team, message, sizes))
 
     def _encode(self) -> tuple[Selected, list[Tensor], list[Tensor]]:
         """What is selected, and for each owner the header of its message and the message."""
@@ -248,29 +244,9 @@ def leave(summed: Summed, layout: Regions, totals: list[Tensor], dense_total: Te
         segment.zero_()
     indices, counts = layout.locate(summed.positions)
     kernels.scatter.add(segments, indices, summed.values, counts, job.scale / job.comm.size)
-    store(segments, totals, job.merged)
+    store_segments(segments, totals, job.merged)
     dense_total.copy_(summed.dense)
     return kernels.all_finite([kernels.scatter.gather(segments, indices, counts)])
-
-
-def clear(masked: list[Tensor], merged: bool, layout: Regions, positions: Tensor) -> None:
-    """Zero `masked` at some positions."""
-    segments = flat_segments(masked, merged)
-    kernels.scatter.clear(segments, *layout.locate(positions))
-    store(segments, masked, merged)
-
-
-def flat_segments(tensors: list[Tensor], merged: bool) -> list[Tensor]:
-    """What is encoded as one: a copy of all elements if `merged`, else each tensor as a vector, a view if possible."""
-    if merged:
-        return [flatten(tensors, tensors[0].device)] if tensors else []
-    return [t.reshape(-1).to(torch.float32) for t in tensors]
-
-
-def store(segments: list[Tensor], tensors: list[Tensor], merged: bool) -> None:
-    """Copy back what `flat_segments` copied."""
-    if merged and tensors:
-        torch._foreach_copy_(tensors, split_like(segments[0], tensors))
 
 
 # ---- what follows from codec and sizes ----
@@ -299,7 +275,7 @@ def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
 
 def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list[int]:
     """Bytes of each owner's message to all: a bound where the size is not fixed."""
-    dense = [dense_numel // layout.size + (rank < dense_numel % layout.size) for rank in range(layout.size)]
+    dense = [split_numel(dense_numel, layout.size, rank) for rank in range(layout.size)]
     return [4 * d + region_nbytes(parts, region) for d, region in zip(dense, layout.pieces, strict=True)]
 
 
