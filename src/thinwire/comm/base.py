@@ -232,6 +232,13 @@ class Communicator(ABC):
         traffic = (messages, messages * num_bytes, received)
         return self._submit(operation, gathered, start, gathered, traffic, [tensor])
 
+    def _gather_by_exchange(self, gathered: list[Tensor]) -> Callable[[], Any]:
+        """`_start_all_gather` as one exchange with all others; nothing empty is sent."""
+        own, others = gathered[self.rank], self._others(gathered)
+        return self._start_exchange(
+            {peer: own for peer in others if own.numel()}, {peer: part for peer, part in others.items() if part.numel()}
+        )
+
     def _gather_variable(self, tensor: Tensor, sizes: list[int] | None) -> Handle:
         """Sizes, then tensors: two messages to each worker, started as one operation to keep the order."""
         check.flat(self, "all_gather", tensor)

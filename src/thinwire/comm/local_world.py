@@ -188,11 +188,7 @@ class LocalCommunicator(Communicator):
             tensor += contributions[rank]
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        own = gathered[self.rank]
-        return self._start_exchange(
-            {peer: own for peer in self._others(gathered) if own.numel()},
-            {peer: part for peer, part in self._others(gathered).items() if part.numel()},
-        )
+        return self._gather_by_exchange(gathered)
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
         # A mailbox takes messages of any size, so that the call need not wait for sizes.

@@ -153,10 +153,7 @@ class ProcessGroupCommunicator(Communicator):
         if self._backends[own.device.type] == "nccl" and equal and own.numel():
             work = dist.all_gather(gathered, own, group=self._group, async_op=True)
             return partial(_wait, [("", work)])
-        return self._start_exchange(
-            {peer: own for peer in self._others(gathered) if own.numel()},
-            {peer: part for peer, part in self._others(gathered).items() if part.numel()},
-        )
+        return self._gather_by_exchange(gathered)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         if tensor.numel() == 0:

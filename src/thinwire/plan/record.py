@@ -207,10 +207,7 @@ class Recorder(Communicator):
         for part in gathered:
             if part is not own and not part.is_meta:  # configurations: all workers have the same
                 part.copy_(own)
-        others = self._others(gathered)
-        return self._start_exchange(
-            {peer: own for peer in others if own.numel()}, {p: t for p, t in others.items() if t.numel()}
-        )
+        return self._gather_by_exchange(gathered)
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]

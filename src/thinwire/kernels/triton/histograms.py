@@ -91,6 +91,22 @@ def load_tile(rows, segment, start, left, TILE: tl.constexpr):
     return tl.load(x + offset, mask=offset < left, other=0.0), offset < left
 
 
+@triton.jit
+def read_tile(rows, num_segments, FIRST_TILE: tl.constexpr, TILE: tl.constexpr):
+    """This program's tile: its number, its segment, where it starts there, its elements, and which of them there are."""
+    tile = tl.program_id(0)
+    segment, start, left = tile_of(rows, tile, num_segments, FIRST_TILE, TILE)
+    x, inside = load_tile(rows, segment, start, left, TILE)
+    return tile, segment, start, x, inside
+
+
+@triton.jit
+def write_selected(indices, values, place, start, x, kept, TILE: tl.constexpr):
+    """Write what a tile keeps, each at its place."""
+    tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept)
+    tl.store(values + place, x, mask=kept)
+
+
 @triton.jit(do_not_specialize=["num_segments"])
 def _choose_digit(rows, hist, chosen, num_segments, PASS: tl.constexpr):
     """Append to the threshold of a segment its next digit: the largest that the wanted number of elements reach."""
@@ -163,9 +179,7 @@ def _histogram(
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _count_kept(rows, chosen, before, num_segments, num_tiles, TILE: tl.constexpr):
     """Count what is above the threshold and what is equal to it in each tile."""
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 4, TILE)
-    x, inside = load_tile(rows, segment, start, left, TILE)
+    tile, segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     bits = magnitude(x)
     tl.store(before + tile, tl.sum((inside & (bits > threshold)).to(tl.int32)))
@@ -175,9 +189,7 @@ def _count_kept(rows, chosen, before, num_segments, num_tiles, TILE: tl.constexp
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _write_kept(rows, chosen, before, indices, values, num_segments, num_tiles, TILE: tl.constexpr):
     """Write what is above the threshold, and the first of what is equal to it, in order."""
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 4, TILE)
-    x, inside = load_tile(rows, segment, start, left, TILE)
+    tile, segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     num_ties = tl.load(chosen + num_segments + segment)
     bits = magnitude(x)
@@ -187,8 +199,7 @@ def _write_kept(rows, chosen, before, indices, values, num_segments, num_tiles, 
     larger_before = tl.load(before + tile) + tl.cumsum(larger) - larger
     kept = (larger > 0) | ((equal > 0) & (equal_before < num_ties))
     place = tl.load(rows + 3 * num_segments + segment) + larger_before + tl.minimum(equal_before, num_ties)
-    tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept)
-    tl.store(values + place, x, mask=kept)
+    write_selected(indices, values, place, start, x, kept, TILE)
 
 
 _SELECTING = {"rows": "*i64", "chosen": "*i32", "before": "*i32", "num_segments": "i32", "num_tiles": "i32"}

@@ -52,11 +52,6 @@ def table(device: torch.device, *rows: Sequence[int]) -> Tensor:
     return _kept_table(tuple(map(tuple, rows)), device, stream)
 
 
-def keys_table(device: torch.device, keys: Sequence[int]) -> Tensor:
-    """64-bit keys as an int64 tensor on the device."""
-    return _uploaded([key - (key >> 63 << 64) for key in keys], device)
-
-
 def floats(device: torch.device, values: Sequence[float]) -> Tensor:
     """Float32 numbers on the device; the same numbers give the same tensor again."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from .. import levels as family
 from ..levels import Levels
+from ..random import keys_on
 from ..scales import MIN_SCALE
 from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
 from .device import is_finite, load_codes, load_floats, position_of, uniform
-from .launch import are_aligned, floats, keys_table, launch
+from .launch import are_aligned, floats, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -28,7 +29,7 @@ def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, resid
         _encode_buckets,
         num_tiles,
         device,
-        *(rows, keys_table(device, keys), out, floats(device, levels.values), len(xs)),
+        *(rows, keys_on(keys, device), out, floats(device, levels.values), len(xs)),
         BITS=levels.bits,
         LEVELS=len(levels.values),
         LEAST=MIN_SCALE,

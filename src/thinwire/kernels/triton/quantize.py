@@ -10,10 +10,11 @@ from torch import Tensor
 from .. import quantize as family
 from ..flags import Flag, flag_of
 from ..quantize import Quantizer
+from ..random import keys_on
 from ..scales import MIN_SCALE, MIN_SCALE_WIDE
 from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
 from .device import is_finite, load_codes, load_floats, position_of, uniform
-from .launch import are_aligned, keys_table, launch, pointers, table
+from .launch import are_aligned, launch, pointers, table
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -32,7 +33,7 @@ def encode(
         _encode_buckets,
         num_tiles,
         device,
-        *(rows, keys_table(device, keys), out, len(xs)),
+        *(rows, keys_on(keys, device), out, len(xs)),
         BITS=quantizer.bits,
         STEPS=quantizer.num_steps,
         LEAST=MIN_SCALE_WIDE if quantizer.num_steps > 255 else MIN_SCALE,

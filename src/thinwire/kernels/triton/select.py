@@ -15,7 +15,7 @@ from .. import select as family
 from ..checks import numels_of
 from .device import find, magnitude
 from .fields import SCAN_BLOCK, scan
-from .histograms import TILE, Selecting, load_tile, tile_of
+from .histograms import TILE, Selecting, read_tile, write_selected
 from .launch import launch, pointers, starts, table
 from .variants import Variant, add_variant
 
@@ -143,30 +143,23 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 3, TILE)
-    x, inside = load_tile(rows, segment, start, left, TILE)
+    tile, segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
     tl.store(counts + tile, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 3, TILE)
-    x, inside = load_tile(rows, segment, start, left, TILE)
+    tile, segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
     kept = (inside & (magnitude(x) >= threshold)).to(tl.int32)
     place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + tile) + tl.cumsum(kept) - kept
-    tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept > 0)
-    tl.store(values + place, x, mask=kept > 0)
+    write_selected(indices, values, place, start, x, kept > 0, TILE)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _largest(rows, found, num_segments, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 2, TILE)
-    x, inside = load_tile(rows, segment, start, left, TILE)
+    tile, segment, start, x, inside = read_tile(rows, num_segments, 2, TILE)
     tl.atomic_max(found + segment, tl.max(tl.where(inside, magnitude(x), 0)), sem="relaxed")
 
 
