@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+
 import pytest
 
 import thinwire as tw
@@ -21,6 +25,34 @@ ALGORITHMS = [
 def test_round_trip(algorithm):
     assert tw.parse(repr(algorithm)) == algorithm
     assert repr(tw.parse(repr(algorithm))) == repr(algorithm)
+
+
+def test_threads_read_at_the_same_time():
+    mistakes = []
+
+    def read():
+        for _ in range(300):
+            try:
+                tw.parse("Mean(TopK(0.1), granularity='layer', min_ndim=0)")
+            except SystemError as error:
+                mistakes.append(error)
+
+    def switch_threads(phase, info):
+        time.sleep(0)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(switch_threads)
+    gc.set_threshold(20)
+    try:
+        threads = [threading.Thread(target=read) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(switch_threads)
+    assert not mistakes
 
 
 def test_the_repr_is_short():

@@ -20,6 +20,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ ENTRY_POINT_GROUP = "thinwire.algorithms"
 
 _T = TypeVar("_T", bound=type[Algorithm])
 _registered: dict[str, Callable[..., Any]] = {}
+# Python up to 3.12.1 fails now and then where two threads build syntax trees at once (gh-106905).
+_one_tree_at_a_time = threading.RLock()
 
 
 def register(cls: _T) -> _T:
@@ -135,7 +138,8 @@ def parse(text: str) -> Any:
     """
     text = text.strip()
     try:
-        tree = ast.parse(text, mode="eval")
+        with _one_tree_at_a_time:
+            tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
         raise ValueError(f"cannot read {_short(text)}: {error.msg} at column {error.offset}") from None
     except (RecursionError, MemoryError, ValueError) as error:
