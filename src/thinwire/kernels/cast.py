@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import check_numels, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import check_numels, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .flags import Flag
+from .reduce import sum_payloads
 from .scales import float32, magnitude, scale_bytes, split_scales
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # bytes; in the order of C++
@@ -78,6 +80,19 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: st
     _decode_add.on(device)(payload, segments("outs", outs, device), weight, dtype)
 
 
+def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, dtype: str) -> Flag:
+    """Overwrite `outs` with the sum of payloads: `decode_add` of each into zeros, on GPUs in one pass over memory.
+
+    Returns:
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
+
+    Raises:
+        ValueError: if a payload's size does not fit the segments, or there is no payload.
+    """
+    checked, outs = checked_payloads(payloads, outs, nbytes(numels_of(outs), dtype))
+    return _decode_sum.on(checked[0].device)(checked, outs, weight, dtype)
+
+
 # ---- the reference ----
 
 # The one NaN of each type that is sent.
@@ -106,6 +121,11 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) 
     for out, step in zip(outs, scales * float32(weight, payload.device), strict=True):
         part, codes = codes.tensor_split([out.numel() * width])
         out += _widened(part.clone(), dtype) * step  # a copy, because it may start at any address
+
+
+@kernel
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
+    return sum_payloads(_decode_add.reference, payloads, outs, weight, dtype)
 
 
 def _power_of_two(x: Tensor, dtype: str) -> Tensor:

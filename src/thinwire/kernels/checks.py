@@ -63,6 +63,17 @@ def payload_bytes(name: str, t: Tensor, nbytes: int, device: torch.device) -> Te
     return t
 
 
+def checked_payloads(
+    payloads: Sequence[Tensor], outs: Sequence[Tensor], nbytes: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Check payloads of `nbytes` bytes each, and the segments that their sum overwrites; return them detached."""
+    if not payloads:
+        raise ValueError("payloads: expected at least one")
+    device = device_of(outs, payloads[0])
+    checked = [payload_bytes(f"payloads[{i}]", payload, nbytes, device) for i, payload in enumerate(payloads)]
+    return checked, segments("outs", outs, device)
+
+
 def payload_as(payload: Tensor, dtype: torch.dtype, name: str = "payload") -> Tensor:
     """The bytes of a payload, or of a part of it, as numbers: a view, or a copy where they are not aligned.
 

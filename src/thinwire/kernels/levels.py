@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import check_length, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import check_length, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .flags import Flag
 from .quantize import Coded, check_buckets, codes_nbytes, for_each_coded, store_codes
 from .random import uniform_of
+from .reduce import sum_payloads
 from .scales import bucket_scales, float32, spread
 
 MAX_LEVELS = 256
@@ -140,6 +142,25 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, levels: L
     _decode_add.on(device)(payload, segments("outs", outs, device), weight, levels)
 
 
+def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, levels: Levels) -> Flag:
+    """Overwrite `outs` with the sum of payloads: `decode_add` of each into zeros, on GPUs in one pass over memory.
+
+    Args:
+        payloads: one or more, each uint8, as `encode` wrote it.
+        outs: float32 segments of the encoder's sizes, overwritten.
+        weight: factor of all values.
+        levels: as given to `encode`.
+
+    Returns:
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
+
+    Raises:
+        ValueError: if a payload's size does not fit the segments, or there is no payload.
+    """
+    checked, outs = checked_payloads(payloads, outs, levels.nbytes(numels_of(outs)))
+    return _decode_sum.on(checked[0].device)(checked, outs, weight, levels)
+
+
 # ---- the reference ----
 
 
@@ -159,6 +180,11 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Leve
         out += table[codes] * spread(scales * float32(weight, out.device), levels.bucket_size, out)
 
     for_each_coded(add, payload, outs, levels.bits, levels.bucket_size)
+
+
+@kernel
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
+    return sum_payloads(_decode_add.reference, payloads, outs, weight, levels)
 
 
 def _quantize_segment(x: Tensor, key: int, levels: Levels) -> Coded:

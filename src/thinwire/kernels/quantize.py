@@ -17,6 +17,7 @@ from .checks import (
     check_bucket_size,
     check_length,
     check_numels,
+    checked_payloads,
     device_of,
     numels_of,
     payload_bytes,
@@ -143,11 +144,8 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
     Raises:
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
-    if not payloads:
-        raise ValueError("payloads: expected at least one")
-    device, nbytes = device_of(outs, payloads[0]), quantizer.nbytes(numels_of(outs))
-    checked = [payload_bytes(f"payloads[{i}]", payload, nbytes, device) for i, payload in enumerate(payloads)]
-    return _decode_sum.on(device)(checked, segments("outs", outs, device), weight, quantizer)
+    checked, outs = checked_payloads(payloads, outs, quantizer.nbytes(numels_of(outs)))
+    return _decode_sum.on(checked[0].device)(checked, outs, weight, quantizer)
 
 
 def check_buckets(bits: int, bucket_size: int, norm: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from .backend import kernel
 from .checks import check_counts, device_of, numels_of, segments, vector
 from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Flag:
@@ -80,6 +84,26 @@ def mark_nonfinite(xs: Sequence[Tensor], values: Tensor, counts: Sequence[int]) 
     if values.numel() != sum(counts):
         raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
     _mark_nonfinite.on(device)(checked, vector("values", values, torch.float32, device), list(counts))
+
+
+def sum_payloads(
+    decode_add: Callable[Concatenate[T, list[Tensor], float, P], None],
+    payloads: Sequence[T],
+    outs: list[Tensor],
+    weight: float,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Flag:
+    """Decode and add each payload into zeros; a family's `decode_sum` where no kernel does it in one pass.
+
+    Returns:
+        Whether the whole result is finite.
+    """
+    for out in outs:
+        out.zero_()
+    for payload in payloads:
+        decode_add(payload, outs, weight, *args, **kwargs)
+    return all_finite(outs)
 
 
 # ---- the reference ----

@@ -6,15 +6,16 @@ so each segment's indices are checked before it is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import check_counts, counted_indices, device_of, numels_of, segments, vector
-from .flags import Fault, demand
+from .checks import check_counts, check_length, counted_indices, device_of, numels_of, segments, vector
+from .flags import Fault, Flag, demand
+from .reduce import all_finite
 from .scales import float32
 
 
@@ -88,6 +89,48 @@ def add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequenc
     _add.on(device)(checked, *_pairs(indices, values, counts, device), list(counts), weight)
 
 
+def total(
+    outs: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    values: Sequence[Tensor],
+    counts: Sequence[Sequence[int]],
+    weight: float,
+) -> Flag:
+    """Overwrite `outs` with the sum of selected elements: `add` of each payload's into zeros; on GPUs in one pass.
+
+    Args:
+        outs: float32 segments, overwritten.
+        indices: of each payload, as in `add`; strictly ascending in each segment, as decoders give them.
+        values: of each payload.
+        counts: of each payload.
+        weight: factor of all values.
+
+    Returns:
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
+
+    Raises:
+        ValueError: if an index lies outside its segment.
+
+    Example:
+        >>> out, index = torch.ones(3), torch.tensor([1], dtype=torch.int32)
+        >>> total([out], [index, index], [torch.tensor([2.0]), torch.tensor([3.0])], [[1], [1]], weight=0.5)
+        True
+        >>> out
+        tensor([0.0000, 2.5000, 0.0000])
+    """
+    if not indices:
+        raise ValueError("indices: expected at least one payload")
+    check_length("values", values, len(indices))
+    check_length("counts", counts, len(indices))
+    device = device_of(outs, indices[0])
+    checked = segments("outs", outs, device)
+    pairs = []
+    for index, value, count in zip(indices, values, counts, strict=True):
+        check_counts(count, numels_of(outs))
+        pairs.append(_pairs(index, value, count, device))
+    return _total.on(device)(checked, [i for i, _ in pairs], [v for _, v in pairs], [list(c) for c in counts], weight)
+
+
 def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     checked = counted_indices(indices, counts, device)
     if values.numel() != sum(counts):
@@ -121,6 +164,29 @@ def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int],
     factor = float32(weight, values.device)
     for (out, index), value in zip(_checked_pieces(outs, indices, counts), bit.split(values, counts), strict=True):
         out.index_add_(0, index, value * factor)
+
+
+@kernel
+def _total(
+    outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
+) -> Flag:
+    return total_by(_add.reference, outs, indices, values, counts, weight)
+
+
+def total_by(
+    add: Callable[[list[Tensor], Tensor, Tensor, list[int], float], None],
+    outs: list[Tensor],
+    indices: list[Tensor],
+    values: list[Tensor],
+    counts: list[list[int]],
+    weight: float,
+) -> Flag:
+    """`total` where no kernel does it in one pass; all elements that no payload names are zero, and so finite."""
+    for out in outs:
+        out.zero_()
+    for index, value, count in zip(indices, values, counts, strict=True):
+        add(outs, index, value, count, weight)
+    return all_finite([gather(outs, index, count) for index, count in zip(indices, counts, strict=True)])
 
 
 def _checked_pieces(outs: list[Tensor], indices: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import check_numels, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import check_numels, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .flags import Flag
+from .reduce import sum_payloads
 from .scales import float32, scale_bytes, split_scales, tree_sum
 
 
@@ -74,6 +76,19 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
     _decode_add.on(device)(payload, segments("outs", outs, device), weight)
 
 
+def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float) -> Flag:
+    """Overwrite `outs` with the sum of payloads: `decode_add` of each into zeros, on GPUs in one pass over memory.
+
+    Returns:
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
+
+    Raises:
+        ValueError: if a payload's size does not fit the segments, or there is no payload.
+    """
+    checked, outs = checked_payloads(payloads, outs, nbytes(numels_of(outs)))
+    return _decode_sum.on(checked[0].device)(checked, outs, weight)
+
+
 # ---- the reference ----
 
 
@@ -97,6 +112,11 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
     for out, value in zip(outs, scales * float32(weight, payload.device), strict=True):
         segment, signs = signs.tensor_split([(out.numel() + 7) // 8])
         out += torch.where(bit.unpack(segment)[: out.numel()].bool(), -value, value)
+
+
+@kernel
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag:
+    return sum_payloads(_decode_add.reference, payloads, outs, weight)
 
 
 def _mean_magnitude(x: Tensor) -> Tensor:

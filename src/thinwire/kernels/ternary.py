@@ -5,7 +5,7 @@ Source: TernGrad, Wen et al., arXiv 1705.07878.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from .checks import (
     check_bucket_size,
     check_length,
     check_numels,
+    checked_payloads,
     device_of,
     num_buckets,
     numels_of,
@@ -26,8 +27,10 @@ from .checks import (
     segments,
     vector,
 )
+from .flags import Flag
 from .onebit import rows_of
 from .random import uniform_of
+from .reduce import sum_payloads
 from .scales import MAX_SCALE, MIN_SCALE, float32, magnitude, root, scale_bytes, spread, tree_sum
 
 BLOCK_WORDS = 64  # words of one block
@@ -174,6 +177,32 @@ def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: 
     _decode_add.on(device)(payload, scales, segments("outs", outs, device), weight, ternary)
 
 
+def decode_sum(
+    payloads: Sequence[Tensor], scales: Sequence[Tensor], outs: Sequence[Tensor], weight: float, ternary: Ternary
+) -> Flag:
+    """Overwrite `outs` with the sum of payloads: `decode_add` of each into zeros, on GPUs in one pass over memory.
+
+    Args:
+        payloads: one or more, as in `decode_add`.
+        scales: those of each payload.
+        outs: float32 segments of the encoder's sizes, overwritten.
+        weight: factor of all values.
+        ternary: as given to `encode`.
+
+    Returns:
+        Whether the whole result is finite: a `bool` in main memory, elsewhere a flag on the device.
+
+    Raises:
+        ValueError: if a payload's size does not fit the segments, or there is no payload.
+    """
+    checked, segments = checked_payloads(payloads, outs, ternary.nbytes(numels_of(outs)))
+    device = checked[0].device
+    checked_scales = [_checked_scales(s, outs, ternary, device) for s in scales]
+    if len(checked_scales) != len(checked):
+        raise ValueError(f"scales: expected one tensor for each of {len(checked)} payloads, got {len(checked_scales)}")
+    return _decode_sum.on(device)(checked, checked_scales, segments, weight, ternary)
+
+
 def _checked_scales(scales: Tensor, xs: Sequence[Tensor], ternary: Ternary, device: torch.device) -> Tensor:
     expected = num_buckets(numels_of(xs), ternary.bucket_size)
     if scales.numel() != expected:
@@ -221,6 +250,29 @@ def _decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: flo
         words, payload = payload.tensor_split([ternary.nbytes([out.numel()])])
         digits = _unpack_digits(words, out.numel(), ternary)
         out += (digits - ternary.base // 2).float() * (scale * factor)
+
+
+@kernel
+def _decode_sum(
+    payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
+) -> Flag:
+    return sum_scaled(_decode_add.reference, payloads, scales, outs, weight, ternary)
+
+
+def sum_scaled(
+    decode_add: Callable[[Tensor, Tensor, list[Tensor], float, Ternary], None],
+    payloads: list[Tensor],
+    scales: list[Tensor],
+    outs: list[Tensor],
+    weight: float,
+    ternary: Ternary,
+) -> Flag:
+    """`decode_sum` where no kernel does it in one pass."""
+
+    def add(pair: tuple[Tensor, Tensor], outs: list[Tensor], weight: float) -> None:
+        decode_add(*pair, outs, weight, ternary)
+
+    return sum_payloads(add, list(zip(payloads, scales, strict=True)), outs, weight)
 
 
 def _clip_limit(x: Tensor, clip: float) -> Tensor:

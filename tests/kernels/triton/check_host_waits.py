@@ -1,4 +1,4 @@
-"""With Triton no host waits for a sparsifier of fixed size: not for indices, checks, counts, or whether all is finite.
+"""With Triton no host waits for a codec of fixed size: not for scales, indices, checks, counts, or whether all is finite.
 
 Every read of a tensor by the host is counted. Triton's interpreter reads tensors too, inside of launches; these reads are
 not counted.
@@ -85,11 +85,21 @@ FIXED_SIZE = [
     tw.RandomK(0.1),
     tw.RandomK(0.7, scaled=True),
     tw.RandomK(0.1, shared=True),
+    tw.QSGD(bits=4),
+    tw.QSGD(bits=2, bucket_size=10_000, norm="l2"),
+    tw.NUQSGD(bits=3),
+    tw.OneBit(),
+    tw.SignNorm(),
+    tw.TernGrad(),
+    tw.Cast("float16"),
+    tw.Cast("float8_e4m3fn"),
 ]
 
 
 @pytest.mark.parametrize("codec", FIXED_SIZE, ids=repr)
 def test_no_host_waits(codec, reads):
+    codec.nbytes(1)  # what a codec makes of its own arguments, once
+    reads.lines.clear()
     with kernels.use_backend("triton"), reads:
         encode_and_decode(codec)
     assert not reads.lines

@@ -57,12 +57,29 @@ def test_scatter():
     assert_triton_agrees(compute)
 
 
+def test_scattered_total():
+    xs = [*SMALL, LARGE[0]]
+    counts = [[30, 0, 25, 1, 41], [0, 0, 100, 0, 700], [300, 0, 1, 1, 0]]
+    chosen = [kernels.select.topk(xs, count) for count in counts]
+
+    def compute():
+        sums = clones(xs)
+        finite = kernels.scatter.total(sums, [i for i, _ in chosen], [v for _, v in chosen], counts, -0.3)
+        finite_too = kernels.scatter.total(xs[2:4], [chosen[1][0][:100]], [chosen[1][1][:100]], [[100, 0]], 1.0)
+        return [*sums, finite, finite_too]
+
+    assert_triton_agrees(compute)
+
+
 @pytest.mark.parametrize("index", [-1, 10, 2**31 - 1])
 def test_an_index_outside_is_refused_and_touches_nothing(index):
     whole = torch.zeros(30, device=DEVICE)
     at = torch.tensor([3, index], dtype=torch.int32, device=DEVICE)
     with kernels.use_backend("triton"), pytest.raises(ValueError, match="outside"):
         kernels.scatter.add([whole[10:20]], at, torch.ones(2, device=DEVICE), [2], 1.0)
+        kernels.flags.check_faults(whole.device)
+    with kernels.use_backend("triton"), pytest.raises(ValueError, match="outside"):
+        kernels.scatter.total([whole[10:20]], [at.sort().values], [torch.ones(2, device=DEVICE)], [[2]], 1.0)
         kernels.flags.check_faults(whole.device)
     assert not whole[:10].any() and not whole[20:].any()
 

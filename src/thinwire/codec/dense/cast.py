@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ..base import Codec
 
 
@@ -93,6 +95,11 @@ class Cast(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.cast.decode_add(payload, outs, weight, self.dtype)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.cast.decode_sum(payloads, outs, weight, self.dtype)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.cast.nbytes(numels, self.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
 from ..types import Symbols, number
@@ -44,6 +46,11 @@ class LevelCodec(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.levels.decode_add(payload, outs, weight, self._levels)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.levels.decode_sum(payloads, outs, weight, self._levels)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return self._levels.nbytes(numels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ..base import Codec
 from .checks import check_bucket_size
 
@@ -37,6 +39,11 @@ class SignNorm(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.sign.decode_add(payload, outs, weight)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.sign.decode_sum(payloads, outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.sign.nbytes(numels)
@@ -97,6 +104,11 @@ class SignSGD(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.sign.decode_add(payload, outs, weight)
 
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.sign.decode_sum(payloads, outs, weight)
+
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.sign.nbytes(numels)
 
@@ -140,6 +152,11 @@ class OneBit(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.onebit.decode_add(payload, outs, weight, self.bucket_size)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.onebit.decode_sum(payloads, outs, weight, self.bucket_size)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.onebit.nbytes(numels, self.bucket_size)

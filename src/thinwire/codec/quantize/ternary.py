@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...algorithm import require
+from ...kernels import Flag
 from ..agreed import AgreedCodec
 from ..base import Codec
 from ..types import Symbols
@@ -96,9 +98,19 @@ class TernGrad(AgreedCodec):
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        scales, digits = self._parts_of(payload, outs)
+        kernels.ternary.decode_add(digits, scales, outs, weight, self._packing)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        scales, digits = zip(*(self._parts_of(payload, outs) for payload in payloads), strict=True)
+        return kernels.ternary.decode_sum(digits, scales, outs, weight, self._packing)
+
+    def _parts_of(self, payload: Tensor, outs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The scales and the digits of a payload."""
         split = 4 * kernels.num_buckets([o.numel() for o in outs], self.bucket_size)
-        scales = kernels.payload_as(payload[:split], torch.float32)
-        kernels.ternary.decode_add(payload[split:], scales, outs, weight, self._packing)
+        return kernels.payload_as(payload[:split], torch.float32), payload[split:]
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * kernels.num_buckets(numels, self.bucket_size) + self._packing.nbytes(numels)
@@ -139,6 +151,11 @@ class SharedTernary(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.ternary.decode_add(payload, self.scales, outs, weight, self._packing)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.ternary.decode_sum(payloads, [self.scales] * len(payloads), outs, weight, self._packing)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return self._packing.nbytes(numels)

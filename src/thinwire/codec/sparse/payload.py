@@ -63,12 +63,18 @@ def decode_sparse(
     outs: list[Tensor],
     weight: float,
     keys: list[int],
+) -> None:
+    """Undo `encode_sparse`: add the values to `outs`."""
+    selection = read_sparse(sparsifier, values_codec, payload, outs, keys)
+    kernels.scatter.add(outs, selection.indices, selection.values, selection.counts, weight)
+
+
+def read_sparse(
+    sparsifier: Sparsifier, values_codec: Codec, payload: Tensor, outs: list[Tensor], keys: list[int]
 ) -> Selection:
-    """Undo `encode_sparse`: add the values to `outs`, and return them with their positions."""
-    numels = [o.numel() for o in outs]
-    indices, counts, nbytes = sparsifier.read_support(payload, numels, keys)
+    """The values that a payload carries for segments of the sizes of `outs`, with their positions."""
+    indices, counts, nbytes = sparsifier.read_support(payload, [o.numel() for o in outs], keys)
     values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts)
-    kernels.scatter.add(outs, indices, values, counts, weight)
     return Selection(indices, values, counts)
 
 
@@ -96,10 +102,9 @@ def sum_sparse(
     keys: list[int],
 ) -> Flag:
     """`Codec.decode_sum`: only elements in a payload are checked to be finite, because all others are zero."""
-    for out in outs:
-        out.zero_()
-    kept = [decode_sparse(sparsifier, values_codec, payload, outs, weight, keys) for payload in payloads]
-    return kernels.all_finite([kernels.scatter.gather(outs, indices, counts) for indices, _, counts in kept])
+    kept = [read_sparse(sparsifier, values_codec, payload, outs, keys) for payload in payloads]
+    indices, values, counts = zip(*kept, strict=True)
+    return kernels.scatter.total(outs, indices, values, counts, weight)
 
 
 def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:

@@ -4,6 +4,34 @@ Each module mirrors a family of `thinwire.kernels` and declares its kernels in `
 the family's public functions. Importing this package fails where Triton is not installed.
 """
 
-from . import indices, levels, momentum, permutation, quantize, reduce, scatter, select, words
+from . import (
+    cast,
+    indices,
+    levels,
+    momentum,
+    onebit,
+    permutation,
+    quantize,
+    reduce,
+    scatter,
+    select,
+    sign,
+    ternary,
+    words,
+)
 
-FAMILIES = (indices, levels, momentum, permutation, quantize, reduce, scatter, select, words)
+FAMILIES = (
+    cast,
+    indices,
+    levels,
+    momentum,
+    onebit,
+    permutation,
+    quantize,
+    reduce,
+    scatter,
+    select,
+    sign,
+    ternary,
+    words,
+)

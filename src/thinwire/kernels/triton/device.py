@@ -36,6 +36,12 @@ def is_finite(x):
 
 
 @triton.jit
+def negated(x):
+    """-x. Triton's own minus subtracts from 0, so that it makes 0 of 0."""
+    return (x.to(tl.uint32, bitcast=True) ^ 0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def one_nan(x):
     """x, with the NaN that is sent in place of every NaN."""
     bits = tl.where(magnitude(x) > 0x7F800000, 0x7FC00000, x.to(tl.int32, bitcast=True))
@@ -117,6 +123,11 @@ def store_codes(
         column = tl.arange(0, WIDTH // PER)[None, :]
         offset = row * (SIZE // PER) + column
         tl.store(address + offset, packed.to(tl.uint8), mask=(column < SIZE // PER) & (offset < nbytes))
+    elif BITS == 16:
+        pairs = tl.reshape(tl.join(codes & 0xFF, (codes >> 8) & 0xFF), (ROWS, 2 * WIDTH))
+        column = tl.arange(0, 2 * WIDTH)[None, :]
+        offset = tl.arange(0, ROWS)[:, None] * (2 * SIZE) + column
+        tl.store(address + offset, pairs.to(tl.uint8), mask=(column < 2 * SIZE) & (offset < nbytes))
     else:
         # Eight codes fill BITS bytes, which one or two 64-bit words hold.
         groups = tl.reshape(codes, (ROWS * WIDTH // 8, 8)).to(tl.uint64)
@@ -151,6 +162,12 @@ def load_codes(address, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: t
         packed = tl.load(address + offset, mask=(column < SIZE // PER) & (offset < nbytes), other=0).to(tl.int32)
         shifts = tl.arange(0, PER) * BITS
         codes = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    elif BITS == 16:
+        column = tl.arange(0, 2 * WIDTH)[None, :]
+        offset = tl.arange(0, ROWS)[:, None] * (2 * SIZE) + column
+        pairs = tl.load(address + offset, mask=(column < 2 * SIZE) & (offset < nbytes), other=0).to(tl.int32)
+        low, high = tl.split(tl.reshape(pairs, (ROWS, WIDTH, 2)))
+        codes = low | (high << 8)
     else:
         group = tl.arange(0, ROWS * WIDTH // 8)[:, None]
         row = group // (WIDTH // 8)
@@ -182,12 +199,15 @@ def log2(n: int) -> int:
 
 
 @triton.jit
-def halve(sums, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum each of ROWS rows of WIDTH, a power of two, by adding its second half to its first until one is left."""
+def halve(sums, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr = 1):
+    """Sum each of ROWS rows of WIDTH by adding its second half to its first until LEFT are left; (ROWS * LEFT,).
+
+    WIDTH and LEFT are powers of two.
+    """
     # A sum of two is the same in either order, so `tl.sum` may be used for a pair.
-    for i in tl.static_range(log2(WIDTH)):
+    for i in tl.static_range(log2(WIDTH // LEFT)):
         sums = tl.sum(tl.reshape(sums, (ROWS, 2, WIDTH >> (i + 1))), axis=1)
-    return tl.reshape(sums, (ROWS,))
+    return tl.reshape(sums, (ROWS * LEFT,))
 
 
 @triton.jit

@@ -6,25 +6,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import levels as family
+from ..flags import Flag, flag_of
 from ..levels import Levels
 from ..random import keys_on
 from ..scales import MIN_SCALE
-from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
+from .block_sums import store_scales
+from .buckets import (
+    SIGNATURE,
+    bucket_rows,
+    find_scales,
+    find_tile,
+    first_code,
+    load_total,
+    scales_of_rows,
+    store_tile,
+    store_total,
+    sum_flag,
+)
 from .device import is_finite, load_codes, load_floats, position_of, uniform
-from .launch import are_aligned, floats, launch
+from .launch import are_aligned, floats, launch, pointers, table
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode_add"]
+__all__ = ["encode", "decode_add", "decode_sum"]
 
 
 def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, residuals: list[Tensor] | None) -> None:
-    tiles = Tiles.of_buckets(levels.bucket_size)
-    if tiles is None:
-        return family._encode.reference(xs, out, keys, levels, residuals)
-    device = out.device
-    rows, num_tiles = encoder_rows(xs, residuals, device, tiles, levels.bits, levels.bucket_size)
+    device, tiles = out.device, Tiles.of_elements(levels.bucket_size)
+    if tiles.size != levels.bucket_size:
+        store_scales(xs, out, levels.bucket_size, levels.norm, MIN_SCALE)
+    rows, num_tiles = bucket_rows(xs, residuals, device, tiles, levels.bits, levels.bucket_size)
     launch(
         _encode_buckets,
         num_tiles,
@@ -34,6 +45,7 @@ def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, resid
         LEVELS=len(levels.values),
         LEAST=MIN_SCALE,
         L2=levels.norm == "l2",
+        BUCKET=levels.bucket_size,
         RESIDUAL=residuals is not None,
         ALIGNED=are_aligned(out),
         **tiles.constants,
@@ -41,19 +53,31 @@ def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, resid
 
 
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Levels) -> None:
-    device, tiles = payload.device, Tiles.of_elements(levels.bucket_size)
-    rows, num_tiles = decoder_rows(outs, device, tiles, levels.bits, levels.bucket_size)
+    _decode_payloads([payload], outs, weight, levels, add=True)
+
+
+def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
+    return flag_of(_decode_payloads(payloads, outs, weight, levels, add=False)[0] == 0)
+
+
+def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels, add: bool) -> Tensor:
+    device, tiles = payloads[0].device, Tiles.of_elements(levels.bucket_size)
+    flag = sum_flag(device, add)
+    rows, num_tiles = bucket_rows(outs, None, device, tiles, levels.bits, levels.bucket_size)
+    addresses = table(device, pointers(payloads))
     launch(
-        _decode_add,
+        _decode,
         num_tiles,
         device,
-        *(rows, payload, floats(device, levels.values), len(outs), weight),
+        *(rows, addresses, floats(device, levels.values), flag, len(outs), len(payloads), weight),
         BITS=levels.bits,
         LEVELS=len(levels.values),
         BUCKET=levels.bucket_size,
-        ALIGNED=are_aligned(payload),
+        ADD=add,
+        ALIGNED=are_aligned(*payloads),
         **tiles.constants,
     )
+    return flag
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -67,16 +91,23 @@ def _encode_buckets(
     LEVELS: tl.constexpr,
     LEAST: tl.constexpr,
     L2: tl.constexpr,
+    BUCKET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Each row of a tile is a bucket: find its scale, choose levels, pack, and write the residual in one pass."""
-    segment, start, numel, offset, inside, x, scale = load_buckets(
-        rows, payload, num_segments, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS
+    """Find the scales if rows are buckets, choose levels, pack, and write the residual in one pass."""
+    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
+    index, has_scale = find_scales(
+        rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
     )
+    x = tl.load(pointer + offset, mask=inside, other=0.0)
+    if SIZE == BUCKET:
+        scale = scales_of_rows(pointer, x, numel, payload, index, has_scale, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS)
+    else:
+        scale = load_floats(payload, index, has_scale, ALIGNED)
     u = uniform(tl.load(key_table + segment), position_of(start, offset))
     usable = is_finite(scale) & (scale > 0)
     r = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
@@ -91,49 +122,41 @@ def _encode_buckets(
     up = (r - low > u * (tl.load(level_table + code + 1) - low)) & usable
     code = tl.where(usable, code + up.to(tl.int32), 0)
     lost = x - tl.load(level_table + code) * scale
-    store_buckets(
-        rows,
-        payload,
-        num_segments,
-        segment,
-        start,
-        numel,
-        offset,
-        inside,
-        code,
-        lost,
-        BITS,
-        RESIDUAL,
-        SIZE,
-        WIDTH,
-        ROWS,
-    )
+    arguments = (rows, payload, num_segments, segment, start, numel, offset, inside, code, lost)
+    store_tile(*arguments, BITS, RESIDUAL, SIZE, WIDTH, ROWS)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _decode_add(
+@triton.jit(do_not_specialize=["num_segments", "num_payloads"])
+def _decode(
     rows,
-    payload,
+    payloads,
     level_table,
+    flag,
     num_segments,
+    num_payloads,
     weight,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
     BUCKET: tl.constexpr,
+    ADD: tl.constexpr,
     ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add a payload to a tile; a corrupt code that names no level counts as the last one."""
-    out_ptr, numel, offset, inside, scale_index, has_scale, first_byte = find_codes(
-        rows, num_segments, BITS, BUCKET, SIZE, WIDTH, ROWS
+    """Add payloads to a tile, or to zeros; a corrupt code that names no level counts as the last one."""
+    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
+    index, has_scale = find_scales(
+        rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
     )
-    codes = load_codes(payload + first_byte, (numel * BITS + 7) // 8, BITS, SIZE, WIDTH, ROWS)
-    level = tl.load(level_table + tl.minimum(codes, LEVELS - 1))
-    value = level * (load_floats(payload, scale_index, has_scale, ALIGNED) * weight)
-    out = tl.load(out_ptr + offset, mask=inside, other=0.0)
-    tl.store(out_ptr + offset, out + value, mask=inside)
+    first_byte = first_code(rows, num_segments, segment, start, BITS)
+    total = load_total(pointer + offset, inside, ADD)
+    for i in range(1 if ADD else num_payloads):
+        payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
+        codes = load_codes(payload + first_byte, (numel * BITS + 7) // 8, BITS, SIZE, WIDTH, ROWS)
+        level = tl.load(level_table + tl.minimum(codes, LEVELS - 1))
+        total += level * (load_floats(payload, index, has_scale, ALIGNED) * weight)
+    store_total(pointer + offset, inside, total, flag, ADD)
 
 
 # ---- what is compiled and counted without a GPU ----
@@ -141,7 +164,7 @@ def _decode_add(
 
 def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
     bits, tiles = (num_levels - 1).bit_length(), Tiles.of_elements(bucket_size)
-    constants = {"BITS": bits, "LEVELS": num_levels, "ALIGNED": True, **tiles.constants}
+    constants = {"BITS": bits, "LEVELS": num_levels, "BUCKET": bucket_size, "ALIGNED": True, **tiles.constants}
     code_bytes = bits / 8 + 4 / bucket_size
     what = f"{num_levels} levels, buckets of {bucket_size}"
     add_variant(
@@ -149,7 +172,7 @@ def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
             f"levels.encode: {what}, {norm}, residual",
             _encode_buckets,
             {**constants, "LEAST": MIN_SCALE, "L2": norm == "l2", "RESIDUAL": True},
-            ENCODER,
+            SIGNATURE,
             tiles.numel,
             least_bytes=8 + code_bytes,
             # Levels stay in the cache: one for each step of the search, two neighbours, and the chosen one.
@@ -157,17 +180,18 @@ def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
             loop_trips=min(32, tiles.width // 32),
         )
     )
-    add_variant(
-        Variant(
-            f"levels.decode_add: {what}, {norm}",
-            _decode_add,
-            {**constants, "BUCKET": bucket_size},
-            DECODER,
-            tiles.numel,
-            least_bytes=8 + code_bytes,
-            cached_bytes=4,
+    for add in (True, False):
+        add_variant(
+            Variant(
+                f"levels.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
+                _decode,
+                {**constants, "ADD": add},
+                SIGNATURE,
+                tiles.numel,
+                least_bytes=4 + 4 * add + code_bytes,
+                cached_bytes=4,
+            )
         )
-    )
 
 
 _add_variants(16, 512, "l2")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import quantize as family
 from ..flags import Flag, flag_of
 from ..quantize import Quantizer
 from ..random import keys_on
 from ..scales import MIN_SCALE, MIN_SCALE_WIDE
-from .buckets import DECODER, ENCODER, decoder_rows, encoder_rows, find_codes, load_buckets, store_buckets
+from .block_sums import store_scales
+from .buckets import (
+    SIGNATURE,
+    bucket_rows,
+    find_scales,
+    find_tile,
+    first_code,
+    load_total,
+    scales_of_rows,
+    store_tile,
+    store_total,
+    sum_flag,
+)
 from .device import is_finite, load_codes, load_floats, position_of, uniform
 from .launch import are_aligned, launch, pointers, table
 from .tiles import Tiles
@@ -24,11 +34,10 @@ __all__ = ["encode", "decode_add", "decode_sum"]
 def encode(
     xs: list[Tensor], out: Tensor, keys: list[int], quantizer: Quantizer, residuals: list[Tensor] | None
 ) -> None:
-    tiles = Tiles.of_buckets(quantizer.bucket_size)
-    if tiles is None:
-        return family._encode.reference(xs, out, keys, quantizer, residuals)
-    device = out.device
-    rows, num_tiles = encoder_rows(xs, residuals, device, tiles, quantizer.bits, quantizer.bucket_size)
+    device, tiles, least = out.device, Tiles.of_elements(quantizer.bucket_size), _least_scale(quantizer.num_steps)
+    if tiles.size != quantizer.bucket_size:
+        store_scales(xs, out, quantizer.bucket_size, quantizer.norm, least)
+    rows, num_tiles = bucket_rows(xs, residuals, device, tiles, quantizer.bits, quantizer.bucket_size)
     launch(
         _encode_buckets,
         num_tiles,
@@ -36,12 +45,17 @@ def encode(
         *(rows, keys_on(keys, device), out, len(xs)),
         BITS=quantizer.bits,
         STEPS=quantizer.num_steps,
-        LEAST=MIN_SCALE_WIDE if quantizer.num_steps > 255 else MIN_SCALE,
+        LEAST=least,
         L2=quantizer.norm == "l2",
+        BUCKET=quantizer.bucket_size,
         RESIDUAL=residuals is not None,
         ALIGNED=are_aligned(out),
         **tiles.constants,
     )
+
+
+def _least_scale(num_steps: int) -> float:
+    return MIN_SCALE_WIDE if num_steps > 255 else MIN_SCALE
 
 
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer) -> None:
@@ -56,12 +70,9 @@ def _decode_payloads(
     payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer, add: bool
 ) -> Tensor:
     """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
-    device = payloads[0].device
-    flag = torch.empty(1, dtype=torch.int32, device=device)
-    if not add:
-        flag.zero_()
-    tiles = Tiles.of_elements(quantizer.bucket_size)
-    rows, num_tiles = decoder_rows(outs, device, tiles, quantizer.bits, quantizer.bucket_size)
+    device, tiles = payloads[0].device, Tiles.of_elements(quantizer.bucket_size)
+    flag = sum_flag(device, add)
+    rows, num_tiles = bucket_rows(outs, None, device, tiles, quantizer.bits, quantizer.bucket_size)
     launch(
         _decode,
         num_tiles,
@@ -87,36 +98,27 @@ def _encode_buckets(
     STEPS: tl.constexpr,
     LEAST: tl.constexpr,
     L2: tl.constexpr,
+    BUCKET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Each row of a tile is a bucket: find its scale, quantize, pack, and write the residual in one pass."""
-    segment, start, numel, offset, inside, x, scale = load_buckets(
-        rows, payload, num_segments, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS
+    """Find the scales if rows are buckets, quantize, pack, and write the residual in one pass."""
+    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
+    index, has_scale = find_scales(
+        rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
     )
+    x = tl.load(pointer + offset, mask=inside, other=0.0)
+    if SIZE == BUCKET:
+        scale = scales_of_rows(pointer, x, numel, payload, index, has_scale, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS)
+    else:
+        scale = load_floats(payload, index, has_scale, ALIGNED)
     u = uniform(tl.load(key_table + segment), position_of(start, offset))
     codes, value = quantize(x, scale, u, STEPS)
-    lost = x - value
-    store_buckets(
-        rows,
-        payload,
-        num_segments,
-        segment,
-        start,
-        numel,
-        offset,
-        inside,
-        codes,
-        lost,
-        BITS,
-        RESIDUAL,
-        SIZE,
-        WIDTH,
-        ROWS,
-    )
+    arguments = (rows, payload, num_segments, segment, start, numel, offset, inside, codes, x - value)
+    store_tile(*arguments, BITS, RESIDUAL, SIZE, WIDTH, ROWS)
 
 
 @triton.jit
@@ -148,38 +150,32 @@ def _decode(
     ROWS: tl.constexpr,
 ):
     """Add the first payload to a tile, or overwrite it with the sum of all payloads in their order."""
-    out_ptr, numel, offset, inside, scale_index, has_scale, first_byte = find_codes(
-        rows, num_segments, BITS, BUCKET, SIZE, WIDTH, ROWS
+    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
+    index, has_scale = find_scales(
+        rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
     )
-    nbytes = (numel * BITS + 7) // 8
-
-    if ADD:
-        total = tl.load(out_ptr + offset, mask=inside, other=0.0)
-    else:
-        total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for i in range(num_payloads):
+    first_byte = first_code(rows, num_segments, segment, start, BITS)
+    total = load_total(pointer + offset, inside, ADD)
+    for i in range(1 if ADD else num_payloads):
         payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        codes = load_codes(payload + first_byte, nbytes, BITS, SIZE, WIDTH, ROWS)
-        scale = load_floats(payload, scale_index, has_scale, ALIGNED)
+        codes = load_codes(payload + first_byte, (numel * BITS + 7) // 8, BITS, SIZE, WIDTH, ROWS)
+        scale = load_floats(payload, index, has_scale, ALIGNED)
         step = tl.div_rn(scale, tl.full(scale.shape, STEPS, tl.float32)) * weight
         value = (2 * codes - STEPS).to(tl.float32) * step
         if ADD:
             total += value
         else:
             total = tl.where(i == 0, value, total + value)  # 0 + -0 would lose the sign
-    tl.store(out_ptr + offset, total, mask=inside)
-    if not ADD:
-        # Every program that writes the flag writes 1, so their order does not matter.
-        finite = tl.min((is_finite(total) | (inside == 0)).to(tl.int32))
-        tl.store(flag, 1, mask=finite == 0)
+    store_total(pointer + offset, inside, total, flag, ADD)
 
 
 # ---- what is compiled and counted without a GPU ----
 
 
-def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool) -> None:
+def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool, decode: bool = True) -> None:
     tiles, l2 = Tiles.of_elements(bucket_size), norm == "l2"
-    constants = {"BITS": bits, "STEPS": 2**bits - 1, "ALIGNED": True, **tiles.constants}
+    has_rows = tiles.size == bucket_size
+    constants = {"BITS": bits, "STEPS": 2**bits - 1, "BUCKET": bucket_size, "ALIGNED": True, **tiles.constants}
     code_bytes = bits / 8 + 4 / bucket_size
     what = f"{bits} bits, buckets of {bucket_size}"
     add_variant(
@@ -187,32 +183,32 @@ def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool) -> Non
             f"quantize.encode: {what}, {norm}{', residual' if residual else ''}",
             _encode_buckets,
             {**constants, "LEAST": MIN_SCALE, "L2": l2, "RESIDUAL": residual},
-            ENCODER,
+            SIGNATURE,
             tiles.numel,
             least_bytes=4 + code_bytes + 4 * residual,
-            cached_bytes=4.0 if l2 else 0.0,
+            # An L2 scale reads the elements twice; scales of large buckets are read for each element.
+            cached_bytes=4.0 if l2 or not has_rows else 0.0,
+            launches=1 if has_rows else 3,
             loop_trips=min(32, tiles.width // 32),
         )
     )
-    for add in (True, False) if norm == "max" and residual else ():
+    for add in (True, False) if decode else ():
         add_variant(
             Variant(
                 f"quantize.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
                 _decode,
-                {**constants, "BUCKET": bucket_size, "ADD": add},
-                DECODER,
+                {**constants, "ADD": add},
+                SIGNATURE,
                 tiles.numel,
                 least_bytes=4 + code_bytes + 4 * add,
             )
         )
 
 
-for _bits, _bucket_size, _norm, _residual in [
-    (4, 512, "max", False),
-    (4, 512, "max", True),
-    (4, 512, "l2", True),
-    (8, 512, "max", True),
-    (3, 1000, "max", True),
-    (2, 2048, "l2", False),
-]:
-    _add_variants(_bits, _bucket_size, _norm, _residual)
+_add_variants(4, 512, "max", residual=False, decode=False)
+_add_variants(4, 512, "max", residual=True)
+_add_variants(4, 512, "l2", residual=True, decode=False)
+_add_variants(8, 512, "max", residual=True)
+_add_variants(3, 1000, "max", residual=True)
+_add_variants(2, 2048, "l2", residual=False, decode=False)
+_add_variants(4, 16384, "max", residual=True, decode=False)

@@ -1,0 +1,261 @@
+"""Sums and maxima over buckets of any size, up to a whole segment, in two launches.
+
+The first launch reduces each block of 1024 elements of a bucket to float64 numbers, in the order of
+`kernels.scales.tree_sum`. In the second, a family's kernel has one program per bucket, which adds up the blocks with
+`total_of` in the same order and stores the bucket's scale. A maximum of magnitudes is one of their bits, as a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..checks import MAX_SEGMENT_NUMEL, numels_of
+from ..scales import SUM_BLOCK
+from .device import find, halve, magnitude, scale_of_magnitude, scale_of_sums, store_floats
+from .launch import are_aligned, launch, pointers, starts, table
+from .variants import Variant, add_variant
+
+# Kinds of reductions, and how many numbers each gives.
+KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
+PROGRAM_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """The reduced blocks of all segments.
+
+    Args:
+        rows: a table with one column per segment: address, size, first tile, first block, first bucket.
+        sums: (numbers, blocks) of float64; changed by `total_of`.
+        num_blocks: of all segments.
+        num_buckets: of all segments.
+    """
+
+    rows: Tensor
+    sums: Tensor
+    num_blocks: int
+    num_buckets: int
+
+
+def block_sums(
+    xs: list[Tensor], device: torch.device, kind: str, bucket_size: int = MAX_SEGMENT_NUMEL, least_buckets: int = 0
+) -> BlockSums:
+    """Reduce the blocks of all buckets.
+
+    Args:
+        xs: the segments.
+        device: theirs.
+        kind: one of `KINDS`: the largest magnitude; the sum of squares; of magnitudes; of the negative elements, of the
+            others, and the number of negative elements; of the differences to the first element, and of their squares.
+        bucket_size: elements of a bucket; by default, each segment is one.
+        least_buckets: the number of buckets of an empty segment.
+    """
+    numels = numels_of(xs)
+    in_bucket = -(-bucket_size // SUM_BLOCK)
+    blocks = [n // bucket_size * in_bucket + -(-(n % bucket_size) // SUM_BLOCK) for n in numels]
+    buckets = [max(least_buckets, -(-n // bucket_size)) for n in numels]
+    first_tile = starts([-(-count // PROGRAM_BLOCKS) for count in blocks])
+    rows = table(device, pointers(xs), numels, first_tile[:-1], starts(blocks)[:-1], starts(buckets)[:-1])
+    sums = torch.empty(KINDS[kind], sum(blocks), dtype=torch.float64, device=device)
+    arguments = (rows, sums, len(xs), sum(blocks))
+    constants = {"KIND": kind, "BUCKET": bucket_size, **_block_constants(bucket_size)}
+    launch(_reduce_blocks, first_tile[-1], device, *arguments, **constants)
+    return BlockSums(rows, sums, sum(blocks), sum(buckets))
+
+
+def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, least: float) -> None:
+    """Store the scale of each bucket, as quantizers do, at the start of a payload."""
+    blocks = block_sums(xs, out.device, "squares" if norm == "l2" else "max", bucket_size)
+    launch(
+        _store_scales,
+        blocks.num_buckets,
+        out.device,
+        *(blocks.rows, blocks.sums, out, len(xs)),
+        LEAST=least,
+        L2=norm == "l2",
+        BUCKET=bucket_size,
+        ALIGNED=are_aligned(out),
+    )
+
+
+def _block_constants(bucket_size: int) -> dict[str, int]:
+    """A program's blocks, and the 32-element steps of each."""
+    return {"STEPS": min(SUM_BLOCK, 1 << (bucket_size - 1).bit_length()) // 32 or 1, "BLOCKS": PROGRAM_BLOCKS}
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
+def _reduce_blocks(
+    rows,
+    sums,
+    num_segments,
+    num_blocks,
+    KIND: tl.constexpr,
+    BUCKET: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Each row is a block; element i of it is added to lane `i mod 32`."""
+    tile = tl.program_id(0)
+    segment = find(rows + 2 * num_segments, num_segments, tile)
+    x = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    numel = tl.load(rows + num_segments + segment)
+    first_block = tl.load(rows + 3 * num_segments + segment)
+    block = (tile - tl.load(rows + 2 * num_segments + segment)) * BLOCKS + tl.arange(0, BLOCKS)
+    IN_BUCKET: tl.constexpr = (BUCKET + 1023) // 1024
+    bucket = block // IN_BUCKET
+    in_bucket = (block - bucket * IN_BUCKET) * 1024
+    start = bucket * BUCKET + in_bucket
+    size = tl.minimum(tl.minimum(BUCKET - in_bucket, 1024), numel - start)[:, None]
+    lane = tl.arange(0, 32)[None, :]
+    out = sums + first_block + block
+    stored = start < numel
+    if KIND == "max":
+        largest = tl.zeros((BLOCKS, 32), tl.int32)
+        for i in range(STEPS):
+            at = 32 * i + lane
+            value = tl.load(x + start[:, None] + at, mask=at < size, other=0.0)
+            largest = tl.maximum(largest, magnitude(value))
+        tl.store(out, tl.max(largest, axis=1).to(tl.float64), mask=stored)
+    elif KIND == "squares" or KIND == "magnitudes":
+        total = tl.zeros((BLOCKS, 32), tl.float64)
+        for i in range(STEPS):
+            at = 32 * i + lane
+            value = tl.load(x + start[:, None] + at, mask=at < size, other=0.0).to(tl.float64)
+            if KIND == "squares":
+                total += value * value
+            else:
+                total += tl.abs(value)
+        tl.store(out, halve(total, BLOCKS, 32), mask=stored)
+    else:
+        first = tl.zeros((BLOCKS, 32), tl.float64)
+        second = tl.zeros((BLOCKS, 32), tl.float64)
+        negatives = tl.zeros((BLOCKS, 32), tl.int32)
+        if KIND == "moments":
+            shift = tl.load(x).to(tl.float64)
+        for i in range(STEPS):
+            at = 32 * i + lane
+            inside = at < size
+            value = tl.load(x + start[:, None] + at, mask=inside, other=0.0).to(tl.float64)
+            if KIND == "moments":
+                shifted = tl.where(inside, value - shift, 0.0)
+                first += shifted
+                second += shifted * shifted
+            else:
+                first += tl.where(value < 0, value, 0.0)
+                second += tl.where(value < 0, 0.0, value)
+                negatives += (value < 0).to(tl.int32)
+        tl.store(out, halve(first, BLOCKS, 32), mask=stored)
+        tl.store(out + num_blocks, halve(second, BLOCKS, 32), mask=stored)
+        if KIND == "halves":
+            tl.store(out + 2 * num_blocks, tl.sum(negatives, axis=1).to(tl.float64), mask=stored)
+
+
+@triton.jit
+def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
+    """The segment of a program's bucket, the bucket's size, its first block, and the number of its blocks."""
+    program = tl.program_id(0)
+    segment = find(rows + 4 * num_segments, num_segments, program)
+    bucket = program - tl.load(rows + 4 * num_segments + segment)
+    size = tl.minimum(tl.load(rows + num_segments + segment) - bucket * BUCKET, BUCKET)
+    first_block = tl.load(rows + 3 * num_segments + segment) + bucket * ((BUCKET + 1023) // 1024)
+    return segment, size, first_block, (size + 1023) // 1024
+
+
+@triton.jit
+def total_of(sums, count, MAX: tl.constexpr):
+    """The sum, or the maximum, of `count` numbers of float64, padded with zeros to a power of two and halved.
+
+    While there are more than 1024, each pass over them adds their sixteen parts and keeps the sums in the first part.
+    So the numbers change. One program works on them, and no other reads them.
+    """
+    size = tl.full([], 1024, tl.int64)
+    while size < count:
+        size *= 2
+    while size > 1024:
+        columns = size // 16
+        for first in range(0, columns, 64):
+            at = tl.arange(0, 16)[:, None] * columns + first + tl.arange(0, 64)[None, :]
+            part = tl.load(sums + at, mask=at < count, other=0.0)
+            if MAX:
+                combined = tl.max(part, axis=0)
+            else:
+                combined = tl.reshape(halve(tl.reshape(part, (1, 1024)), 1, 1024, 64), (64,))
+            tl.debug_barrier()  # all threads have read the first part before any writes
+            tl.store(sums + first + tl.arange(0, 64), combined)
+        tl.debug_barrier()
+        size = columns
+        count = columns
+    at = tl.arange(0, 1024)
+    part = tl.load(sums + at, mask=at < count, other=0.0)
+    if MAX:
+        total = tl.max(part, axis=0)
+    else:
+        total = tl.sum(halve(tl.reshape(part, (1, 1024)), 1, 1024), axis=0)  # of one number
+    return total
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _store_scales(
+    rows,
+    sums,
+    payload,
+    num_segments,
+    LEAST: tl.constexpr,
+    L2: tl.constexpr,
+    BUCKET: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One program per bucket."""
+    _, _, first_block, count = find_bucket(rows, num_segments, BUCKET)
+    total = total_of(sums + first_block, count, not L2)
+    if L2:
+        scale = scale_of_sums(total, LEAST)
+    else:
+        scale = scale_of_magnitude(total.to(tl.int32), LEAST)
+    store_floats(payload, tl.program_id(0), scale, True, ALIGNED)
+
+
+# ---- what is compiled and counted without a GPU ----
+
+# Types of run-time arguments of kernels with a program per bucket.
+BUCKET_SIGNATURE = {
+    "rows": "*i64",
+    "sums": "*fp64",
+    "payload": "*u8",
+    "scales": "*fp32",
+    "limits": "*fp32",
+    "num_segments": "i32",
+    "num_blocks": "i32",
+    "clip": "fp32",
+    "fixed_scale": "fp32",
+}
+BUCKET_NUMEL = 1024 * SUM_BLOCK  # elements of a bucket that a program reads without a loop
+
+for _kind, _numbers in KINDS.items():
+    add_variant(
+        Variant(
+            f"block_sums: {_kind}",
+            _reduce_blocks,
+            {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, **_block_constants(MAX_SEGMENT_NUMEL)},
+            BUCKET_SIGNATURE,
+            PROGRAM_BLOCKS * SUM_BLOCK,
+            4 + 8 * _numbers / SUM_BLOCK,
+            loop_trips=32,
+        )
+    )
+for _l2 in (False, True):
+    add_variant(
+        Variant(
+            f"block_sums.store_scales: {'l2' if _l2 else 'max'}",
+            _store_scales,
+            {"LEAST": 2.0**-118, "L2": _l2, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True},
+            BUCKET_SIGNATURE,
+            BUCKET_NUMEL,
+            8 / SUM_BLOCK,
+        )
+    )

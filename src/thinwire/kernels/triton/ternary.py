@@ -1,0 +1,287 @@
+"""Ternary values in Triton: a program packs or unpacks a run of words, digit by digit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..checks import MAX_SEGMENT_NUMEL, num_buckets
+from ..flags import Flag, flag_of
+from ..random import keys_on
+from ..scales import MIN_SCALE
+from ..ternary import BLOCK_WORDS, Ternary
+from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
+from .buckets import SIGNATURE, WHOLE, load_total, segment_rows, store_residual, store_total, sum_flag
+from .device import find, is_finite, load_floats, position_of, root, scale_of_magnitude, store_floats, uniform
+from .launch import are_aligned, launch, pointers, table
+from .variants import Variant, add_variant
+
+__all__ = ["scales", "encode", "decode_add", "decode_sum"]
+
+TILE_WORDS = 512
+
+
+def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
+    device = xs[0].device if xs else torch.device("cpu")
+    out, limits = torch.empty(num_scales, device=device), torch.empty(len(xs), device=device)
+    clips = math.isfinite(clip)
+    if clips:
+        moments = block_sums(xs, device, "moments", least_buckets=1)
+        sizes = (len(xs), moments.num_blocks, clip)
+        launch(_store_limits, len(xs), device, moments.rows, moments.sums, limits, *sizes, BUCKET=MAX_SEGMENT_NUMEL)
+    blocks = block_sums(xs, device, "max", bucket_size)
+    arguments = (blocks.rows, blocks.sums, limits, out, len(xs))
+    launch(_store_scales, num_scales, device, *arguments, CLIPS=clips, LEAST=MIN_SCALE, BUCKET=bucket_size)
+    return out
+
+
+def encode(
+    xs: list[Tensor],
+    scales: Tensor,
+    out: Tensor,
+    keys: list[int],
+    ternary: Ternary,
+    residuals: list[Tensor] | None,
+) -> None:
+    device = out.device
+    rows, num_tiles = _rows(xs, residuals, device, ternary)
+    arguments = (rows, keys_on(keys, device), scales, out, len(xs))
+    constants = _constants(ternary) | {"ALIGNED": are_aligned(out)}
+    launch(_encode, num_tiles, device, *arguments, RESIDUAL=residuals is not None, **constants)
+
+
+def decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: float, ternary: Ternary) -> None:
+    _decode_payloads([payload], [scales], outs, weight, ternary, add=True)
+
+
+def decode_sum(
+    payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
+) -> Flag:
+    return flag_of(_decode_payloads(payloads, scales, outs, weight, ternary, add=False)[0] == 0)
+
+
+def _decode_payloads(
+    payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary, add: bool
+) -> Tensor:
+    """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
+    device = payloads[0].device
+    flag = sum_flag(device, add)
+    rows, num_tiles = _rows(outs, None, device, ternary)
+    sources = table(device, pointers(payloads), pointers(scales))
+    arguments = (rows, sources, flag, len(outs), len(payloads), weight)
+    constants = _constants(ternary) | {"ALIGNED": are_aligned(*payloads)}
+    launch(_decode, num_tiles, device, *arguments, ADD=add, **constants)
+    return flag
+
+
+def _rows(
+    xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device, ternary: Ternary
+) -> tuple[Tensor, int]:
+    code_bytes = [ternary.nbytes([x.numel()]) for x in xs]
+    num_tiles = [triton.cdiv(nbytes, TILE_WORDS * (1 if ternary.base == 3 else 4)) for nbytes in code_bytes]
+    num_scales = [num_buckets([x.numel()], ternary.size) for x in xs]
+    return segment_rows(xs, residuals, device, num_tiles, num_scales, code_bytes, 0)
+
+
+def _constants(ternary: Ternary) -> dict[str, Any]:
+    return {
+        "BASE": ternary.base,
+        "DIGITS": ternary.num_digits,
+        "BUCKET": ternary.size,
+        "BLOCK": BLOCK_WORDS,
+        "TILE": TILE_WORDS,
+    }
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
+def _store_limits(rows, sums, limits, num_segments, num_blocks, clip, BUCKET: tl.constexpr):
+    """One program per segment: `clip` standard deviations; infinity where that is zero or not finite."""
+    _, size, first_block, blocks = find_bucket(rows, num_segments, BUCKET)
+    total = total_of(sums + first_block, blocks, False)
+    squares = total_of(sums + num_blocks + first_block, blocks, False)
+    count = tl.maximum(size, 1).to(tl.float64)
+    variance = (squares - total * total / count) / count
+    usable = (variance > 0) & (variance < float("inf"))
+    limit = tl.where(usable, clip * root(tl.where(usable, variance, 1.0)), float("inf"))
+    tl.store(limits + tl.program_id(0), limit)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _store_scales(
+    rows, sums, limits, scales, num_segments, CLIPS: tl.constexpr, LEAST: tl.constexpr, BUCKET: tl.constexpr
+):
+    """One program per bucket. Bits of floats that are not negative ascend like floats."""
+    segment, _, first_block, blocks = find_bucket(rows, num_segments, BUCKET)
+    largest = total_of(sums + first_block, blocks, True).to(tl.int32)
+    if CLIPS:
+        limit = tl.load(limits + segment).to(tl.int32, bitcast=True)
+        largest = tl.where(largest < 0x7F800000, tl.minimum(largest, limit), largest)
+    tl.store(scales + tl.program_id(0), scale_of_magnitude(largest, LEAST))
+
+
+@triton.jit
+def _find_words(rows, num_segments, DIGITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A tile of words.
+
+    Returns the segment, its number of elements, each word, the first element of its block, its place in the block, and the
+    words of the block.
+    """
+    tile = tl.program_id(0)
+    segment = find(rows + 3 * num_segments, num_segments, tile)
+    numel = tl.load(rows + 2 * num_segments + segment)
+    word = (tile - tl.load(rows + 3 * num_segments + segment)) * TILE + tl.arange(0, TILE)
+    first = word // BLOCK * (BLOCK * DIGITS)
+    width = tl.minimum(BLOCK, (numel - first + DIGITS - 1) // DIGITS)
+    return segment, numel, word, first, word % BLOCK, width
+
+
+@triton.jit
+def _load_scales(rows, scales, num_segments, segment, position, inside, BUCKET: tl.constexpr):
+    """The scale of each element, or of all."""
+    scales += tl.load(rows + 4 * num_segments + segment)
+    if BUCKET == WHOLE:
+        scale = tl.load(scales)
+    else:
+        scale = tl.load(scales + position // BUCKET, mask=inside, other=0.0)
+    return scale
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _encode(
+    rows,
+    key_table,
+    scales,
+    payload,
+    num_segments,
+    BASE: tl.constexpr,
+    DIGITS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    segment, numel, word, first, place, width = _find_words(rows, num_segments, DIGITS, BLOCK, TILE)
+    x_ptr = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    key = tl.load(key_table + segment)
+    packed = tl.zeros([TILE], tl.int32)
+    for digit in tl.static_range(DIGITS):
+        position = first + digit * width + place
+        inside = (place < width) & (position < numel)
+        x = tl.load(x_ptr + position, mask=inside, other=0.0)
+        scale = _load_scales(rows, scales, num_segments, segment, position, inside, BUCKET)
+        u = uniform(key, position_of(0 * segment, position))
+        r = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        usable = is_finite(scale) & (scale > 0)
+        value = tl.where(usable, (u < r).to(tl.int32) - (u < -r).to(tl.int32), 0)
+        packed += tl.where(inside, (value + 1) * (BASE**digit), 0)
+        if RESIDUAL:
+            store_residual(rows, num_segments, segment, position, inside, x - value.to(tl.float32) * scale)
+    address = payload + tl.load(rows + 5 * num_segments + segment)
+    if BASE == 3:
+        tl.store(address + word, packed.to(tl.uint8), mask=place < width)
+    else:
+        store_floats(address, word, packed.to(tl.float32, bitcast=True), place < width, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_payloads"])
+def _decode(
+    rows,
+    sources,
+    flag,
+    num_segments,
+    num_payloads,
+    weight,
+    BASE: tl.constexpr,
+    DIGITS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    ADD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Read each word once for each of its digits: from memory, and then from the cache."""
+    segment, numel, word, first, place, width = _find_words(rows, num_segments, DIGITS, BLOCK, TILE)
+    out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    first_byte = tl.load(rows + 5 * num_segments + segment)
+    for digit in tl.static_range(DIGITS):
+        position = first + digit * width + place
+        inside = (place < width) & (position < numel)
+        total = load_total(out + position, inside, ADD)
+        for i in range(1 if ADD else num_payloads):
+            address = tl.load(sources + i).to(tl.pointer_type(tl.uint8)) + first_byte
+            scales = tl.load(sources + num_payloads + i).to(tl.pointer_type(tl.float32))
+            if BASE == 3:
+                packed = tl.load(address + word, mask=inside, other=0).to(tl.uint32)
+            else:
+                packed = load_floats(address, word, inside, ALIGNED).to(tl.uint32, bitcast=True)
+            value = ((packed // (BASE**digit)) % BASE).to(tl.int32) - BASE // 2
+            scale = _load_scales(rows, scales, num_segments, segment, position, inside, BUCKET)
+            total += value.to(tl.float32) * (scale * weight)
+        store_total(out + position, inside, total, flag, ADD)
+
+
+# ---- what is compiled and counted without a GPU ----
+
+add_variant(
+    Variant(
+        "ternary.scales: limits",
+        _store_limits,
+        {"BUCKET": MAX_SEGMENT_NUMEL},
+        BUCKET_SIGNATURE,
+        BUCKET_NUMEL,
+        16 / 1024,
+        launches=4,
+    )
+)
+add_variant(
+    Variant(
+        "ternary.scales: scales",
+        _store_scales,
+        {"CLIPS": True, "LEAST": MIN_SCALE, "BUCKET": MAX_SEGMENT_NUMEL},
+        BUCKET_SIGNATURE,
+        BUCKET_NUMEL,
+        8 / 1024,
+        launches=4,
+    )
+)
+
+
+def _add_variants(ternary: Ternary, what: str) -> None:
+    constants = {**_constants(ternary), "ALIGNED": True}
+    numel = TILE_WORDS * ternary.num_digits
+    word_bytes = (1 if ternary.base == 3 else 4) / ternary.num_digits
+    # A scale per element where buckets have scales; words are read again for each digit.
+    scale_bytes = 0.0 if ternary.bucket_size is None else 4.0
+    add_variant(
+        Variant(
+            f"ternary.encode: {what}, residual",
+            _encode,
+            {**constants, "RESIDUAL": True},
+            SIGNATURE,
+            numel,
+            least_bytes=8 + word_bytes,
+            cached_bytes=scale_bytes,
+        )
+    )
+    for add in (True, False):
+        add_variant(
+            Variant(
+                f"ternary.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
+                _decode,
+                {**constants, "ADD": add},
+                SIGNATURE | {"sources": "*i64"},
+                numel,
+                least_bytes=4 + 4 * add + word_bytes,
+                cached_bytes=word_bytes * (ternary.num_digits - 1) + scale_bytes,
+            )
+        )
+
+
+_add_variants(Ternary(), "base 3, whole segments")
+_add_variants(Ternary(17, 512), "base 17, buckets of 512")
