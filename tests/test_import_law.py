@@ -16,6 +16,7 @@ FLOORS = {
     "allocator": 0,
     "clock": 0,
     "debug": 0,
+    "streams": 0,
     "schedule": 1,
     "kernels": 1,
     "codec": 2,

@@ -15,7 +15,7 @@ Ownership  From the call until `wait()` returns, tensors belong to the operation
 Equality   `all_reduce` leaves the same bits on every worker. The backend chooses the order of addition, so results of
            different backends may differ in the last bits.
 Devices    CUDA tensors are read after the work that is on the caller's current stream at the call. `wait()` makes the
-           current stream wait for the result; the host waits over Gloo only.
+           current stream wait for the result. The host waits over Gloo, and on a thread of `WorkStream.continued`.
 Errors     A mistake of the caller is a ValueError, raised at the call, before anything is sent or counted. A failure on the
            way is a `CommunicationError`, raised by `wait()`: it names this rank, the operation and, if known, the peer. It
            comes within the timeout, or at once if a peer has died. After a failure the communicator cannot be used.

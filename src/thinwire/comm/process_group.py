@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import debug
+from ..streams import refuse_capture, wait_for
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import open_sockets
@@ -92,6 +93,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         device = self._device_of(tensors)
+        refuse_capture(device)
         if device.type == "cpu":
             return partial(self._complete, self._issuer.submit(start))
         ready = torch.cuda.current_stream(device).record_event()
@@ -102,7 +104,7 @@ class ProcessGroupCommunicator(Communicator):
             issued = self._issuer.submit(_start_after, side, ready, start)
             return partial(self._complete_after, device, ready, issued)
         ended = self._issuer.submit(_start_on_stream, side, ready, tensors, start)
-        return lambda: torch.cuda.current_stream(device).wait_event(ended.result())
+        return lambda: wait_for(ended.result(), device)
 
     def _complete(self, issued: Future[Callable[[], Any]]) -> None:
         try:

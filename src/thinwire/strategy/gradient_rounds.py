@@ -2,7 +2,8 @@
 
     1. a bucket of gradients is ready: `averager.step` compensates, encodes and sends it, in the autograd thread;
     2. a finishing thread waits for the bytes, decodes them into the gradients and completes the bucket's future; on CPUs
-       it begins when all buckets are sent, for until then the cores are better used to send them;
+       it begins when all buckets are sent, for until then the cores are better used to send them. On GPUs both run on a
+       stream of their own (`thinwire.streams`), which backward's stream waits for at the end of the round only;
     3. the last bucket of the backward pass ends the round: memory commits if all of it was finite;
     4. backward returns, and `param.grad` holds the mean of all workers.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Handle
+from ..streams import WorkStream, has_streams, refuse_capture
 from .nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
 
 Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
@@ -44,6 +46,8 @@ class GradientRounds:
         self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
         self._nonfinite = nonfinite
         self._finisher = Finisher()
+        self._work = WorkStream(torch.device("cpu"))
+        self._device = torch.device("cpu")
         self._held: list[Bucket] = []
         self._finishing: list[Future[None]] = []
         self._scale = 1.0
@@ -60,7 +64,7 @@ class GradientRounds:
         Called during backward only: when it ends, it waits for the round and raises what went wrong.
         """
         if first:
-            self._open()
+            self._open(buffer.device)
         if self._nonfinite.is_last_chance and self._culprit is None:
             self._culprit = first_nonfinite(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
@@ -82,11 +86,15 @@ class GradientRounds:
         self._is_abandoned = True
         self._all_sent.set()
 
-    def _open(self) -> None:
+    def _open(self, device: torch.device) -> None:
+        refuse_capture(device)
         if self._is_open:  # an error broke off the last backward pass
             self._all_sent.set()
             wait(self._finishing)
+            self._work.join()
             self._averager.discard(self._state)
+        if device != self._device:
+            self._work, self._device, self._state.clock.device = WorkStream(device), device, device
         self._held, self._finishing = [], []
         self._is_open, self._is_broken, self._is_finite = True, False, True
         self._culprit, self.skips = None, False
@@ -97,41 +105,43 @@ class GradientRounds:
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
         tensors = [pair for bucket, _, _ in held for pair in bucket]
-        handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+        with self._work.after_caller():
+            handle = self._averager.step(self._state, tensors, self._comm, self._scale)
         self._finishing.append(self._finisher.submit(self._finish, handle, held, last))
         if last:
             self._all_sent.set()
 
     def _finish(self, handle: Handle, held: list[Bucket], last: bool) -> None:
         """In the finishing thread: decode a step; after the last one, commit."""
-        device = held[0][2].device
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            if self._averager.sends_at_once(self._state) and self._waits_late(device):
-                self._all_sent.wait()
-            if self._is_abandoned:
-                return
-            handle.wait()
-            if last and not self._is_broken:
-                self._is_finite = self._averager.commit(self._state)
-                self._is_open = False
-        except BaseException:
-            self._is_broken = True  # the next round discards this one
-            raise
-        finally:  # DDP must not wait for ever; `_end_backward` raises the error
-            for _, future, buffer in held:
-                future.set_result(buffer)
+        with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
+            try:
+                if self._averager.sends_at_once(self._state) and self._waits_late():
+                    self._all_sent.wait()
+                if self._is_abandoned:
+                    return
+                handle.wait()
+                if last and not self._is_broken:
+                    self._is_finite = self._averager.commit(self._state)
+                    self._is_open = False
+            except BaseException:
+                self._is_broken = True  # the next round discards this one
+                raise
+            finally:  # DDP must not wait for ever; `_end_backward` raises the error
+                for _, future, buffer in held:
+                    future.set_result(buffer)
 
-    def _waits_late(self, device: torch.device) -> bool:
+    def _waits_late(self) -> bool:
         """Whether waiting begins when all buckets are sent: to spare CPUs, or to keep the order of collectives."""
-        return device.type != "cuda" or self._averager.sends_while_waiting(self._state)
+        return not has_streams(self._device) or self._averager.sends_while_waiting(self._state)
 
     def _end_backward(self) -> None:
         self._all_sent.set()  # also where the last bucket was never launched: DDP raises that in its next forward
         with self._state.clock("blocked"):
-            for task in self._finishing:
-                task.result()
+            try:
+                for task in self._finishing:
+                    task.result()
+            finally:
+                self._work.join()
         if self._is_open:
             return
         action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)

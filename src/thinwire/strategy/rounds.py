@@ -5,7 +5,9 @@
                  (a thread)  waits for the messages, decodes them, and stores the change of the parameters
                  `absorb`    waits for the thread and adds the change to the parameters as they are then
 
-Both add the same bits. The thread lives for one round. Half steps after the first (`PowerGossip`) and the exchange inside a
+In flight, a GPU encodes and decodes on a stream of its own (`thinwire.streams`), so that the training does not wait.
+
+Both ways add the same bits. The thread lives for one round. Half steps after the first (`PowerGossip`) and the exchange in a
 node (`Hierarchical`) also run in it. It is a daemon, so that a process can exit while its neighbours are silent.
 
 Push-sum. While a round or the optimizer works on them, the parameters are the biased x. At all other times they are
@@ -22,6 +24,7 @@ import torch
 from .. import debug
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Handle
+from ..streams import WorkStream, refuse_capture
 from .live_parameters import LiveParameters
 
 
@@ -37,7 +40,10 @@ class ParameterRounds:
 
     def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int):
         self.live, self.averager, self.comm = live, averager, comm
-        self.state = averager.init(live.tensors(), comm, seed)
+        tensors = live.tensors()
+        self.state = averager.init(tensors, comm, seed)
+        device = tensors[0][1].device if tensors else torch.device("cpu")
+        self._work, self._device, self.state.clock.device = WorkStream(device), device, device
         self._changes: NamedTensors = []
         self._flight: Flight | None = None
         self._debias_factor, self._is_biased = 1.0, False
@@ -54,12 +60,14 @@ class ParameterRounds:
 
     def run(self) -> None:
         """Do a whole round, in place."""
+        refuse_capture(self._device)
         self.to_biased()
         self.averager.step(self.state, self.live.tensors(), self.comm).wait()
         self._commit()
 
     def begin(self) -> None:
         """Send the parameters as they are now."""
+        refuse_capture(self._device)
         self.to_biased()
         parameters = self.live.tensors()
         if not self._changes:
@@ -68,10 +76,11 @@ class ParameterRounds:
             ]
         for (_, change), (_, p) in zip(self._changes, parameters, strict=True):
             change.copy_(p)
-        handle = self.averager.step(self.state, self._changes, self.comm)
-        for _, change in self._changes:
-            change.zero_()  # the round adds its change to this zero
-        self._flight = Flight(handle, self._changes[0][1].device)
+        with self._work.after_caller():
+            handle = self.averager.step(self.state, self._changes, self.comm)
+            for _, change in self._changes:
+                change.zero_()  # the round adds its change to this zero
+        self._flight = Flight(handle, self._work)
 
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
@@ -121,35 +130,25 @@ class ParameterRounds:
 class Flight:
     """A round that has begun, and the thread that waits for it."""
 
-    def __init__(self, handle: Handle, device: torch.device):
-        self._handle, self._device = handle, device
+    def __init__(self, handle: Handle, work: WorkStream):
+        self._handle, self._work = handle, work
         self._error: BaseException | None = None
-        self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="thinwire-round", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until the round has ended. Raises the round's error, if it had one."""
+        """Block until the round has ended, as far as the host sees. Raises the round's error, if it had one."""
         self._thread.join()
+        self._work.join()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            if self._ready is None:
+            with self._work.continued():
                 self._handle.wait()
-            else:
-                self._wait_on_stream(self._ready)
         except BaseException as error:  # for `wait`
             self._error = error
-
-    def _wait_on_stream(self, ready: torch.cuda.Event) -> None:
-        """Wait on a separate stream, so that the training's kernels do not wait for messages."""
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            self._handle.wait()
-            stream.synchronize()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

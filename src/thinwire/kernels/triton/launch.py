@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...streams import refuse_capture
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"  # read by Triton when it is imported
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -72,6 +74,7 @@ def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream:
 
 
 def _uploaded(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    refuse_capture(device)
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

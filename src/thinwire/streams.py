@@ -1,0 +1,109 @@
+"""Work on a GPU beside the training: on a stream of its own, so that the backward pass never queues behind it.
+
+A strategy encodes and decodes on its `WorkStream`; the communicator has streams of its own for messages.
+
+    training   backward of layer 3 | backward of layer 2 | backward of layer 1 | waits for work | optimizer
+    work                 encode 3 ...         encode 2 ...   decode 3    encode 1 ...  decode 2   decode 1
+    messages                      exchange 3 .........   exchange 2 .........  exchange 1 .........
+
+`after_caller` queues work behind what the training has queued so far. A thread that waits for messages does so in
+`continued`: there `Handle.wait` blocks the thread until the data has come, and only then queues the decoding. So the work
+stream never waits for a message, and later encoding is not held up by an earlier exchange. `join` makes the training wait
+for the work, at the end of a round.
+
+Memory. What is allocated inside of these contexts belongs to the work stream, which is the only one to use it, so it may be
+freed at any time. Tensors of the training stream that the work uses must be kept until `join`.
+
+In main memory none of this does anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_thread = threading.local()
+
+
+class WorkStream:
+    """The stream for the work of one strategy on one device; see the module's text.
+
+    Args:
+        device: of the tensors. There is no stream in main memory.
+
+    Example:
+        >>> work = WorkStream(torch.device("cpu"))
+        >>> with work.after_caller():
+        ...     x = torch.ones(2)
+        >>> work.join()
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if has_streams(device):
+            self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels, for which messages wait
+
+    @contextmanager
+    def after_caller(self) -> Iterator[None]:
+        """Context in which work begins after what is queued on the caller's current stream.
+
+        Raises:
+            ValueError: the caller captures a CUDA graph.
+        """
+        refuse_capture(self._device)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def continued(self) -> Iterator[None]:
+        """Context, in any thread, in which work goes on, and waiting for messages blocks the thread and not the stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            _thread.blocks = True
+            try:
+                yield
+            finally:
+                _thread.blocks = False
+
+    def join(self) -> None:
+        """Make the caller's current stream wait for all work so far; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._stream.record_event())
+
+
+def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
+    """Wait for an event: the current stream does, or in `WorkStream.continued` the calling thread."""
+    if getattr(_thread, "blocks", False):
+        event.synchronize()
+    else:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise a ValueError if a CUDA graph is being captured on a device's current stream.
+
+    A graph replays kernels only: no threads, no messages, and no uploads of random keys or tables of addresses.
+
+    Raises:
+        ValueError: it is.
+    """
+    if has_streams(device) and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph is being captured, and thinwire cannot be part of it: a graph replays neither messages nor "
+            "threads nor uploads. Capture the forward pass alone, and leave backward() and optimizer.step() out of the graph"
+        )
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device is queued on streams."""
+    return device.type == "cuda"

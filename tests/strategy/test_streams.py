@@ -1,0 +1,185 @@
+"""On a GPU a strategy works on a stream of its own, and the training waits for it at the end of a round only.
+
+There is no GPU here: tensors are in main memory, and streams and events only note who waits for whom.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire import streams
+from thinwire.clock import Clock
+from thinwire.kernels.random import keys_on
+from thinwire.streams import WorkStream, wait_for
+
+
+class Event:
+    def __init__(self, stream=None, log=None, enable_timing=False):
+        self.stream, self.log, self.time = stream, log, 0.0
+
+    def synchronize(self):
+        if self.log is not None:
+            self.log.append(("host waits", threading.current_thread().name, self.stream.name))
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+
+class Stream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.stream, event.log = self, self.log
+        return event
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event.stream.name))
+
+
+class FakeGpu:
+    """Streams of a GPU that log; `capturing` says whether a CUDA graph is being captured."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.capturing = [], False
+        self.now = threading.local()
+        self.training = Stream(self.log, "training")
+        monkeypatch.setattr(streams, "has_streams", lambda device: True)
+        monkeypatch.setattr("thinwire.strategy.gradient_rounds.has_streams", lambda device: True)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(self.log, "work"))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: self.use(self.current))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self.now, "stream", self.training)
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self.now.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self.now.stream = before
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+class Noting(tw.QSGD):
+    """Notes the stream on which it encodes and decodes."""
+
+    def encode_segments(self, *args):
+        log = torch.cuda.current_stream().log
+        log.append(("encodes on", torch.cuda.current_stream().name))
+        return super().encode_segments(*args)
+
+    def decode_sum_segments(self, *args):
+        log = torch.cuda.current_stream().log
+        log.append(("decodes on", torch.cuda.current_stream().name))
+        # A message that arrives now must not be waited for by the stream, which is to encode other buckets.
+        wait_for(Stream(log, "messages").record_event(), torch.device("cpu"))
+        return super().decode_sum_segments(*args)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 4))
+
+
+def test_backward_waits_for_the_work_at_its_end_only(gpu):
+    def worker(comm):
+        net = model()
+        with tw.compress_gradients(net, tw.Mean(Noting(bits=4), exchange="all_gather"), comm=comm, bucket_bytes=300):
+            gpu.log.clear()
+            net(torch.ones(3, 20)).sum().backward()
+
+    tw.LocalWorld(1).run(worker)
+    waits = [entry for entry in gpu.log if entry[1] == "waits for"]
+    num_buckets = gpu.log.count(("encodes on", "work"))
+    assert num_buckets == 3
+    assert gpu.log.count(("decodes on", "work")) == num_buckets
+    assert waits == [("work", "waits for", "training")] * num_buckets + [("training", "waits for", "work")]
+    assert gpu.log[-1] == ("training", "waits for", "work")
+    host = [entry for entry in gpu.log if entry[0] == "host waits"]
+    assert host == [("host waits", "thinwire-finish", "messages")] * num_buckets
+
+
+def test_a_round_in_flight_works_beside_the_training(gpu):
+    def worker(comm):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        averager = tw.Mix(tw.Complete())
+        with tw.gossip_parameters(net, optimizer, averager, comm=comm, overlap=True) as handle:
+            for _ in range(2):
+                net(torch.ones(3, 20)).sum().backward()
+                gpu.log.clear()
+                optimizer.step()
+            before = list(gpu.log)
+            handle.synchronize()
+        return before
+
+    (before,) = tw.LocalWorld(1).run(worker)
+    # A step absorbs the round of the step before it, and then begins its own.
+    waits = [entry for entry in before if entry[1] == "waits for"]
+    assert waits[0] == ("training", "waits for", "work")
+    assert ("work", "waits for", "training") in waits
+
+
+def test_a_step_is_not_captured_in_a_graph(gpu):
+    def worker(comm):
+        net = model()
+        with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm):
+            gpu.capturing = True
+            with pytest.raises(ValueError, match="CUDA graph"):
+                net(torch.ones(3, 20)).sum().backward()
+            gpu.capturing = False
+
+    tw.LocalWorld(1).run(worker)
+    gpu.capturing = True
+    with pytest.raises(ValueError, match="uploads"):
+        keys_on([1], torch.device("cpu"))
+
+
+def test_waiting_outside_of_a_work_stream_orders_streams(gpu):
+    work = WorkStream(torch.device("cpu"))
+    event = Stream(gpu.log, "messages").record_event()
+    with work.continued():
+        wait_for(event, torch.device("cpu"))
+    wait_for(event, torch.device("cpu"))
+    thread = threading.current_thread().name
+    assert gpu.log == [("host waits", thread, "messages"), ("training", "waits for", "messages")]
+
+
+def test_the_clock_times_a_gpu_by_events(gpu):
+    clock = Clock()
+    clock.device = torch.device("cuda")
+    ticks = iter([1000.0, 3500.0, 4000.0, 4500.0])
+    original = Stream.record_event
+
+    def timed(stream, event=None):
+        event = original(stream, event)
+        event.time = next(ticks)
+        return event
+
+    gpu.training.record_event = lambda event=None: timed(gpu.training, event)
+    for _ in range(2):
+        with clock("encode"):
+            pass
+    assert clock.seconds == {"encode": 3.0}
