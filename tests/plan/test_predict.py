@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.plan import Link, Network, predict, record
+from thinwire.comm import Ledger
+from thinwire.plan import Link, Network, Program, predict, record, simulate
+from thinwire.plan.record import Messages, Wait
+from thinwire.plan.simulate import Bucket
 
 SHAPES = [torch.Size([64, 48]), torch.Size([48]), torch.Size([33, 17])]
 SPARSE = tw.chain(tw.TopK(0.05), tw.QSGD(bits=4))
@@ -26,9 +29,9 @@ AVERAGERS = [
 ]
 
 
-def real_ledger(comm, averager):
+def real_ledger(comm, averager, shapes=SHAPES):
     generator = torch.Generator().manual_seed(comm.rank)
-    tensors = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES)]
+    tensors = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)]
     state = averager.init(tensors, comm)
     before = comm.ledger.snapshot()
     averager.step(state, tensors, comm).wait()
@@ -38,25 +41,62 @@ def real_ledger(comm, averager):
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
 def test_predicted_bytes_and_messages_are_those_of_a_real_run(averager):
     for rank, ledger in enumerate(tw.LocalWorld(4).run(real_ledger, averager)):
-        predicted = record(averager, SHAPES, rank, size=4, workers_per_node=2).ledger
-        assert predicted.as_dict() == ledger.as_dict()
+        (predicted,) = record(averager, SHAPES, [rank], size=4, workers_per_node=2)
+        assert predicted.ledger.as_dict() == ledger.as_dict()
+        if rank == 0:
+            (alone,) = record(averager, SHAPES, [0], size=4, workers_per_node=2)
+            assert alone.bytes_out(Network(4)) == ledger.bytes_sent
+
+
+@pytest.mark.parametrize("memory", [tw.ErrorFeedback(), tw.MomentumCorrection()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.TopK(0.05), SPARSE], ids=repr)
+@pytest.mark.parametrize("exchange", ["sparse_reduce", "hierarchical_sparse"])
+def test_predicted_bytes_of_a_sparse_all_reduce_are_close_to_those_of_a_real_run(exchange, codec, memory):
+    averager = tw.Mean(codec, memory, exchange=exchange).on_nodes(2)
+    shapes = [torch.Size([200, 150]), torch.Size([200]), torch.Size([90, 70])]
+    programs = record(averager, shapes, range(4), size=4, workers_per_node=2)
+    real = tw.LocalWorld(4).run(real_ledger, averager, shapes)
+    for program, ledger in zip(programs, real, strict=True):
+        assert program.ledger.messages == ledger.messages
+        assert program.ledger.bytes_sent == pytest.approx(ledger.bytes_sent, rel=0.03)
+    seconds = simulate(Network(4, 2, Link(1e6, 0.001)), [Bucket(0.1, programs[:2])], 0.0, lambda work: 0.0)
+    leader_sends = max(program.ledger.bytes_sent for program in programs)
+    assert 0.1 < seconds < 0.1 + 3 * leader_sends / 1e6 + 0.02
+
+
+def test_a_program_shifted_to_another_rank_is_that_of_this_rank():
+    averager = tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather")
+    first, second = (record(averager, SHAPES, [rank], 4)[0] for rank in (0, 1))
+    assert first.shifted(1, 4).step == second.step and first.shifted(1, 4).wait == second.wait
+
+
+def test_stages_of_several_buckets_are_in_flight_together():
+    # Each bucket sends twice, and four buckets one after the other would take eight latencies. Bucket 3 is sent when
+    # bucket 1 has waited for bucket 0, one latency late; its own two follow.
+    def program():
+        both = Messages(((1, 10),), ((1, 10),))
+        return Program((both,), ((Wait(0), both),), (Wait(1),), Ledger(2), True)
+
+    link = Link(1e9, latency_seconds=0.01)
+    seconds = simulate(Network(2, outer=link), [Bucket(0.0, [program()]) for _ in range(4)], 0.0, lambda work: 0.0)
+    assert seconds == pytest.approx(0.03, rel=0.01)
 
 
 def test_codecs_whose_messages_depend_on_values_are_refused():
     with pytest.raises(ValueError, match="cannot predict TernGrad"):
-        record(tw.Mean(tw.TernGrad(shared=True)), SHAPES, 0, 4)
+        record(tw.Mean(tw.TernGrad(shared=True)), SHAPES, [0], 4)
 
 
 def test_sparse_wins_on_a_slow_network_and_bytes_follow():
     network = Network(4, outer=Link.of("100mbit", "0.5ms"))
     by_name = {p.method: p for p in predict(20_000_000, 0.25, network)}
     dense, sparse = by_name["DDP, float32"], by_name["top-k 1 %, 4 bits, all_gather"]
-    assert dense.bytes_sent == pytest.approx(2 * 3 / 4 * 80e6, rel=1e-6)
+    assert dense.bytes_out == pytest.approx(2 * 3 / 4 * 80e6, rel=1e-6)
     assert sparse.speedup_over_fp32 > 10 and sparse.speedup_over_bf16 > 5
     assert sparse.memory_bytes == 2 * 4 * 20_000_000
     assert dense.speedup_over_fp32 == 1.0
-    local = by_name["every 20 steps, float32"]
-    assert local.bytes_sent == pytest.approx(dense.bytes_sent / 20)
+    local, every_step = by_name["every 4 steps, 4 bits"], by_name["4 bits, scatter_reduce"]
+    assert local.bytes_out == pytest.approx(every_step.bytes_out / 4, rel=0.01)
 
 
 def test_hierarchy_pays_where_workers_share_a_node():

@@ -6,15 +6,16 @@ import pytest
 
 from thinwire.comm import Ledger
 from thinwire.plan import Link, Network, Program, simulate
-from thinwire.plan.record import Messages, Ring, Wait, Work
+from thinwire.plan.record import Messages, Ring, Wait
 from thinwire.plan.simulate import Bucket
+from thinwire.plan.sized import Work
 
 LINK = Link(bytes_per_second=1e6, latency_seconds=0.01)
 FREE = Link(bytes_per_second=1e30)
 
 
-def program(*step, wait=(), at_once=True):
-    return Program(tuple(step), tuple(wait), Ledger(2), at_once)
+def program(*step, stages=(), wait=(), at_once=True):
+    return Program(tuple(step), tuple(stages), tuple(wait), Ledger(2), at_once)
 
 
 def ring(num_bytes):
@@ -79,8 +80,8 @@ def test_a_step_is_no_shorter_than_computation_or_network():
 
 
 def test_encoding_delays_backward_and_decoding_follows_the_last_send():
-    step = [Work("encode", 10), Messages(((1, 1000),), ((1, 1000),))]
-    buckets = [[program(*step, wait=[Wait(0), Work("decode", 10)])]] * 2
+    step = [Work("encode", 10, "codec"), Messages(((1, 1000),), ((1, 1000),))]
+    buckets = [[program(*step, wait=[Wait(0), Work("decode", 10, "codec")])]] * 2
     cost = {"encode": 0.2, "decode": 0.3}
     got = seconds(Network(2, outer=FREE), buckets, 0.1, work=lambda work: cost[work.part])
     assert got == pytest.approx(2 * (0.1 + 0.2) + 2 * 0.3)

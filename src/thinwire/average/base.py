@@ -77,6 +77,15 @@ class Averager(Algorithm, ABC):
         """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it compresses by matrix products of its own rather than with a codec."""
+        return False
+
+    def on_nodes(self, workers_per_node: int) -> Averager:
+        """This averager where so many consecutive ranks share a node; itself if it makes no use of that."""
+        return self
+
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
         return False

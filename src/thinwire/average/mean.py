@@ -16,7 +16,7 @@ says how many (`topk_counts`), memory returns the selection (`compensate_all`), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,9 @@ class Mean(Averager):
     @property
     def suits_parameters(self) -> bool:
         return self.codec.lossless and self.memory is None
+
+    def on_nodes(self, workers_per_node: int) -> Mean:
+        return replace(self, workers_per_node=workers_per_node) if self.exchange in ("auto", *NODES) else self
 
     def sends_at_once(self, state: MeanState) -> bool:
         return not self._must_agree(state)

@@ -131,6 +131,10 @@ class PowerGossip(Gossip):
         )
         check_number(self, "step_size", self.step_size)
 
+    @property
+    def multiplies(self) -> bool:
+        return True
+
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
 

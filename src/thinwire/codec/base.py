@@ -67,7 +67,11 @@ class Codec(Algorithm, ABC):
 
     needs_shape: ClassVar[bool] = False
     votes: ClassVar[bool] = False
-    sends_floats: ClassVar[bool] = False
+
+    @property
+    def sends_floats(self) -> bool:
+        """Whether the payload is the float32 elements themselves, in order."""
+        return False
 
     @property
     def unbiased(self) -> bool:

@@ -91,17 +91,24 @@ class Communicator(ABC):
         sizes = check.gather_sizes(self, tensor, sizes)
         return self._gather("all_gather", tensor, sizes)
 
-    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
+    def all_to_all(
+        self, tensors: list[Tensor], sizes: list[int] | None = None, ranks: Sequence[int] | None = None
+    ) -> Handle:
         """Send `tensors[p]` to worker p: `wait()` returns a list of W tensors, entry p from worker p.
 
         Args:
             tensors: W tensors (n_p,), one dtype; the own entry stays here.
             sizes: number of elements to receive from each worker; None if it equals the number sent to that worker.
+            ranks: the workers that take part and call it; None for all. Entry p then belongs to worker `ranks[p]`.
         """
-        sizes = check.all_to_all_sizes(self, tensors, sizes)
+        ranks = check.team(self, "all_to_all", ranks)
+        sizes = check.all_to_all_sizes(self, tensors, sizes, ranks)
         received = [flat_like(tensor, n) for tensor, n in zip(tensors, sizes, strict=True)]
-        received[self.rank] = tensors[self.rank]
-        sends, receives = self._others(tensors), self._others(received)
+        own = ranks.index(self.rank)
+        received[own] = tensors[own]
+        others = [(own + step) % len(ranks) for step in range(1, len(ranks))]  # so that no worker is flooded
+        sends = {ranks[i]: tensors[i] for i in others}
+        receives = {ranks[i]: received[i] for i in others}
         return self._submit_exchange("all_to_all", sends, receives, received)
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,15 +64,28 @@ def gather_sizes(comm: Communicator, value: Tensor, sizes: list[int] | None) -> 
     """Number of elements on each worker, the own one checked."""
     flat(comm, "all_gather", value)
     sizes = [value.numel()] * comm.size if sizes is None else list(sizes)
-    own_size(comm, "all_gather", sizes, value.numel())
+    own_size(comm, "all_gather", sizes, value.numel(), range(comm.size))
     return sizes
 
 
-def all_to_all_sizes(comm: Communicator, tensors: list[Tensor], sizes: list[int] | None) -> list[int]:
-    """Number of elements that comes from each worker."""
-    if len(tensors) != comm.size:
+def team(comm: Communicator, operation: str, ranks: Sequence[int] | None) -> list[int]:
+    """The ranks that take part: all of them if None."""
+    if ranks is None:
+        return list(range(comm.size))
+    for value in ranks:
+        rank(comm, operation, "ranks", value)
+    if comm.rank not in ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"rank {comm.rank}: {operation} expects ranks that differ, this one among them, got {ranks}.")
+    return list(ranks)
+
+
+def all_to_all_sizes(
+    comm: Communicator, tensors: list[Tensor], sizes: list[int] | None, ranks: Sequence[int]
+) -> list[int]:
+    """Number of elements that comes from each worker of `ranks`."""
+    if len(tensors) != len(ranks):
         raise ValueError(
-            f"rank {comm.rank}: all_to_all expects one tensor per worker, {comm.size}, got {len(tensors)}."
+            f"rank {comm.rank}: all_to_all expects one tensor per worker, {len(ranks)}, got {len(tensors)}."
         )
     for value in tensors:
         flat(comm, "all_to_all", value)
@@ -79,15 +93,16 @@ def all_to_all_sizes(comm: Communicator, tensors: list[Tensor], sizes: list[int]
         dtypes = [str(value.dtype) for value in tensors]
         raise ValueError(f"rank {comm.rank}: all_to_all expects tensors of one dtype, got {', '.join(dtypes)}.")
     sizes = [value.numel() for value in tensors] if sizes is None else list(sizes)
-    own_size(comm, "all_to_all", sizes, tensors[comm.rank].numel())
+    own_size(comm, "all_to_all", sizes, tensors[ranks.index(comm.rank)].numel(), ranks)
     return sizes
 
 
-def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int) -> None:
-    if len(sizes) != comm.size or min(sizes) < 0:
-        raise ValueError(f"rank {comm.rank}: {operation} expects {comm.size} sizes, one per worker, got {sizes}.")
-    if sizes[comm.rank] != numel:
+def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int, ranks: Sequence[int]) -> None:
+    if len(sizes) != len(ranks) or min(sizes) < 0:
+        raise ValueError(f"rank {comm.rank}: {operation} expects {len(ranks)} sizes, one per worker, got {sizes}.")
+    own = ranks.index(comm.rank)
+    if sizes[own] != numel:
         raise ValueError(
-            f"rank {comm.rank}: {operation} got sizes[{comm.rank}] = {sizes[comm.rank]}, but this worker's own tensor "
+            f"rank {comm.rank}: {operation} got sizes[{own}] = {sizes[own]}, but this worker's own tensor "
             f"has {numel} elements. Pass the same sizes on every worker."
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..algorithm import require
+from ..average import Averager
 from .methods import BF16, DDP, Method, methods
 from .network import Network
 from .record import Program, record
@@ -45,12 +46,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one method would take. `bytes_sent` is that of the worker that sends most, for one step."""
+    """What one method would take.
+
+    Attributes:
+        method: its name.
+        averager: its notation.
+        step_seconds: of one step, with its computation.
+        bytes_out: what a node sends to other nodes in one step; with one worker on a node, what a worker sends.
+        speedup_over_fp32: the step of DDP in float32, divided by this one.
+        speedup_over_bf16: the step of DDP in bfloat16, divided by this one.
+        memory_bytes: what a worker keeps besides the model.
+        accuracy: what was measured of the accuracy, and on what.
+        page: the page of the documentation that it is from.
+    """
 
     method: str
     averager: str
     step_seconds: float
-    bytes_sent: float
+    bytes_out: float
     speedup_over_fp32: float
     speedup_over_bf16: float
     memory_bytes: float
@@ -101,7 +114,7 @@ def predict(
             method=name,
             averager=repr(method.averager),
             step_seconds=steps[name][0],
-            bytes_sent=steps[name][1],
+            bytes_out=steps[name][1],
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
             speedup_over_bf16=steps[BF16][0] / steps[name][0],
             memory_bytes=4 * method.state_floats * workload.numel,
@@ -114,7 +127,7 @@ def predict(
 
 
 def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:
-    """Seconds of a step, and the bytes that the worker that sends most sends in it."""
+    """Seconds of a step, and the bytes that a node sends to other nodes in it."""
     buckets = programs_of(method, workload.shapes, network.workers, network.workers_per_node)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
     backward = compute - forward if method.overlaps else 0.0
@@ -123,10 +136,9 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
         network,
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
         forward if method.overlaps else 0.0,
-        lambda work: speeds.seconds(method.averager, work),
+        speeds.seconds,
     )
-    per_rank = zip(*(programs for _, programs in buckets), strict=True)
-    num_bytes = max(sum(program.ledger.bytes_sent for program in programs) for programs in per_rank)
+    num_bytes = sum(program.bytes_out(network) for _, programs in buckets for program in programs)
     if method.overlaps:
         return seconds, num_bytes
     return compute + seconds / method.every, num_bytes / method.every
@@ -139,11 +151,16 @@ def programs_of(
     """For each call of `step` in a round: its elements, and the programs of the ranks of node 0."""
     whole = method.averager.whole_model or not method.overlaps
     calls = [shapes] if whole else ddp_buckets(shapes)
-    made = {
-        call: tuple(record(method.averager, call, rank, workers, workers_per_node) for rank in range(workers_per_node))
-        for call in dict.fromkeys(calls)
-    }
+    made = {call: tuple(_node(method.averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
+
+
+def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, workers_per_node: int) -> Iterable[Program]:
+    """The programs of node 0. Where nodes do not matter, all workers do the same with peers as far away."""
+    if averager.gives_one_mean and averager.on_nodes(workers_per_node) is averager:
+        (first,) = record(averager, shapes, [0], workers)
+        return (first.shifted(rank, workers) for rank in range(workers_per_node))
+    return record(averager, shapes, range(workers_per_node), workers, workers_per_node)
 
 
 def ddp_buckets(shapes: Sequence[torch.Size]) -> list[tuple[torch.Size, ...]]:

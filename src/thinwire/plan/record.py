@@ -1,43 +1,39 @@
-"""What a worker does in one round: the real averager runs on tensors without values, and its operations are noted.
+"""What a worker does in one round: the real averager runs without values, and its operations are noted.
 
-A *program* lists the actions of one worker in one call of `Averager.step`, then those of `wait`:
+A *program* lists the actions of one worker for one call of `Averager.step`:
 
-    Work(part, numel)         encode or decode so many float32 elements
+    Work(part, numel, name)   encode or decode so many float32 elements
     Messages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
     Ring(num_bytes)           one `all_reduce`
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
-its `nbytes` and makes payloads of that size. A payload of variable size counts with its upper bound.
+its `nbytes` and makes payloads of that size; see `sized.py`. A payload of variable size counts with its upper bound.
+
+Exchanges that add coordinates before they send them on (`sparse_reduce`) read positions and counts. They are recorded on
+tensors of zeros, of which the stand-in selects evenly spaced coordinates. Every other worker is taken to send what this
+one would send to itself.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algorithm import require
-from ..average import Averager, Choco, Mean, PowerGossip, PowerSGD
+from ..average import Averager
 from ..average.base import NamedTensors
-from ..codec import Codec
-from ..comm import Communicator, Ledger
+from ..comm import Communicator, Handle, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import Channel
-from ..schedule import Progress, resolve
-
-_LATE = Progress(step=10**9, epoch=10**9)  # after every warm-up
-
-
-@dataclass(frozen=True)
-class Work:
-    """Encoding or decoding of `numel` float32 elements."""
-
-    part: str
-    numel: int
+from ..comm.ledger import ring_all_reduce_bytes
+from .network import Network
+from .sized import PRODUCTS, Work, reads_values, sized
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,11 @@ class Messages:
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
+
+    def shifted(self, by: int, size: int) -> Messages:
+        """The same with peers whose rank is `by` higher."""
+        sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
+        return Messages(sides[0], sides[1])
 
 
 @dataclass(frozen=True)
@@ -67,147 +68,162 @@ Action = Work | Messages | Ring | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """What one worker does in one call of `step`, and then of `wait`; and the ledger of both."""
+    """What one worker does for one call of `step`.
+
+    Attributes:
+        step: during the call, which issues the first operation.
+        stages: what follows, one operation each; later calls of `step` and `wait` perform them as soon as they can.
+        wait: the rest.
+        ledger: of all of it.
+        sends_at_once: whether `wait` may come when all buckets are sent.
+    """
 
     step: tuple[Action, ...]
+    stages: tuple[tuple[Action, ...], ...]
     wait: tuple[Action, ...]
     ledger: Ledger
     sends_at_once: bool
 
+    def bytes_out(self, network: Network) -> float:
+        """What it adds to the bytes that node 0 sends to other nodes; of a ring, each of N workers adds 1/N."""
+        actions = [*self.step, *chain.from_iterable(self.stages), *self.wait]
+        if network.nodes == 1:
+            return 0.0
+        sent = sum(
+            n for a in actions if isinstance(a, Messages) for peer, n in a.sends if peer >= network.workers_per_node
+        )
+        rings = sum(ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, Ring))
+        return sent + rings / network.workers_per_node
+
+    def shifted(self, by: int, size: int) -> Program:
+        """The program of the worker whose rank is `by` higher, if it does the same with peers as far away."""
+        stages = tuple(_shifted(stage, by, size) for stage in self.stages)
+        return replace(self, step=_shifted(self.step, by, size), stages=stages, wait=_shifted(self.wait, by, size))
+
+
+def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...]:
+    return tuple(a.shifted(by, size) if isinstance(a, Messages) else a for a in actions)
+
 
 def record(
-    averager: Averager, shapes: Sequence[torch.Size], rank: int, size: int, workers_per_node: int = 1
-) -> Program:
-    """The program of worker `rank` of `size` for one call of `step` with tensors of these shapes.
+    averager: Averager, shapes: Sequence[torch.Size], ranks: Sequence[int], size: int, workers_per_node: int = 1
+) -> list[Program]:
+    """The programs of some workers of `size` for one call of `step` with tensors of these shapes.
+
+    Args:
+        averager: how workers agree.
+        shapes: of the tensors.
+        ranks: whose programs; those of one node together, its first worker first.
+        size: number of workers.
+        workers_per_node: how many consecutive ranks share a node.
 
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
     """
-    actions: list[Action] = []
-    comm = Recorder(rank, size, actions)
-    averager = sized(averager, actions, workers_per_node)
-    tensors: NamedTensors = [(f"t{i}", torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)]
-    state = averager.init(tensors, comm)
-    actions.clear()
-    before, comm.operations = comm.ledger.snapshot(), 0
-    numel = sum(t.numel() for _, t in tensors)
-    handle = averager.step(state, tensors, comm)
-    begin = list(actions)
+    mail: Mail = defaultdict(deque)
+    device = "cpu" if reads_values(averager) else "meta"
+    tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
+    return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]
+
+
+def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:
+    actions = comm.actions
+    stand_in = sized(averager, actions, workers_per_node)
+    state = stand_in.init(tensors, comm)
+    before = comm.ledger.snapshot()
+    comm.begin(mail)
+    handle = stand_in.step(state, tensors, comm)
+    step = _taken(actions)
+    stages = []
+    for flight in getattr(state, "flights", ()):
+        while flight.finish is None:
+            flight.advance()
+            stages.append(_taken(actions))
     handle.wait()
-    rest = actions[len(begin) :]
-    if not any(isinstance(action, Work) for action in actions) and _multiplies(averager):
-        begin, rest = [Work("encode", numel), *begin], [*rest, Work("decode", numel)]
-    return Program(_merged(begin), _merged(rest), comm.ledger.since(before), averager.sends_at_once(state))
+    wait = _taken(actions)
+    if averager.multiplies:
+        numel = sum(t.numel() for _, t in tensors)
+        step, wait = (Work("encode", numel, PRODUCTS), *step), (*wait, Work("decode", numel, PRODUCTS))
+    return Program(step, tuple(stages), wait, comm.ledger.since(before), stand_in.sends_at_once(state))
 
 
-def _merged(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The same actions, with neighbouring pieces of equal work as one."""
+def _taken(actions: list[Action]) -> tuple[Action, ...]:
+    """The actions, with neighbouring pieces of equal work as one; leaves none."""
     merged: list[Action] = []
     for action in actions:
         last = merged[-1] if merged else None
-        if isinstance(action, Work) and isinstance(last, Work) and last.part == action.part:
-            merged[-1] = Work(action.part, last.numel + action.numel)
+        if isinstance(action, Work) and isinstance(last, Work) and (action.part, action.name) == (last.part, last.name):
+            merged[-1] = Work(action.part, last.numel + action.numel, action.name)
         else:
             merged.append(action)
+    actions.clear()
     return tuple(merged)
 
 
-def _multiplies(averager: Averager) -> bool:
-    """Whether it compresses without a codec, by matrix products."""
-    return isinstance(averager, PowerSGD | PowerGossip)
+def _alike(handle: Handle, own: Tensor) -> Handle:
+    """The same, with `own` for every message of its size."""
+    return Handle(lambda: [own if t.numel() == own.numel() else t for t in handle.wait()])
 
 
-def sized(averager: Averager, actions: list[Action], workers_per_node: int) -> Averager:
-    """The averager after all warm-ups, without memory, its codec replaced by one that knows sizes only."""
-    late: Averager = resolve(averager, _LATE)
-    if isinstance(late, Mean):
-        exchange, nodes = late.exchange, None
-        if exchange in ("auto", "hierarchical"):
-            nodes = workers_per_node
-        return replace(
-            late,
-            codec=SizedCodec(late.codec, actions),
-            memory=None,
-            clip=None,
-            min_ndim=0 if late.codec.sends_floats else late.min_ndim,
-            workers_per_node=nodes,
-        )
-    if isinstance(late, PowerSGD):
-        return replace(late, memory=None)
-    if isinstance(late, Choco):
-        return replace(late, codec=SizedCodec(late.codec, actions))
-    return late
-
-
-@dataclass(frozen=True, repr=False)
-class SizedCodec(Codec):
-    """Has the sizes of another codec, and notes encoding and decoding in `actions` instead of doing them."""
-
-    codec: Codec
-    actions: list[Action] = field(compare=False)
-
-    def __post_init__(self) -> None:
-        require(
-            not self.codec.needs_shape and self.codec.agreement is None and self.codec.adaptive_part is None,
-            f"a plan cannot predict {self.codec}: what it sends depends on values or shapes",
-        )
-
-    def __repr__(self) -> str:
-        return repr(self.codec)
-
-    @property
-    def unbiased(self) -> bool:
-        return self.codec.unbiased
-
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        return self.codec.sum_dtype
-
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        numels = [s.numel() for s in segments]
-        self._note("encode", sum(numels))
-        return torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device="meta")
-
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        self._note("decode", sum(out.numel() for out in outs))
-
-    def segments_nbytes(self, sizes: list[Any]) -> int:
-        return self.codec.nbytes(sizes)
-
-    def _note(self, part: str, numel: int) -> None:
-        if not self.codec.sends_floats:  # others copy no more than the network library does
-            self.actions.append(Work(part, numel))
+Mail = defaultdict[tuple[int, int], deque[Tensor]]
+"""(sender, receiver) => what is on its way."""
 
 
 class Recorder(Communicator):
-    """Worker `rank` of `size`, alone: sends nothing and notes each operation in `actions`."""
+    """Worker `rank` of `size`: sends nothing and notes each operation in `actions`.
 
-    def __init__(self, rank: int, size: int, actions: list[Action]):
+    Args:
+        rank: whose operations are noted.
+        size: W.
+    """
+
+    def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
-        self.operations = 0
-        self._actions = actions
+        self.actions: list[Action] = []
+        self._operations = 0
+        self._mail: Mail | None = None
+
+    def begin(self, mail: Mail) -> None:
+        """Forget all operations so far.
+
+        Args:
+            mail: gets what is sent from now on, and has what workers sent that were recorded before. Other messages
+                stay empty.
+        """
+        self.actions.clear()
+        self._operations, self._mail = 0, mail
 
     def close(self) -> None:
         self._closed = True
+
+    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False) -> Handle:
+        """As that of a communicator; every worker has what this one has."""
+        return _alike(super().all_gather(tensor, sizes, variable), tensor)
+
+    def all_to_all(
+        self, tensors: list[Tensor], sizes: list[int] | None = None, ranks: Sequence[int] | None = None
+    ) -> Handle:
+        """As that of a communicator; every worker sends what this one keeps."""
+        own = tensors[list(ranks or range(self.size)).index(self.rank)]
+        return _alike(super().all_to_all(tensors, sizes, ranks), own)
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()
 
     def _note(self, operation: Messages | Ring) -> Callable[[], Any]:
-        number = self.operations
-        self.operations += 1
-        self._actions.append(operation)
-        return lambda: self._actions.append(Wait(number))
+        number = self._operations
+        self._operations += 1
+        self.actions.append(operation)
+        return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
         return self._note(Ring(tensor.numel() * tensor.element_size()))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        own = gathered[self.rank]
-        for part in gathered:
-            if part is not own and not part.is_meta:  # configurations: all workers have the same
-                part.copy_(own)
-        return self._gather_by_exchange(gathered)
+        if self._mail is None:  # configurations: all workers have the same
+            for part in gathered:
+                part.copy_(gathered[self.rank])
+        return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
@@ -216,8 +232,24 @@ class Recorder(Communicator):
         return self._note(Messages(messages, messages))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        sizes = [tuple((peer, t.numel()) for peer, t in side.items()) for side in (sends, receives)]
-        return self._note(Messages(sizes[0], sizes[1]))
+        if self._mail is not None:
+            for peer, tensor in sends.items():
+                self._mail[self.rank, peer].append(tensor)
+            for peer, tensor in receives.items():
+                if waiting := self._mail.get((peer, self.rank)):
+                    tensor.copy_(waiting.popleft())
+        return self._note_messages(*self._with_empty)
+
+    def _submit_exchange(
+        self, operation: str, sends: dict[int, Tensor], receives: dict[int, Tensor], result: Any
+    ) -> Handle:
+        self._with_empty = sends, receives
+        return super()._submit_exchange(operation, sends, receives, result)
+
+    def _note_messages(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        """Empty messages count too, with no bytes: another worker may have none where this one has some."""
+        sides = [tuple((peer, check.num_bytes(t)) for peer, t in side.items()) for side in (sends, receives)]
+        return self._note(Messages(sides[0], sides[1]))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         raise NotImplementedError("no averager broadcasts in a round, but for adaptive codecs")

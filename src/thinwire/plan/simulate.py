@@ -1,8 +1,10 @@
 """A discrete-event model of one training step: workers run recorded programs on a network of FIFO lines.
 
-    compute thread   forward; then for each bucket its part of backward, and `step`: encode, issue
-    finish thread    for each bucket in order `wait`: wait for operations, decode, encode and issue what follows. On
-                     averagers that send at once it begins when all buckets are sent, as the library does on CPUs
+    compute thread   forward; then for each bucket its part of backward, `step` (encode, issue), and one more stage of
+                     each earlier bucket whose exchange has several: wait for an operation, decode, encode, issue
+    finish thread    for each bucket in order the stages that are left, those of later buckets in turn, and `wait`: wait
+                     for the last operation, decode. On averagers that send at once it begins when all buckets are sent,
+                     as the library does on CPUs
     lines            one line out and one in for each worker inside its node, and for each node between nodes. A line
                      serves messages in the order of arrival, for bytes/rate seconds each. A sender hands over its
                      next message when the line has taken the last. A message arrives one latency after it leaves.
@@ -20,7 +22,8 @@ from dataclasses import dataclass, field
 
 from ..algorithm import require
 from .network import Link, Network
-from .record import Action, Messages, Program, Ring, Work
+from .record import Action, Messages, Program, Ring
+from .sized import Work
 
 RING_EVENTS = 64  # steps in which a longer ring is simulated; each then stands for several, of as much time together
 
@@ -270,20 +273,30 @@ class _Worker:
         self._buckets = [(bucket.backward_seconds, bucket.programs[rank]) for bucket in buckets]
         self._operations: list[list[_Operation]] = [[] for _ in buckets]
         self._stepped = [_Operation(1) for _ in buckets]
+        self._stages = [iter(program.stages) for _, program in self._buckets]
 
     def compute(self) -> Iterator[float | _Operation]:
-        """Forward, then each bucket's part of backward and its `step`."""
+        """Forward, then each bucket's part of backward, its `step`, and the next stage of those before."""
         yield self._forward_seconds
         for number, (backward_seconds, program) in enumerate(self._buckets):
             yield backward_seconds
             yield from self._perform(program.step, number)
+            for earlier in range(number):
+                yield from self._advance(earlier)
             self._stepped[number].finish_part(self._engine.now, self._engine)
 
     def finish(self) -> Iterator[float | _Operation]:
-        """The `wait` of each bucket."""
+        """The stages that are left of each bucket, and its `wait`."""
         for number, (_, program) in enumerate(self._buckets):
             yield self._stepped[-1 if program.sends_at_once else number]
+            for _ in program.stages:
+                for under_way in range(number, len(self._buckets)):
+                    yield from self._advance(under_way)
             yield from self._perform(program.wait, number)
+
+    def _advance(self, number: int) -> Iterator[float | _Operation]:
+        """The next stage of a bucket, if one is left."""
+        yield from self._perform(next(self._stages[number], ()), number)
 
     def _perform(self, actions: Sequence[Action], number: int) -> Iterator[float | _Operation]:
         operations = self._operations[number]

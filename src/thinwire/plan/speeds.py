@@ -1,7 +1,7 @@
 """How fast codecs are, as shares of the speed of a memory copy.
 
-The table is from `docs/benchmarks.md` ("Codecs against a memory copy", one thread). Rows that
-nobody has measured stand in `ASSUMED`.
+The table is from `docs/benchmarks.md` ("Codecs against a memory copy", one thread). Rows that nobody has measured stand in
+`ASSUMED`. `thinwire plan --measure` measures on the machine at hand.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..average import Averager, Choco, Mean, PowerGossip, PowerSGD
-from .record import Work
+from .sized import MEMORY, PRODUCTS, Work
 
 
 class Share(NamedTuple):
@@ -28,17 +27,17 @@ MEASURED: Mapping[str, Share] = MappingProxyType(
         "QSGD(bits=4)": Share(0.90, 1.20),
         "TopK(ratio=0.01)": Share(0.72, 2.68),
         "TopK(ratio=0.001)": Share(0.43, 6.80),  # with the momentum of Deep Gradient Compression
+        MEMORY: Share(0.67, 1.00),  # reads gradient and memory, writes their sum
     }
 )
 ASSUMED: Mapping[str, Share] = MappingProxyType(
     {
         "chain(TopK(ratio=0.01), QSGD(bits=4))": Share(0.70, 2.60),  # hardly slower than TopK(0.01) alone
         "SignNorm()": Share(0.76, 1.12),  # as QSGD of one bit
-        "matrix products": Share(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
+        PRODUCTS: Share(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
     }
 )
 _UNKNOWN = Share(0.5, 1.0)
-_MEMORY = 0.67  # of a copy: reads gradient and memory, writes their sum
 
 
 @dataclass(frozen=True)
@@ -50,25 +49,15 @@ class Speeds:
         shares: by the codec's `repr`.
 
     Example:
-        >>> import thinwire as tw
-        >>> round(1e9 * Speeds(copy_bytes_per_second=9e9).seconds(tw.Mean(tw.QSGD(bits=4)), Work("encode", 900)))
+        >>> work = Work("encode", 900, "QSGD(bits=4)")
+        >>> round(1e9 * Speeds(copy_bytes_per_second=9e9).seconds(work))
         444
     """
 
     copy_bytes_per_second: float = 12e9
     shares: Mapping[str, Share] = field(default_factory=lambda: {**MEASURED, **ASSUMED}, hash=False)
 
-    def seconds(self, averager: Averager, work: Work) -> float:
-        """How long the averager encodes or decodes so many elements."""
-        share = self.shares.get(_name(averager), _UNKNOWN)
-        copy_seconds = 4 * work.numel / self.copy_bytes_per_second
-        if work.part == "decode":
-            return copy_seconds / share.decode
-        adds_memory = isinstance(averager, Mean) and averager.memory is not None and not averager.has_momentum
-        return copy_seconds / share.encode + (copy_seconds / _MEMORY if adds_memory else 0.0)
-
-
-def _name(averager: Averager) -> str:
-    if isinstance(averager, PowerSGD | PowerGossip):
-        return "matrix products"
-    return repr(averager.codec) if isinstance(averager, Mean | Choco) else ""
+    def seconds(self, work: Work) -> float:
+        """How long a piece of work takes."""
+        share = self.shares.get(work.name, _UNKNOWN)
+        return 4 * work.numel / self.copy_bytes_per_second / (share.encode if work.part == "encode" else share.decode)

@@ -162,19 +162,7 @@ class Leaders:
 
     def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
         """Send `tensors[i]` to leader i; entry i of the result comes from leader i, of `sizes[i]` elements."""
-        sizes = [t.numel() for t in tensors] if sizes is None else sizes
-        own = tensors[self.rank]
-        others = [i % self.size for i in range(self.rank + 1, self.rank + self.size)]  # no leader is flooded
-        received = {i: debug.empty(sizes[i], dtype=own.dtype, device=own.device) for i in others}
-        handle = self._comm.exchange(
-            {self._ranks[i]: tensors[i] for i in others}, {self._ranks[i]: received[i] for i in others}
-        )
-
-        def wait() -> list[Tensor]:
-            handle.wait()
-            return [received.get(i, own) for i in range(self.size)]
-
-        return Handle(wait)
+        return self._comm.all_to_all(tensors, sizes, self._ranks)
 
     def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
         """Give every leader the tensors of all."""

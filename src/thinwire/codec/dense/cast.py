@@ -26,7 +26,10 @@ class Identity(Codec):
     """
 
     unbiased: ClassVar[bool] = True
-    sends_floats: ClassVar[bool] = True
+
+    @property
+    def sends_floats(self) -> bool:
+        return True
 
     @property
     def lossless(self) -> bool:

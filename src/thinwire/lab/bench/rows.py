@@ -31,8 +31,10 @@ def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
         path.write_text(json.dumps(list(rows), indent=1) + "\n")
 
 
-def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> None:
-    """Print a table; the first column holds names, the others numbers."""
+def print_table(
+    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str, last_is_text: bool = False
+) -> None:
+    """Print a table; the first column holds names, the others numbers, but for the last if it is text."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -42,8 +44,11 @@ def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str
         console = Console(width=120)  # a file or a pipe has no width
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.add_column(columns[0], overflow="fold", min_width=24)
-    for column in columns[1:]:
+    numbers, texts = (columns[1:-1], columns[-1:]) if last_is_text else (columns[1:], [])
+    for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
+    for column in texts:
+        table.add_column(column, overflow="fold")
     for line in lines:
         table.add_row(*line)
     console.print(table)

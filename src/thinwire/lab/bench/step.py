@@ -116,13 +116,20 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     """The work of one worker: measure every method, and report on rank 0."""
     torch.set_num_threads(bench.threads)
     keep_freed_memory()
+    with joined(rendezvous) as comm:
+        rows = [_row(bench, comm, method) for method in _methods(bench)]
+        return _report(bench, rows) if comm.rank == 0 else []
+
+
+@contextmanager
+def joined(rendezvous: str = "env://") -> Iterator[Communicator]:
+    """Join the workers that the launcher's environment names, over Gloo."""
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     try:
         with ProcessGroupCommunicator() as comm:
-            rows = [_row(bench, comm, method) for method in _methods(bench)]
+            yield comm
             dist.barrier()  # no worker exits while others wait for its messages
-        return _report(bench, rows) if rank == 0 else []
     finally:
         dist.destroy_process_group()
 

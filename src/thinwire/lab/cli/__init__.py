@@ -13,6 +13,7 @@ from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .extras import EXTRAS, advice, missing_packages
 from .options import fail, named
+from .plan import plan_command
 from .report import report_command
 from .sweep import sweep_command
 from .topology import topology_command
@@ -28,6 +29,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   sweep FILE      start many runs from one file, on this machine or a SLURM cluster
   report RUNS     make tables, figures and an HTML page from finished runs
   demo            compare dense and compressed training: four runs, one figure
+  plan            predict a training step of each method on a network
   consensus       average without training: the error against the bits sent
   topology GRAPH  print the properties of a graph, and draw it
   bench codecs    measure how fast codecs encode and decode
@@ -77,6 +79,7 @@ COMMANDS = {
     "demo": demo_command,
     "sweep": sweep_command,
     "report": report_command,
+    "plan": plan_command,
     "consensus": consensus_command,
     "topology": topology_command,
     "bench": bench_command,

@@ -1,0 +1,70 @@
+"""What `thinwire plan --measure` measures on the machines at hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...codec import Codec
+from ...plan import Network, Speeds, methods
+from ...plan.measure import measure_link
+from ...plan.speeds import Share
+from .codecs import measure
+from .step import joined
+
+NUMEL = 25 * 2**20 // 4
+"""Elements of a bucket of DistributedDataParallel."""
+REPETITIONS = 5
+
+
+def measured_speeds() -> Speeds:
+    """The codecs of all methods on this machine, on one bucket of random numbers."""
+    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    averagers = [method.averager for method in methods(2)]
+    codecs = {repr(c): c for a in averagers for c in (getattr(a, f.name) for f in fields(a)) if isinstance(c, Codec)}
+    shares, copies = dict(Speeds().shares), []
+    for name, codec in codecs.items():
+        copy_seconds, encode_seconds, decode_seconds, _ = measure(codec, x, REPETITIONS)
+        copies.append(copy_seconds)
+        shares[name] = Share(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
+    return Speeds(4 * NUMEL / median(copies), shares)
+
+
+def measured_network(network: Network) -> Network:
+    """The same network with links as measured between the workers of a launcher; unchanged without one.
+
+    The link between nodes is that from the first worker to the last one; the link inside a node, that to the second.
+    """
+    if "RANK" not in os.environ:
+        return network
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with joined() as comm:
+        network = replace(network, workers=comm.size, workers_per_node=per_node)
+        if comm.size > per_node:
+            network = replace(network, outer=measure_link(comm, comm.size - 1))
+        if per_node > 1:
+            network = replace(network, inner=measure_link(comm, 1))
+    return network
+
+
+def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> float:
+    """Median seconds of forward and backward of the mean square of the model's output.
+
+    Args:
+        model: with parameters.
+        inputs: returns the arguments of the model.
+    """
+    seconds = []
+    for _ in range(1 + REPETITIONS):
+        arguments = inputs()
+        start = time.perf_counter()
+        model(*arguments).float().square().mean().backward()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])

@@ -1,0 +1,200 @@
+"""`thinwire plan`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .options import named, parsed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...plan import Network, Prediction
+
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_WORTH = 1.02
+_NUM_CLASSES = 10  # of a recipe's model; its data is not read, and the last layer is small
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Predict the training step of each method on a network, the fastest first: thinwire plan --workers 16 --rate 1gbit
+
+    The model is a number of parameters, a RECIPE whose name comes first, or --model.
+    """
+
+    workers: int = 16
+    """Number of workers."""
+    per_node: int = 1
+    """Consecutive ranks that share a node and its network card."""
+    rate: str = "1gbit"
+    """Rate between nodes, in bits per second."""
+    latency: str = "0.1ms"
+    """Latency of one message between nodes."""
+    inner_rate: str = "80gbit"
+    """Rate inside a node."""
+    inner_latency: str = "10us"
+    """Latency of one message inside a node."""
+    parameters: str = "100M"
+    """Number of parameters, such as 25M or 1.5B."""
+    model: str | None = None
+    """A function that returns the model, as package.module:function, instead of a number of parameters."""
+    compute: float = 0.25
+    """Seconds of computation in one step, without a network."""
+    measure: bool = False
+    """Measure the codecs on this machine first. Under torchrun also the links; with --model also the computation, if its module
+    has a function `inputs` that returns the model's arguments."""
+    json: Path | None = None
+    """Write the predictions to this file."""
+    figure: Path | None = None
+    """Draw the step by bandwidth to this file (.png, .svg or .pdf), and by number of workers to NAME-workers beside it."""
+
+
+def plan_command(options: list[str]) -> None:
+    """Predict the step of each method, and print a table."""
+    recipe = options[0] if options and not options[0].startswith("-") else None
+    asked = parsed(PlanOptions, options[recipe is not None :], "thinwire plan [RECIPE]")
+    from ...plan import Speeds, Workload, predict, tensors_of
+    from ..bench.rows import check_writable, write_json
+    from ..report.plan_figures import draw_by_rate, draw_by_workers
+    from ..report.style import check_kind
+
+    check_writable(asked.json)
+    if asked.figure is not None:
+        check_kind(asked.figure)
+        check_writable(asked.figure)
+    network, speeds, compute = _network(asked), Speeds(), asked.compute
+    build = _recipe_model(recipe) if recipe is not None else _own_model(asked.model)
+    shapes = tensors_of(parse_count(asked.parameters)) if build is None else _shapes(build)
+    if asked.measure:
+        from ..bench.plan import measured_compute, measured_network, measured_speeds
+
+        network, speeds = measured_network(network), measured_speeds()
+        inputs = _inputs(asked.model)
+        if build is not None and inputs is not None:
+            compute = measured_compute(build(), inputs)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    workload = Workload(shapes, compute)
+    predictions = predict(_without_values(shapes), compute, network, speeds)
+    _print(predictions, workload.numel, compute, network)
+    write_json(asked.json, [p.as_dict() for p in predictions])
+    if asked.figure is not None:
+        beside = asked.figure.with_stem(f"{asked.figure.stem}-workers")
+        draw_by_rate(asked.figure, workload, network, speeds)
+        draw_by_workers(beside, workload, network, speeds)
+        print(f"  {asked.figure}, {beside}")
+
+
+def parse_count(text: str) -> int:
+    """The number in a text such as "100M".
+
+    Example:
+        >>> parse_count("1.5B")
+        1500000000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
+    if match is None or (number := round(float(match[1]) * _COUNTS[match[2]])) < 1:
+        raise ValueError(f"cannot read the number of parameters {text!r}; write it such as 25M")
+    return number
+
+
+def _network(asked: PlanOptions) -> Network:
+    from ...plan import Link, Network
+
+    inner = Link.of(asked.inner_rate, asked.inner_latency)
+    return Network(asked.workers, asked.per_node, outer=Link.of(asked.rate, asked.latency), inner=inner)
+
+
+def _recipe_model(name: str) -> Callable[[], nn.Module]:
+    from ..recipes import recipes
+
+    config = named(recipes(), name, "recipe", "thinwire train --list").config
+    return lambda: config.model.build(_NUM_CLASSES)
+
+
+def _own_model(notation: str | None) -> Callable[[], nn.Module] | None:
+    """What makes the model of `package.module:function`; None for None."""
+    if notation is None:
+        return None
+    module, colon, function = notation.partition(":")
+    if not colon:
+        raise ValueError(f"--model is written package.module:function, got {notation!r}")
+    try:
+        build: Callable[[], nn.Module] = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import --model {notation}: {error}") from None
+    return build
+
+
+def _inputs(notation: str | None) -> Callable[[], Any] | None:
+    """The function `inputs` of the module that makes the model, if it has one."""
+    return None if notation is None else getattr(import_module(notation.partition(":")[0]), "inputs", None)
+
+
+def _shapes(build: Callable[[], nn.Module]) -> tuple[Any, ...]:
+    import torch
+
+    with torch.device("meta"):
+        return tuple(p.shape for p in build().parameters() if p.requires_grad)
+
+
+def _without_values(shapes: tuple[Any, ...]) -> list[Tensor]:
+    import torch
+
+    return [torch.empty(shape, device="meta") for shape in shapes]
+
+
+def _print(predictions: list[Prediction], numel: int, compute: float, network: Network) -> None:
+    from ..bench.rows import print_table
+
+    lines = [
+        [
+            p.method,
+            f"{p.step_seconds:.3g}",
+            _decimal(p.bytes_out / 1e6),
+            f"{p.speedup_over_fp32:.1f}",
+            f"{p.speedup_over_bf16:.1f}",
+            _decimal(p.memory_bytes / 1e6),
+            p.accuracy,
+        ]
+        for p in predictions
+    ]
+    outer = f"{8 * network.outer.bytes_per_second / 1e6:.4g} Mb/s and {1e3 * network.outer.latency_seconds:.3g} ms"
+    nodes = f" on {network.nodes} node{'s' * (network.nodes > 1)}" if network.workers_per_node > 1 else ""
+    print_table(
+        f"{_decimal(numel / 1e6)} million parameters, {network.workers} workers{nodes}, {outer} between them, "
+        f"{compute:.3g} s of computation",
+        ["method", "step,\ns", "MB\nout", "over\nfp32", "over\nbf16", "MB\nkept", "accuracy"],
+        lines,
+        f"Predicted, not measured. {verdict(predictions)}",
+        last_is_text=True,
+    )
+
+
+def _decimal(value: float) -> str:
+    """Three digits or more, never an exponent.
+
+    Example:
+        >>> [_decimal(value) for value in (0.00505, 2.34567, 51950.1)]
+        ['0.00505', '2.35', '51,950']
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def verdict(predictions: list[Prediction]) -> str:
+    """Which method to take. Dense wins where nothing is `_WORTH` times as fast: it changes nothing and needs no tuning."""
+    from ...plan.methods import BF16, DDP
+
+    best = predictions[0]
+    dense = {p.method: p for p in predictions if p.method in (DDP, BF16)}
+    for name in (DDP, BF16):
+        if dense[name].step_seconds <= _WORTH * best.step_seconds:
+            return f"Dense wins: nothing is {100 * _WORTH - 100:.0f} % faster than {name}."
+    return f"{best.method} is {best.speedup_over_fp32:.1f} times as fast as {DDP}; read of its accuracy first."

@@ -1,0 +1,165 @@
+"""Stand-ins for codecs: they have the sizes of a codec, and note its work instead of doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithm import require
+from ..average import Averager
+from ..average.clip import Clip
+from ..codec import Codec, Selection, SparseParts
+from ..codec.sparse.base import Sparsifier
+from ..kernels import Flag
+from ..memory import Memory
+from ..schedule import Progress, resolve
+
+_LATE = Progress(step=10**9, epoch=10**9)  # after every warm-up
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work on `numel` float32 elements.
+
+    Args:
+        part: "encode" or "decode".
+        numel: how many.
+        name: who does it: the `repr` of a codec, `MEMORY` or `PRODUCTS`.
+    """
+
+    part: str
+    numel: int
+    name: str
+
+
+MEMORY = "memory"
+PRODUCTS = "matrix products"
+
+
+def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Averager:
+    """The averager after all warm-ups, with stand-ins for its codecs, that note their work in `actions`."""
+    late: Averager = resolve(averager.on_nodes(workers_per_node), _LATE)
+    parts = [getattr(late, f.name) for f in dataclasses.fields(late)]
+    adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts)
+    changes: dict[str, Any] = {}
+    for f, part in zip(dataclasses.fields(late), parts, strict=True):
+        if isinstance(part, Codec):
+            changes[f.name] = SizedCodec(part, actions, adds)
+        elif isinstance(part, Clip):
+            changes[f.name] = None  # takes hardly any time, and reads values
+    return replace(late, **changes)
+
+
+def reads_values(averager: Averager) -> bool:
+    """Whether what is sent depends on which coordinates are selected, so that a recording needs tensors with values."""
+    parts = [getattr(averager, f.name) for f in dataclasses.fields(averager)]
+    return any(isinstance(part, Codec) and part.sparse_parts() is not None for part in parts)
+
+
+@dataclass(frozen=True, repr=False)
+class SizedCodec(Codec):
+    """Has the sizes of another codec, and notes encoding and decoding in `actions` instead of doing them.
+
+    Args:
+        codec: the other codec.
+        actions: receives the work.
+        adds_memory: whether encoding adds a memory to the gradients first, in a pass of its own.
+    """
+
+    codec: Codec
+    actions: list[Any] = field(compare=False)
+    adds_memory: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            not self.codec.needs_shape and self.codec.agreement is None and self.codec.adaptive_part is None,
+            f"a plan cannot predict {self.codec}: what it sends depends on values or shapes",
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.codec)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.codec.unbiased
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        return self.codec.sum_dtype
+
+    @property
+    def sends_floats(self) -> bool:
+        return self.codec.sends_floats
+
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        numels = [s.numel() for s in segments]
+        self.note("encode", sum(numels))
+        return torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        self.note("decode", sum(out.numel() for out in outs))
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        self.note("decode", len(payloads) * sum(out.numel() for out in outs))
+        return True
+
+    def segments_nbytes(self, sizes: list[Any]) -> int:
+        return self.codec.nbytes(sizes)
+
+    def sparse_parts(self) -> SparseParts | None:
+        parts = self.codec.sparse_parts()
+        return None if parts is None else _SizedParts(_Evenly(parts.sparsifier, self), parts.coding, parts.values)
+
+    def note(self, part: str, numel: int) -> None:
+        """Note the work on `numel` elements."""
+        if self.codec.sends_floats:  # others copy no more than the network library does
+            return
+        if part == "encode" and self.adds_memory:
+            self.actions.append(Work(part, numel, MEMORY))
+        self.actions.append(Work(part, numel, repr(self.codec)))
+
+
+@dataclass(frozen=True, repr=False)
+class _Evenly(Sparsifier):
+    """Selects as many coordinates as a sparsifier, evenly spaced."""
+
+    sparsifier: Sparsifier
+    sized: SizedCodec
+
+    def count(self, numel: int) -> int:
+        return self.sparsifier.count(numel)
+
+    def target(self, numel: int) -> int:
+        return self.sparsifier.target(numel)
+
+    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
+        self.sized.note("encode", sum(s.numel() for s in segments))
+        counts = [self.target(s.numel()) for s in segments]
+        return Selection(_evenly(counts, [s.numel() for s in segments]), torch.zeros(sum(counts)), counts)
+
+
+class _SizedParts(SparseParts):
+    """Messages of the right size, that hold nothing. Decoded, they are evenly spaced zeros."""
+
+    def encode(
+        self, indices: Tensor, values: Tensor, counts: list[int], numels: list[int], keys: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros(self.nbytes(counts, numels), dtype=torch.uint8), None
+
+    def decode(self, message: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.sparsifier, _Evenly)
+        self.sparsifier.sized.note("decode", sum(numels))
+        return _evenly(counts, numels), torch.zeros(sum(counts))
+
+
+def _evenly(counts: list[int], numels: list[int]) -> Tensor:
+    """For each segment, as many of its indices, evenly spaced; int32."""
+    parts = [torch.arange(k, dtype=torch.int64) * n // k for k, n in zip(counts, numels, strict=True) if k]
+    return torch.cat(parts).int() if parts else torch.empty(0, dtype=torch.int32)

@@ -1,0 +1,94 @@
+"""`thinwire plan` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from thinwire.lab.cli import main
+from thinwire.lab.cli.plan import parse_count
+
+SMALL = ["plan", "--workers", "4", "--per-node", "2", "--rate", "100mbit", "--parameters", "1M", "--compute", "0.05"]
+
+
+def test_the_table_and_the_file_have_every_method(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--json", str(file)]) == 0
+    printed, rows = capsys.readouterr().out, json.loads(file.read_text())
+    assert "Predicted, not measured" in printed and "4 workers on 2 nodes" in printed
+    steps = [row["step_seconds"] for row in rows]
+    assert steps == sorted(steps) and min(steps) > 0
+    names = {row["method"] for row in rows}
+    assert {"DDP, float32", "4 bits, hierarchical", "PowerSGD, rank 4", "gossip, Mix"} <= names
+    assert all(row["accuracy"] and row["page"] for row in rows)
+
+
+def test_dense_wins_where_it_does(capsys):
+    fast = ["--rate", "100gbit", "--latency", "2us", "--compute", "5"]
+    assert main(["plan", "--workers", "2", "--parameters", "1M", *fast]) == 0
+    assert "Dense wins: nothing is 2 % faster than DDP, float32" in capsys.readouterr().out
+
+
+def test_a_recipe_and_a_function_give_the_model(tmp_path, capsys, monkeypatch):
+    assert main(["plan", "digits", "--workers", "2"]) == 0
+    assert "million parameters, 2 workers" in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(100, 50)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "--model", "mine:net", "--workers", "2"]) == 0
+    assert "0.00505 million parameters" in capsys.readouterr().out
+
+
+def test_figures_show_the_methods_that_win_somewhere(tmp_path, capsys):
+    file = tmp_path / "plan.svg"
+    assert main(["plan", "--workers", "2", "--parameters", "10M", "--figure", str(file)]) == 0
+    by_rate, by_workers = file.read_text(), (tmp_path / "plan-workers.svg").read_text()
+    assert (
+        "bandwidth between nodes, Mb/s" in by_rate and by_rate.count("DDP, float32") == 2
+    )  # the legend, and where it wins
+    assert "workers" in by_workers and "predicted step, seconds" in by_workers
+
+
+def test_links_are_measured_between_the_workers_of_a_launcher(tmp_path):
+    file = tmp_path / "plan.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    options = ["thinwire", "plan", "--parameters", "10k", "--compute", "0.01", "--measure", "--json", str(file)]
+    run = subprocess.run([*launcher, *options], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("2 workers on 1 node,") == 1  # rank 0 alone prints
+    assert min(row["step_seconds"] for row in json.loads(file.read_text())) >= 0.01
+
+
+def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, monkeypatch):
+    (tmp_path / "measured.py").write_text(
+        "import torch\n\ndef net():\n    return torch.nn.Linear(300, 300)\n\ndef inputs():\n    return (torch.ones(8, 300),)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("thinwire.lab.bench.plan.NUMEL", 10_000)
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--model", "measured:net", "--measure", "--compute", "100", "--json", str(file)]) == 0
+    assert max(row["step_seconds"] for row in json.loads(file.read_text())) < 50  # not the 100 s of --compute
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate", "fast"], "cannot read the rate"),
+        (["--parameters", "many"], "cannot read the number of parameters"),
+        (["--workers", "6", "--per-node", "4"], "cannot be nodes of 4"),
+        (["--model", "nowhere"], "package.module:function"),
+        (["--model", "nowhere:net"], "cannot import"),
+        (["nothing"], "unknown recipe"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, capsys):
+    recipe = [o for o in options[:1] if not o.startswith("-")]
+    assert main(["plan", *recipe, *options[len(recipe) :]]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_counts():
+    assert [parse_count(text) for text in ("12", "25M", "1.5B", "3k")] == [12, 25_000_000, 1_500_000_000, 3000]
