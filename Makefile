@@ -28,8 +28,9 @@ $(READY): $(SOURCES)
 demo: $(READY)
 	$(BIN)/thinwire demo
 
+# The tests start many processes; each would compile the modules again if byte code could not be kept.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

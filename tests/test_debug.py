@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 
 import pytest
 import torch
@@ -76,13 +74,12 @@ def test_a_codec_that_forgets_to_write_its_payload_shows(in_debug_mode, monkeypa
     assert codec.decode(codec.encode(x, KEY), 6).equal(x)
 
 
-def test_the_environment_turns_it_on():
-    for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
-        command = [sys.executable, "-c", "from thinwire import debug; print(debug.enabled)"]
-        run = subprocess.run(
-            command, env={**os.environ, "THINWIRE_DEBUG": value}, capture_output=True, text=True, check=True
-        )
-        assert run.stdout.strip() == expected
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_environment_turns_it_on(monkeypatch, value, expected):
+    monkeypatch.delenv("THINWIRE_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("THINWIRE_DEBUG", value)
+    assert runpy.run_path(debug.__file__)["enabled"] is expected
 
 
 def test_every_dtype_has_its_filling(in_debug_mode):

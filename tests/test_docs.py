@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import itertools
-import os
 import re
-import subprocess
+import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from average import test_gossip_averagers
-from codec import test_codecs
+import torch.distributed as dist
+from helpers.program import programs
 
 import thinwire as tw
 
@@ -49,20 +48,6 @@ def pages(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def conformance(suite, argument: str) -> list:
-    """The tests of a suite that run over its whole list of algorithms, one case for each set of their other arguments."""
-    cases = []
-    everything = getattr(suite, f"every_{argument}").mark
-    for name, test in vars(suite).items():
-        marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-        if everything in marks:
-            others = [[(mark.args[0], value) for value in mark.args[1]] for mark in marks if mark != everything]
-            for chosen in itertools.product(*others):
-                cases.append(pytest.param(test, dict(chosen), id=f"{name}-{'-'.join(str(v) for _, v in chosen)}"))
-    assert len(cases) > 10, f"{suite.__name__}: where have its tests gone?"
-    return cases
-
-
 @pytest.mark.parametrize("page", sorted(path.name for path in GUIDE.glob("add-*.md")))
 def test_the_code_of_the_page_runs(pages, page):
     suite = {
@@ -75,30 +60,23 @@ def test_the_code_of_the_page_runs(pages, page):
     pages(page)
 
 
-@pytest.mark.parametrize("test, options", conformance(test_codecs, "codec"))
-def test_the_codec_of_the_guide_keeps_the_contract(pages, test, options):
-    test(codec=pages("add-a-codec.md")["Natural"](), **options)
-
-
-# The formula of its bytes, which is a table in the suite, is asserted on the page.
-@pytest.mark.parametrize(
-    "test, options",
-    [case for case in conformance(test_gossip_averagers, "averager") if "one_message_per_neighbour" not in case.id],
-)
-def test_the_averager_of_the_guide_keeps_the_contract(pages, test, options):
-    test(averager=pages("add-an-averager.md")["QuantizedMix"](), **options)
+def run_as_torchrun_does(script, averager, rank, store):
+    """Torchrun's environment variables name a port; a file needs none that is free."""
+    sys.argv = [script, averager]
+    dist.init_process_group = partial(dist.init_process_group, init_method=f"file://{store}", rank=rank, world_size=2)
+    runpy.run_path(script, run_name="__main__")
 
 
 def test_the_script_of_the_guide_saves_a_hundredfold(tmp_path):
     ((name, code),) = blocks("first-saving.md")
     (tmp_path / name).write_text(code, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name]
-    command.append("Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback())")
-    assert command[-1] in (GUIDE / "first-saving.md").read_text(encoding="utf-8")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    accuracy, factor = re.search(r"accuracy ([\d.]+)%, .* MB sent, (\d+) times", done.stdout).groups()
+    averager = "Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback())"
+    assert averager in (GUIDE / "first-saving.md").read_text(encoding="utf-8")
+    arguments = [(str(tmp_path / name), averager, rank, str(tmp_path / "store")) for rank in range(2)]
+    with programs(run_as_torchrun_does, arguments, tmp_path) as workers:
+        codes = [worker.wait(300) for worker in workers]
+        assert codes == [0, 0], workers[0].stderr + workers[1].stderr
+        accuracy, factor = re.search(r"accuracy ([\d.]+)%, .* MB sent, (\d+) times", workers[0].stdout).groups()
     assert float(accuracy) > 95
     assert int(factor) >= 100
 

@@ -94,7 +94,7 @@ def expected_mean(averager, size, num_steps):
 
 
 @every_gradient_averager
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_workers_agree_bit_for_bit(averager, size):
     everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager)[0])
     for results in everyone[1:]:

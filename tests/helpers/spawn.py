@@ -33,7 +33,10 @@ from thinwire.comm.local_world import name_rank
 
 # One server for all processes that tests start: it imports what they need once, and forks them in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "thinwire", "pytest", "hypothesis.strategies"]
+PRELOADED = [
+    *("torch", "torch.distributed", "torch._dynamo"),  # optimizers import the last one
+    *("thinwire.strategy", "thinwire.codec", "pytest", "hypothesis.strategies"),
+]
 
 _idle: list[tuple[BaseProcess, Connection]] = []  # workers of earlier calls, which have imported the test files already
 
@@ -42,8 +45,8 @@ def spawn(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 60.0,
-    comm_timeout_seconds: float = 30.0,
+    timeout_seconds: float = 180.0,
+    comm_timeout_seconds: float = 60.0,
     return_errors: bool = False,
 ) -> list:
     """Runs `fn(comm, *args)` in `size` processes and returns the results in rank order.

@@ -108,7 +108,11 @@ def ledger_of(comm, name: str) -> int:
 
 
 def main() -> None:
+    from multiprocessing import forkserver
+
     from helpers.spawn import spawn
+
+    forkserver.set_forkserver_preload(["torch.distributed", "thinwire.comm", "helpers.spawn"])
 
     for size in (2, 3, 4):
         for name in OPERATIONS:

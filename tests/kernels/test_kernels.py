@@ -116,10 +116,8 @@ def test_residual_is_what_the_payload_fails_to_carry(numel, bucket_size, alias):
 
 def test_quantize_is_unbiased():
     x, rounds = gaussian(64), 4000
-    total = sum(
-        dequantized(quantized([x], bits=2, num_steps=2, key=1000 * r), [64], bits=2, num_steps=2)[0]
-        for r in range(rounds)
-    )
+    payload = quantized([x] * rounds, bits=2, num_steps=2, key=1000)  # each copy has a key of its own
+    total = torch.stack(dequantized(payload, [64] * rounds, bits=2, num_steps=2)).sum(0)
     # The step is scale; a rounding error's standard deviation is at most half a step. Five of them.
     assert ((total / rounds - x).abs() < 5 * 0.5 * x.abs().max() / math.sqrt(rounds)).all()
 

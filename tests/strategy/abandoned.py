@@ -1,4 +1,4 @@
-"""A training script whose backward fails, run as processes of their own by `test_abandoned_backward.py`.
+"""A training script whose backward fails; `test_abandoned_backward.py` runs it in processes of their own.
 
 python abandoned.py KIND AVERAGER RANK SIZE STORE
 """

@@ -13,6 +13,8 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.program import programs
 from helpers.spawn import WORLDS, run_threads, spawn
 from torch import nn
 
@@ -80,7 +82,7 @@ def without_gradients(comm, num):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize("size", [2, 6])
 def test_without_gradients_workers_agree_on_the_mean(world, size):
     results = WORLDS[world](size, without_gradients, 40)
     x = torch.stack([weight for weight, _ in results]).double()
@@ -104,10 +106,10 @@ def with_gradients(comm, seed, steps):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_mean_moves_by_all_steps_and_nothing_else(world, seed):
-    """200 steps with random sleeps, unequally many on unequal workers."""
-    steps = [200, 150, 200, 100]
+    """Steps with random sleeps, unequally many on unequal workers."""
+    steps = [100, 75, 100, 50]
     results = WORLDS[world](4, with_gradients, seed, steps)
     changes = sum(value(seed, rank, step).double() for rank, count in enumerate(steps) for step in range(count))
     x = torch.stack([weight for weight, _ in results]).double()
@@ -323,6 +325,9 @@ def test_an_ordinary_model_trains_in_processes():
 
 def ends_badly(comm, how, who):
     """All but `who` train until something happens to them."""
+    if how == "stopped":
+        comm.barrier()  # everyone has started; from here on 3 seconds are enough
+        comm = tw.comm.ProcessGroupCommunicator(timeout_seconds=3)
     worker = Worker(comm)
     comm.barrier()
     began = time.monotonic()
@@ -333,7 +338,7 @@ def ends_badly(comm, how, who):
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "stopped":
-                    subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])  # for the test to end
+                    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])  # for the test to end
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "raises":
                     raise ValueError("the loss is NaN")
@@ -350,14 +355,14 @@ def ends_badly(comm, how, who):
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["killed", "stopped", "raises"])
 def test_a_failing_process_stops_the_others_who_name_it(how, who):
-    results = spawn(4, ends_badly, how, who, return_errors=True, comm_timeout_seconds=5 if how == "stopped" else 30)
+    results = spawn(4, ends_badly, how, who, return_errors=True)
     for rank, result in enumerate(results):
         if rank != who:
             assert isinstance(result, tuple), result
             text, seconds = result
             assert text.startswith(f"rank {rank}: asynchronous averaging has stopped: ")
             assert f"rank {who}" in text.split(": ", 2)[2]
-            assert seconds < (12 if how == "stopped" else 6), result
+            assert seconds < 50, result  # less than the communicator's timeout of 60; a busy machine needs some
     if how == "raises":
         assert str(results[who]) == "the loss is NaN"
         assert all(
@@ -393,51 +398,37 @@ def leaves_the_process(comm, who):
     return result
 
 
-SCRIPT = """
-import sys, time, torch, torch.distributed as dist, thinwire as tw
-rank, store, phase = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-handle = tw.gossip_asynchronously(model, optimizer)
-try:
-    for step in range(10 if rank == 1 and phase == "waiting" else 100000):
-        optimizer.step()
-        time.sleep(0.001)
-        if step == 9:
-            print("ready", flush=True)
-finally:
-    handle.detach()
-"""
+def trains_until_interrupted(rank, store, phase):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = tw.gossip_asynchronously(model, optimizer)
+    try:
+        for step in range(10 if rank == 1 and phase == "waiting" else 100_000):
+            optimizer.step()
+            time.sleep(0.001)
+            if step == 9:
+                print("ready", flush=True)
+    finally:
+        handle.detach()
 
 
 @pytest.mark.parametrize("phase", ["training", "waiting"])
 @pytest.mark.parametrize("to", [(0, 1), (1,)], ids=["both", "one"])
 def test_ctrl_c_ends_all_processes(tmp_path, phase, to):
     """While all train, or while rank 1 waits in `detach` for the other."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), phase],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
+    arguments = [(rank, str(tmp_path / "store"), phase) for rank in range(2)]
+    with programs(trains_until_interrupted, arguments, tmp_path) as processes:
         for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)
+            process.wait_for_line("ready")
+        time.sleep(0.1)  # for `detach` to wait
         for rank in to:
-            processes[rank].send_signal(signal.SIGINT)
-        began = time.monotonic()
-        errors = [process.communicate(timeout=20)[1] for process in processes]
-        assert time.monotonic() - began < 10
-    finally:
-        for process in processes:
-            process.kill()
+            processes[rank].interrupt()
+        codes = [process.wait(timeout_seconds=30) for process in processes]  # less than any timeout of the library
+        errors = [process.stderr for process in processes]
     assert "KeyboardInterrupt" in errors[1]
     assert "KeyboardInterrupt" in errors[0] or "rank 1" in errors[0]
-    assert all(process.returncode for process in processes)
+    assert all(codes)
 
 
 def count_threads(comm):

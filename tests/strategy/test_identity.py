@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers.gradients import make_model, train
 from helpers.spawn import spawn
 from torch import nn
@@ -88,6 +87,8 @@ def test_another_configurations_state_is_refused(averager, model, message):
 
 
 def checkpointed_worker(comm, folder):
+    import torch.distributed.checkpoint as dcp
+
     with trained(comm) as handle:
         saved = handle.state_dict()
         dcp.save({"averager": saved}, checkpoint_id=folder)

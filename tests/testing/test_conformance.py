@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
+from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
 
 import thinwire as tw
@@ -30,16 +32,16 @@ def test_memories_keep_the_contract(memory):
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), exchange="sparse_reduce"),
         tw.dgc(0.1),
         tw.PowerSGD(rank=2),
-        tw.Mix(),
-        tw.PushSum(),
-        tw.Choco(step_size=0.2),
-        tw.DeepSqueeze(),
-        tw.PowerGossip(),
     ],
     ids=repr,
 )
-def test_averagers_keep_the_contract(averager):
+def test_averagers_of_gradients_keep_the_contract(averager):
     check_averager(averager)
+
+
+@pytest.mark.parametrize("averager", GOSSIP, ids=repr)
+def test_gossip_averagers_keep_the_contract(averager):
+    check_averager(averager, sizes=(1, 4))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -61,6 +63,30 @@ class Oversized(tw.Cast):
 
     def nbytes(self, size):
         return super().nbytes(size) - 1
+
+
+@dataclass(frozen=True, repr=False)
+class Trusting(tw.Cast):
+    """Takes payloads of any size."""
+
+    def _check_decoding(self, payloads, outs):
+        pass
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        whole = torch.zeros(self.nbytes([out.numel() for out in outs]), dtype=torch.uint8)
+        whole[: payload.numel()] = payload[: whole.numel()]
+        super().decode_add_segments(whole, outs, weight, keys)
+
+
+@dataclass(frozen=True, repr=False)
+class Careless(tw.Cast):
+    """Gives a residual that is not the loss, for numbers that are tiny."""
+
+    def encode_segments(self, segments, keys, residuals):
+        payload = super().encode_segments(segments, keys, residuals)
+        for residual in residuals or []:
+            residual[residual.abs() < 1e-44] = 0
+        return payload
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +112,8 @@ class Own(tw.Mix):
     [
         (lambda: check_codec(Forgetful(), named=False), "was lost"),
         (lambda: check_codec(Oversized(), named=False), "nbytes says"),
+        (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
+        (lambda: check_codec(Careless(), named=False), "the residual is not"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
     ],

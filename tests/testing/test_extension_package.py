@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.program import programs
 
 PACKAGE = Path(__file__).parents[1] / "extension_package"
 
@@ -58,10 +60,33 @@ for wrong, message in (("Broken()", "the entry point Broken"), ("Halfs()", "did 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("averager", ["Mean(Halves(), FadingMemory(fraction=0.9))", "LazyMix(Ring())"])
-def test_it_trains_by_name_from_the_command_line(environment, tmp_path, averager):
-    options = ["--averager", averager, "--epochs", "1", "--workers", "2", "--name", "example"]
-    done = run(environment, "-m", "thinwire", "train", "digits", *options, folder=tmp_path)
+OPTIONS = ["train", "digits", "--epochs", "1", "--workers", "2", "--name", "example", "--averager"]
+
+
+def trained_averager(folder: Path) -> str:
+    (config,) = folder.rglob("config.json")
+    return json.dumps(json.loads(config.read_text()))
+
+
+def test_it_trains_by_name_from_the_command_line(environment, tmp_path):
+    done = run(environment, "-m", "thinwire", *OPTIONS, "Mean(Halves(), FadingMemory(fraction=0.9))", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    (config,) = tmp_path.rglob("config.json")
-    assert averager.split("(")[0] in json.dumps(json.loads(config.read_text()))
+    assert "Mean" in trained_averager(tmp_path) and "Halves" in trained_averager(tmp_path)
+
+
+def main_with_path(path: list[str], folder: str, words: list[str]) -> None:
+    sys.path[:0] = path
+    os.chdir(folder)
+    from thinwire.lab import cli
+    from thinwire.lab.train import spawn
+
+    spawn.worker_context = lambda preloaded: multiprocessing.get_context("fork")
+    sys.exit(cli.main(words))
+
+
+def test_its_gossip_averager_trains_by_name(environment, tmp_path):
+    """As the command line does, in processes that are forked."""
+    arguments = (environment["PYTHONPATH"].split(os.pathsep), str(tmp_path), [*OPTIONS, "LazyMix(Ring())"])
+    with programs(main_with_path, [arguments], tmp_path) as (command,):
+        assert command.wait(300) == 0, command.stderr
+    assert "LazyMix" in trained_averager(tmp_path)

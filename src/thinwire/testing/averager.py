@@ -17,9 +17,10 @@ SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
 def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named: bool = True) -> None:
     """Check that an averager fulfils the contract of `thinwire.average.base`.
 
-    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and moves workers closer. A repeated
-    round gives the same bits, and so does a saved and loaded state. `commit` reports a round with an infinity on the
-    workers that received it.
+    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and moves workers closer; it leaves a
+    lone worker as it is; it takes tensors of any float type, strides and size; and a step that is under way adds its
+    change to what the tensors hold when it is waited for. A repeated round gives the same bits, and so does a saved and
+    loaded state. `commit` reports a round with an infinity on the workers that received it.
 
     Args:
         averager: the averager to check.
@@ -50,6 +51,8 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
             assert not any(world.run(_infinite, averager)), f"{averager}, {size} workers: an infinity was committed"
         else:
             _check_gossip(averager, world.run(_gossip, averager))
+            world.run(_any_tensors, averager)
+            world.run(_in_flight, averager)
 
 
 def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> None:
@@ -58,6 +61,7 @@ def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> N
     assert drift <= 1e-3, f"{averager}: the mean over {len(results)} workers moved by {drift}"
     spread = [(x - x.mean(0)).norm().item() for x in (before, after)]
     assert spread[1] <= spread[0], f"{averager}: workers moved apart, from {spread[0]} to {spread[1]}"
+    assert len(results) > 1 or torch.equal(before, after), f"{averager}: a lone worker was changed"
 
 
 def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> list[Tensor]:
@@ -93,6 +97,42 @@ def _gossip(comm: Communicator, averager: Averager) -> tuple[Tensor, Tensor]:
         averager.step(state, tensors, comm).wait()
         averager.commit(state)
     return before, _flat(tensors) * averager.debias_factor(state)
+
+
+def _any_tensors(comm: Communicator, averager: Averager) -> None:
+    base = torch.arange(12.0).view(3, 4) + comm.rank
+    tensors = [
+        ("half", base.to(torch.bfloat16)),
+        ("strided", base.double().t()),
+        ("empty", torch.empty(0, 3)),
+        ("parameter", torch.nn.Parameter(base.clone())),
+    ]
+    dtypes, state = [t.dtype for _, t in tensors], averager.init(tensors, comm, seed=3)
+    for _ in range(2):
+        averager.step(state, tensors, comm).wait()
+        averager.commit(state)
+    for (name, t), dtype in zip(tensors, dtypes, strict=True):
+        assert t.dtype == dtype and t.isfinite().all(), f"{averager}: the tensor {name!r} is {t.dtype}, {t}"
+
+
+def _in_flight(comm: Communicator, averager: Averager) -> None:
+    """Steps of an optimizer that are taken while messages fly are kept, and the mixture is that of the values sent."""
+    at_once, tensors = _tensors(comm.rank, 0), _tensors(comm.rank, 0)
+    averager.step(averager.init(at_once, comm, seed=3), at_once, comm).wait()
+    state = averager.init(tensors, comm, seed=3)
+    handle = averager.step(state, tensors, comm)
+    for _, t in tensors:
+        t += 64.0
+    for operation in (lambda: averager.step(state, tensors, comm), state.state_dict):
+        try:
+            operation()
+        except ValueError as error:
+            assert "in flight" in str(error), f"{averager}: {error} does not say that a step is in flight"
+        else:
+            raise AssertionError(f"{averager}: a second step, or saving, was allowed while a step is in flight")
+    handle.wait()
+    off = (_flat(at_once) + 64.0 - _flat(tensors)).abs().max().item()
+    assert off < 1e-4, f"{averager}: changes made while messages flew were lost or mixed in, by {off}"
 
 
 def _flat(tensors: list[tuple[str, Tensor]]) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from .. import kernels
 from ..codec import Codec, Key
 from ..notation import parse
 
-SHAPES = [(), (1,), (7,), (64,), (13, 5), (30, 40), (3, 4, 5), (1500,)]
+SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
+GUARD, NUM_CORRUPT = 3.0, 30
 
 
 def check_codec(codec: Codec, named: bool = True) -> None:
@@ -19,7 +22,8 @@ def check_codec(codec: Codec, named: bool = True) -> None:
 
     Sizes are exact or bounds; the input is not changed; the residual is `x - decode(encode(x))` and may be `x` itself;
     bytes are a function of input and key alone, the same from both kernel backends; `decode_add` and `decode_sum`
-    accumulate; segments are independent; infinite and NaN elements are never lost; a payload of a wrong size is an error.
+    accumulate; segments are independent; infinite and NaN elements are never lost; a payload may start at any address;
+    a payload of a wrong size is an error; a corrupt payload changes nothing outside the output.
 
     Args:
         codec: the codec to check.
@@ -34,83 +38,212 @@ def check_codec(codec: Codec, named: bool = True) -> None:
         >>> check_codec(tw.TopK(0.1))
     """
     if named:
-        assert parse(repr(codec)) == codec, f"parse({codec!r}) gives another codec"
+        again = parse(repr(codec))
+        assert again == codec and hash(again) == hash(codec), f"parse({codec!r}) gives another codec"
     for i, shape in enumerate(SHAPES):
-        x = _normal(shape, seed=i)
-        _check_encoding(codec, x, Key(seed=i))
-        _check_encoding(codec, torch.zeros(shape), Key(seed=i))
-        _check_sums(codec, [_normal(shape, seed=10 * i + j) for j in range(3)], Key(seed=i))
+        check_encoding(codec, _normal(shape, seed=i), Key(seed=i))
+    for i, x in enumerate(_hard_values()):
+        check_encoding(codec, x, Key(seed=i))
+    _check_input(codec)
+    for bad in (None, math.inf, math.nan):
+        _check_sums(codec, bad)
+    _check_weight(codec)
     _check_segments(codec)
-    for bad in (math.inf, -math.inf, math.nan):
-        for position in (0, 511, 1499):
-            _check_not_finite(codec, bad, position)
+    _check_not_finite(codec)
+    _check_addresses(codec)
     _check_wrong_size(codec)
+    _check_corrupt(codec)
 
 
-def _check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
+def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
+    """Check what the contract says of one tensor: size, residual, untouched input, the same from both backends.
+
+    `check_codec` calls it for many shapes and hard values. Call it with tensors of your own, such as those that a
+    property-based test draws.
+
+    Args:
+        codec: the codec to check.
+        x: finite float32 tensor of any shape.
+        key: the random key to encode with.
+
+    Raises:
+        AssertionError: the codec breaks the contract.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> from thinwire.testing import check_encoding
+        >>> check_encoding(tw.TopK(0.1), torch.tensor([1e-45, -3e38]), tw.codec.Key(seed=1))
+    """
     before, residual = x.clone(), torch.empty_like(x)
     payload = codec.encode(x, key, residual)
     where = f"{codec}, shape {tuple(x.shape)}"
-    assert torch.equal(x, before), f"{where}: encode changed its input"
+    assert _same_bits(x, before), f"{where}: encode changed its input"
     assert payload.dtype == torch.uint8 and payload.ndim == 1, f"{where}: a payload is a vector of uint8"
-    expected = codec.nbytes(x.shape)
-    fits = payload.numel() == expected if codec.fixed_size else payload.numel() <= expected
-    assert fits, f"{where}: the payload has {payload.numel()} bytes, nbytes says {expected}"
+    _check_size(codec, payload, codec.nbytes(x.shape), where)
     decoded = codec.decode(payload, x.shape, key)
     assert isinstance(decoded, Tensor) and decoded.shape == x.shape
-    assert torch.equal(residual, x - decoded), f"{where}: the residual is not x - decode(encode(x))"
+    assert _same(residual, x - decoded), f"{where}: the residual is not x - decode(encode(x))"
     in_place = x.clone()
     assert torch.equal(codec.encode(in_place, key, in_place), payload), f"{where}: another payload in place"
-    assert torch.equal(in_place, residual), f"{where}: another residual in place"
+    assert _same(in_place, residual), f"{where}: another residual in place"
     with kernels.use_backend("reference"):
         assert torch.equal(codec.encode(x, key), payload), f"{where}: the reference kernels give other bytes"
         again = codec.decode(payload, x.shape, key)
-        assert isinstance(again, Tensor) and torch.equal(again, decoded), f"{where}: other values from the reference"
+        assert isinstance(again, Tensor) and _same_bits(again, decoded), f"{where}: other values from the reference"
+
+
+def _check_size(codec: Codec, payload: Tensor, expected: int, where: str) -> None:
+    fits = payload.numel() == expected if codec.fixed_size else payload.numel() <= expected
+    assert fits, f"{where}: the payload has {payload.numel()} bytes, nbytes says {expected}"
+
+
+def _check_input(codec: Codec) -> None:
+    """Float types, strides, and the global random state."""
+    key, x = Key(seed=5), _normal((40, 30), seed=3)
     state = torch.get_rng_state()
-    codec.encode(x, key)
-    assert torch.equal(torch.get_rng_state(), state), f"{where}: encode touched the global random state"
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        y = x.to(dtype)
-        assert torch.equal(codec.encode(y, key), codec.encode(y.float(), key)), f"{where}: {dtype} is encoded otherwise"
+    payload = codec.encode(x, key)
+    assert torch.equal(torch.get_rng_state(), state), f"{codec}: encode touched the global random state"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        assert torch.equal(codec.encode(x, key), payload), f"{codec}: bytes depend on the global random state"
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        y = x.to(dtype).t()
+        expected = codec.encode(y.float().contiguous(), key)
+        assert torch.equal(codec.encode(y, key), expected), f"{codec}: a strided {dtype} is encoded otherwise"
 
 
-def _check_sums(codec: Codec, xs: list[Tensor], key: Key) -> None:
+def _check_sums(codec: Codec, bad: float | None) -> None:
+    """`decode_sum` of three payloads is `decode_add` of each, and its flag says whether all of it is finite."""
+    key, xs = Key(seed=5), [_normal((30, 20), seed=i) for i in range(3)]
+    if bad is not None:
+        xs[1][7, 7] = bad
     payloads = [codec.encode(x, key) for x in xs]
-    expected, out = torch.zeros(xs[0].shape), torch.full(xs[0].shape, math.nan)
+    expected, out = torch.zeros(30, 20), torch.full((30, 20), math.nan)
     for payload in payloads:
         codec.decode_add(payload, expected, 0.25, key)
-    assert codec.decode_sum(payloads, out, 0.25, key), f"{codec}: decode_sum calls a finite sum not finite"
-    assert torch.equal(out, expected), f"{codec}: decode_sum is not the sum of decode_add"
+    finite = kernels.flags.read(codec.decode_sum(payloads, out, 0.25, key))
+    assert _same(out, expected), f"{codec}: decode_sum is not the sum of decode_add"
+    assert finite == bool(out.isfinite().all()), f"{codec}: decode_sum says finite={finite} of {bad}"
+    assert _refuses(lambda: codec.decode_sum(payloads, out.double(), 0.25, key)), f"{codec}: out may be float64"
+
+
+def _check_weight(codec: Codec) -> None:
+    key, payload = Key(seed=1), codec.encode(_normal((777,), seed=2), Key(seed=1))
+    out, start = torch.arange(777.0), torch.arange(777, dtype=torch.float64)
+    codec.decode_add(payload, out, 0.25, key)
+    expected = start + 0.25 * torch.as_tensor(codec.decode(payload, 777, key)).double()
+    # Two roundings, of the product and of the sum: half a unit in the last place of numbers below 1024 each.
+    error = (out.double() - expected).abs().max().item()
+    assert error <= 2 * 2.0**-14, f"{codec}: decode_add is off by {error} from out + weight * decode"
 
 
 def _check_segments(codec: Codec) -> None:
     """Keys and values of other segments must not change what a segment decodes to."""
-    xs = [_normal(shape, seed=i) for i, shape in enumerate(((40,), (6, 7), (1,)))]
-    keys = [Key(stream=i) for i in range(len(xs))]
-    payload = codec.encode(xs, keys)
-    together = codec.decode(payload, [x.shape for x in xs], keys)
-    for x, key, decoded in zip(xs, keys, together, strict=True):
-        alone = codec.decode(codec.encode(x, key), x.shape, key)
-        assert torch.equal(torch.as_tensor(alone), decoded), f"{codec}: a segment depends on those beside it"
+    xs = [_normal(shape, seed=i) for i, shape in enumerate(((1000,), (6, 7), (1,), (0,), (37,)))]
+    keys = [Key(7, stream, 2) for stream in range(len(xs))]
+    residuals, sizes = [torch.empty_like(x) for x in xs], [x.shape for x in xs]
+    payload = codec.encode(xs, keys, residuals)
+    _check_size(codec, payload, codec.nbytes(sizes), f"{codec}, {len(xs)} segments")
+    assert codec.nbytes(sizes) == sum(map(codec.nbytes, sizes)) or not codec.fixed_size, f"{codec}: sizes do not add up"
+    together = codec.decode(payload, sizes, keys)
+    for x, key, decoded, residual in zip(xs, keys, together, residuals, strict=True):
+        alone = torch.as_tensor(codec.decode(codec.encode(x, key), x.shape, key))
+        assert _same_bits(alone, decoded), f"{codec}: a segment depends on those beside it"
+        assert _same_bits(residual, x - alone), f"{codec}: a residual depends on the segments beside it"
 
 
-def _check_not_finite(codec: Codec, bad: float, position: int) -> None:
-    x, key = _normal((1500,), seed=position), Key(seed=3)
-    x[position] = bad
-    decoded = torch.as_tensor(codec.decode(codec.encode(x, key), 1500, key))
-    assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
+def _check_not_finite(codec: Codec) -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        for position in (0, 511, 1499):
+            x, key = _normal((1500,), seed=position), Key(seed=3)
+            x[position] = bad
+            decoded = torch.as_tensor(codec.decode(codec.encode(x, key), 1500, key))
+            assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
+
+
+def _check_addresses(codec: Codec) -> None:
+    """An unaligned payload reads as an aligned one; one that is cut short is refused."""
+    x, key = _normal((30, 20), seed=0), Key(seed=5)
+    payload = codec.encode(x, key)
+
+    def decoded(payload: Tensor) -> list[Tensor]:
+        added, summed = torch.ones(30, 20), torch.empty(30, 20)
+        codec.decode_add(payload, added, 0.5, key)
+        codec.decode_sum([payload], summed, 0.5, key)
+        kept = codec.support(payload, x.shape, key)
+        plain = torch.as_tensor(codec.decode(payload, x.shape, key))
+        return [plain, added, summed] + ([] if kept is None else [kept.indices])
+
+    truth = decoded(payload)
+    for offset in (1, 2, 3):
+        unaligned = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
+        same = all(map(_same_bits, decoded(unaligned), truth))
+        assert same, f"{codec}: a payload at an address of {offset} modulo 4 decodes otherwise"
+        for short in (unaligned[:offset], unaligned[:-offset], payload[: payload.numel() // 2]):
+            _check_refused(codec, short, x.shape, key)
+            with contextlib.suppress(ValueError):  # the support may be whole, or None
+                codec.support(short, x.shape, key)
 
 
 def _check_wrong_size(codec: Codec) -> None:
-    key, payload = Key(), codec.encode(_normal((64,), seed=0), Key())
-    if not codec.fixed_size:
-        return
+    key = Key()
+    payload = codec.encode(torch.ones(100), key)
     for wrong in (payload[:-1], torch.cat([payload, payload[:1]])):
+        _check_refused(codec, wrong, torch.Size([100]), key)
+
+
+def _check_refused(codec: Codec, payload: Tensor, shape: torch.Size, key: Key) -> None:
+    out = torch.empty(shape)
+    refused = _refuses(lambda: codec.decode(payload, shape, key))
+    refused = refused and _refuses(lambda: codec.decode_sum([payload], out, 1.0, key))
+    assert refused, f"{codec}: a payload of {payload.numel()} bytes was accepted for shape {tuple(shape)}"
+
+
+def _check_corrupt(codec: Codec) -> None:
+    """Random bytes decode to something or raise ValueError, and elements beside the output stay as they were."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(NUM_CORRUPT):
+        payload = torch.randint(0, 256, (codec.nbytes(500),), dtype=torch.uint8, generator=generator)
+        memory = torch.full((700,), GUARD)
         try:
-            codec.decode(wrong, 64, key)
-        except ValueError:
-            continue
-        raise AssertionError(f"{codec}: a payload of {wrong.numel()} bytes, not {payload.numel()}, was accepted")
+            codec.decode_add(payload, memory[100:600], key=Key())
+        except ValueError as error:
+            assert "ind" in str(error) or "payload" in str(error), f"{codec}: {error} names neither payload nor indices"
+        outside = torch.cat([memory[:100], memory[600:]])
+        assert (outside == GUARD).all(), f"{codec}: a corrupt payload changed elements outside the output"
+
+
+def _refuses(operation: Callable[[], object]) -> bool:
+    try:
+        operation()
+    except ValueError:
+        return True
+    return False
+
+
+def _hard_values() -> list[Tensor]:
+    """Zeros of both signs, the smallest and the largest numbers, ties, and one large element among small ones."""
+    largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
+    ties = _normal((600,), seed=1).round()
+    outlier = _normal((600,), seed=2) * 1e-30
+    outlier[100] = largest
+    return [
+        torch.zeros(13, 5),
+        torch.tensor([0.0, -0.0, smallest, -smallest, 2.0**-126, largest, -largest, 1.0]),
+        torch.full((1025,), -smallest),
+        torch.full((9,), largest),
+        ties,
+        outlier,
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether values are equal, and NaN where the other is."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -6,7 +6,8 @@ not counted.
 
 from __future__ import annotations
 
-import traceback
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,9 +29,12 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique
 
 def place() -> str | None:
     """The innermost line of thinwire that runs; None in a launch."""
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT))]
-    path = Path(frames[-1].filename).relative_to(ROOT) if frames else Path("launch.py")
-    return None if path.name == "launch.py" else f"{path}:{frames[-1].lineno}"
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.endswith("launch.py"):
+        return None
+    return f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}"
 
 
 class Reads(TorchDispatchMode):
