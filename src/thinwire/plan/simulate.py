@@ -19,13 +19,15 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from ..algorithm import require
 from .network import Link, Network
 from .record import Action, Messages, Program, Ring
 from .sized import Work
 
-RING_EVENTS = 64  # steps in which a longer ring is simulated; each then stands for several, of as much time together
+EVENTS = 64
+"""Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
 
 
 @dataclass(frozen=True)
@@ -139,23 +141,36 @@ class _Engine:
         operation = _Operation(len(action.sends) + len(action.receives))
         for source, _ in action.receives:
             self._expect(self._key(source, rank), operation)
-        self._send_next(rank, iter(action.sends), operation)
+        self._send_next(rank, iter(self._groups(rank, action.sends)), operation)
         if operation.left == 0:
             operation.end = self.now
         return operation
 
-    def _send_next(self, rank: int, sends: Iterator[tuple[int, int]], operation: _Operation) -> None:
-        following = next(sends, None)
-        if following is None:
+    def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """The messages one by one; where one line takes many, several together."""
+        size = 1 if self.workers == self.network.workers else -(-len(sends) // EVENTS)
+        of_node = rank // self.network.workers_per_node
+        for leaves, run in groupby(sends, lambda send: send[0] // self.network.workers_per_node != of_node):
+            messages = list(run)
+            step = size if leaves else 1
+            yield from (messages[i : i + step] for i in range(0, len(messages), step))
+
+    def _send_next(self, rank: int, groups: Iterator[list[tuple[int, int]]], operation: _Operation) -> None:
+        group = next(groups, None)
+        if group is None:
             return
-        peer, num_bytes = following
-        key = self._key(rank, peer)
+        keys = [self._key(rank, peer) for peer, _ in group]
 
         def left() -> None:
-            operation.finish_part(self.now, self)
-            self._send_next(rank, sends, operation)
+            for _ in keys:
+                operation.finish_part(self.now, self)
+            self._send_next(rank, groups, operation)
 
-        self.at(self._transmit(rank, peer, num_bytes, 1, lambda end: self._arrive(key, end)), left)
+        def arrived(end: float) -> None:
+            for key in keys:
+                self._arrive(key, end)
+
+        self.at(self._transmit(rank, group[0][0], sum(num_bytes for _, num_bytes in group), 1, arrived), left)
 
     def _transmit(self, rank: int, peer: int, num_bytes: float, hops: float, arrived: Callable[[float], None]) -> float:
         """Put a message on the lines now; returns when it has left. `arrived` gets the time at which all of it came."""
@@ -190,7 +205,7 @@ class _Engine:
         number = self._num_rings[rank]
         self._num_rings[rank] += 1
         steps = 2 * (size - 1)
-        events = min(steps, RING_EVENTS)
+        events = min(steps, EVENTS)
         operation = _Operation(events)
         if events == 0 or action.num_bytes == 0:
             operation.left, operation.end = 0, self.now
@@ -205,7 +220,7 @@ class _Engine:
 
     def _advance_ring(self, rank: int, number: int, piece: float, hops: float) -> None:
         state, target = self._rings[rank, number], (rank + 1) % self.workers
-        events = min(2 * (self.network.workers - 1), RING_EVENTS)
+        events = min(2 * (self.network.workers - 1), EVENTS)
 
         def arrived() -> None:
             self._rings[target, number].arrived += 1
