@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from helpers.command import thinwire
 from helpers.report_runs import write_run
 
+from thinwire import __version__
 from thinwire.lab.cli import main
 from thinwire.lab.report import write_report
 from thinwire.lab.report.bar_figures import speeds, step_time
@@ -68,11 +70,13 @@ def everything(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(everything, tmp_path_factory) -> Path:
-    """Everything, reported on."""
+    """Everything, reported on by the command; `printed` is what it printed."""
     out = tmp_path_factory.mktemp("report")
-    write_report(
-        [everything / "runs", everything / "consensus.json"], out, title="All & more", made_by="thinwire 1.2.3"
-    )
+    runs = [str(everything / "runs"), str(everything / "consensus.json")]
+    with redirect_stdout(StringIO()) as printed:
+        code = main(["report", *runs, "--out", str(out), "--names", "Mean()=dense", "--title", "All & more"])
+    assert code == 0
+    (out / "printed").write_text(printed.getvalue())
     return out
 
 
@@ -131,7 +135,11 @@ def test_every_figure_has_a_caption_that_says_what_was_run(report):
     assert captions.count("recipe digits") == 9 and captions.count("seeds 0 and 1") == 9
     assert "consensus.json" in captions and "MB (10⁶ bytes)" in captions
     words = " ".join(page.words)
-    assert "All & more" in words and "thinwire 1.2.3" in words and "8 finished runs of 4 methods, 1 unfinished" in words
+    assert (
+        "All & more" in words
+        and f"Made by thinwire {__version__}." in words
+        and "8 finished runs of 4 methods, 1 unfinished" in words
+    )
     assert "broken <b>" in words and "not finished: its last row is of step 40" in words
 
 
@@ -149,9 +157,8 @@ def test_every_figure_comes_in_three_formats_with_text_in_it(report):
 
 
 def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
-    write_report(
-        [everything / "runs", everything / "consensus.json"], tmp_path, title="All & more", made_by="thinwire 1.2.3"
-    )
+    runs, made_by = [everything / "runs", everything / "consensus.json"], f"thinwire {__version__}"
+    write_report(runs, tmp_path, title="All & more", made_by=made_by, names={"Mean()": "dense"})
     for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
 
@@ -185,9 +192,18 @@ def test_a_loss_that_diverged_ends_its_line(tmp_path):
     assert list(line.get_xdata()) == [1, 2]
 
 
+def keep_only(run: Path, *keys: str) -> None:
+    """Remove all other values from a run's rows, so that few figures are drawn."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: row[key] for key in ("step", *keys)} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
 def test_an_unfinished_method_is_drawn_and_said_to_be_so(tmp_path):
-    write_run(tmp_path / "a")
-    (write_run(tmp_path / "b", averager=SPARSE) / "summary.json").unlink()
+    finished, unfinished = write_run(tmp_path / "a"), write_run(tmp_path / "b", averager=SPARSE)
+    (unfinished / "summary.json").unlink()
+    for run in (finished, unfinished):
+        keep_only(run, "loss")
     write_report([tmp_path], tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"Not finished: {SPARSE}." in page
@@ -195,10 +211,10 @@ def test_an_unfinished_method_is_drawn_and_said_to_be_so(tmp_path):
 
 
 def test_a_figure_that_is_no_longer_drawn_is_removed(tmp_path):
-    write_run(tmp_path / "runs" / "a", measured={"variance": 0.1})
+    keep_only(write_run(tmp_path / "runs" / "a", measured={"variance": 0.1}), "variance")
     write_report([tmp_path / "runs"], tmp_path / "out")
     assert (tmp_path / "out" / "figures" / "variance.svg").exists()
-    write_run(tmp_path / "other" / "a")
+    keep_only(write_run(tmp_path / "other" / "a"))
     write_report([tmp_path / "other"], tmp_path / "out")
     assert not (tmp_path / "out" / "figures" / "variance.svg").exists()
 
@@ -271,20 +287,11 @@ def test_the_axis_shows_the_end_of_the_curves(tmp_path):
 # ---- the command ----
 
 
-def test_the_command_reports(everything, tmp_path, capsys):
-    options = ["--out", str(tmp_path / "out"), "--names", "Mean()=dense", "--title", "Mine"]
-    code = main(["report", str(everything / "runs"), *options])
-    printed = capsys.readouterr().out
-    assert code == 0
-    for words in (
-        "Mine",
-        "dense, 4 workers",
-        "test accuracy (%) ↑",
-        "not finished",
-        str(tmp_path / "out" / "report.html"),
-    ):
+def test_the_command_reports(report):
+    printed = (report / "printed").read_text()
+    for words in ("All & more", "dense, 4 workers", "test accuracy (%) ↑", "not finished", str(report / "report.html")):
         assert words in printed
-    assert "dense" in (tmp_path / "out" / "figures" / "metric-epochs.svg").read_text()
+    assert "dense" in (report / "figures" / "metric-epochs.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -309,19 +316,8 @@ def test_a_mistake_is_one_line(arguments, expected, everything, capsys, tmp_path
 
 
 def test_what_training_writes_is_what_a_report_reads(tmp_path):
-    train = [
-        "train",
-        "digits",
-        "--workers",
-        "1",
-        "--max-steps",
-        "6",
-        "--log-every",
-        "2",
-        "--output",
-        str(tmp_path / "runs"),
-    ]
-    done = subprocess.run([sys.executable, "-m", "thinwire", *train], capture_output=True, text=True, timeout=120)
+    options = ("--workers", 1, "--max-steps", 6, "--log-every", 2)
+    done = thinwire("train", "digits", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = write_report([tmp_path / "runs"], tmp_path / "out")
     assert report.problems == [] and report.table.lines[0].label == "Mean()" and report.table.lines[0].num_runs == 1

@@ -6,21 +6,16 @@ It suits small screens (tables scroll sideways, figures shrink), print, and dark
 from __future__ import annotations
 
 import html
-import io
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..fields import flat
 from .captioned_figures import CaptionedFigure
 from .groups import IGNORED
 from .runs import Problem, Run
-from .style import save_svg
 from .tables import Comparison, heads
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Page(NamedTuple):
@@ -31,6 +26,7 @@ class Page(NamedTuple):
         made_by: name and version of the program.
         table: the table of methods; None without runs.
         figures: all figures, including those without data.
+        svgs: the SVG file of each figure that has data, by the figure's name.
         runs: all runs that could be read.
         problems: the problems of runs.
     """
@@ -39,6 +35,7 @@ class Page(NamedTuple):
     made_by: str
     table: Comparison | None
     figures: Sequence[CaptionedFigure]
+    svgs: Mapping[str, str]
     runs: Sequence[Run]
     problems: Sequence[Problem]
 
@@ -50,7 +47,7 @@ def as_html(page: Page) -> str:
         f'<p class="quiet">{_text(_counted(page))}</p>',
         *_problems(page.problems),
         *([_table(page.table)] if page.table else []),
-        *(_figure(figure) for figure in page.figures if figure.figure is not None),
+        *(_figure(figure, page.svgs[figure.name]) for figure in page.figures if figure.figure is not None),
         *_left_out(page.figures),
         *_configurations(page.runs),
         f'<p class="quiet">Made by {_text(page.made_by)}.</p>',
@@ -89,18 +86,14 @@ def _table(table: Comparison) -> str:
     )
 
 
-def _figure(figure: CaptionedFigure) -> str:
-    assert figure.figure is not None, "`_left_out` lists the figures without data"
-    svg = inline_svg(figure.figure, figure.name, figure.title)
+def _figure(figure: CaptionedFigure, svg: str) -> str:
+    svg = inline_svg(svg, figure.name, figure.title)
     caption = f"<b>{_text(figure.title)}.</b> {_text(figure.caption)}"
     return f'<figure id="{figure.name}"><div class="paper">{svg}</div><figcaption>{caption}</figcaption></figure>'
 
 
-def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an SVG element with the width of its container; `name` makes its ids unique on the page."""
-    file = io.StringIO()
-    save_svg(figure, file, name)
-    svg = file.getvalue()
+def inline_svg(svg: str, name: str, title: str) -> str:
+    """An SVG file as an element with the width of its container; `name` makes its ids unique on the page."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,16 +124,17 @@ def save(figure: Figure, path: Path) -> None:
     suffix = path.suffix.lower()
     with styled():
         if suffix == ".svg":
-            with path.open("w", encoding="utf-8") as file:
-                save_svg(figure, file, path.stem)
+            path.write_text(as_svg(figure, path.stem), encoding="utf-8")
         else:
             # The same figure gives the same bytes.
             figure.savefig(path, dpi=200, metadata={"CreationDate": None} if suffix == ".pdf" else {})
 
 
-def save_svg(figure: Figure, file: TextIO, name: str) -> None:
-    """Write a figure as SVG; the same figure gives the same file."""
+def as_svg(figure: Figure, name: str) -> str:
+    """A figure as the text of an SVG file; the same figure gives the same text."""
     import matplotlib
 
+    file = StringIO()
     with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return file.getvalue()

@@ -69,15 +69,13 @@ def write_report(
     main = main_metric(found.runs, metric)
     table = comparison(groups, main) if groups else None
     figures = captioned_figures(groups, main, found.consensus)
-    page = Page(title, made_by, table, figures, found.runs, found.problems)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if table is not None:
             (out / "table.md").write_text(as_markdown(table))
             (out / "table.csv").write_text(as_csv(table))
-        for figure in figures:
-            for suffix in FORMATS:
-                _replace(out / "figures" / f"{figure.name}{suffix}", figure.figure)
+        svgs = {figure.name: _save(out / "figures" / figure.name, figure.figure) for figure in figures}
+        page = Page(title, made_by, table, figures, svgs, found.runs, found.problems)
         (out / "report.html").write_text(as_html(page), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write to {str(out)!r}: {error.strerror}; choose another --out") from None
@@ -85,9 +83,11 @@ def write_report(
     return Report(table, found.problems, left_out, out / "report.html")
 
 
-def _replace(path: Path, figure: Figure | None) -> None:
-    """Write a figure, or remove the file of an earlier report."""
-    if figure is None:
-        path.unlink(missing_ok=True)
-    else:
-        save(figure, path)
+def _save(path: Path, figure: Figure | None) -> str:
+    """Write a figure in all formats, or remove the files of an earlier report; returns its SVG, "" without a figure."""
+    for suffix in FORMATS:
+        if figure is None:
+            path.with_suffix(suffix).unlink(missing_ok=True)
+        else:
+            save(figure, path.with_suffix(suffix))
+    return "" if figure is None else path.with_suffix(".svg").read_text(encoding="utf-8")
