@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -34,6 +33,12 @@ TIMES = ("seconds", "_per_second")
 """Endings of the names of what depends on the clock."""
 BLOCKS = (4_000, 60_000, 300_000, 1_000_000)
 """Floats in the blocks of memory that are written and freed."""
+BURN = """
+while True:
+    block = bytearray(b"\\x7b" * 8_000_000)
+    sum(block[:2_000_000])
+"""
+"""What a process of the background load runs."""
 
 
 def main() -> int:
@@ -86,22 +91,14 @@ def _in_words(folder: Path, repeats: int, differs: list[str]) -> str:
 @contextmanager
 def background_load(num_processes: int | None = None) -> Iterator[None]:
     """Context in which processes, one a core by default, compute without a pause and write to blocks of memory."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_burn, daemon=True) for _ in range(num_processes or os.cpu_count() or 1)]
-    for process in processes:
-        process.start()
+    count = num_processes or os.cpu_count() or 1
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", BURN]) for _ in range(count)]
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.join()
-
-
-def _burn() -> None:
-    while True:
-        block = bytearray(b"\x7b" * 8_000_000)
-        sum(block[:2_000_000])
+            process.wait()
 
 
 @contextmanager
