@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import with_forked_programs
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
@@ -47,37 +48,53 @@ def assert_equal(a: Path, b: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first), (a, b)
 
 
-def test_lightning(tmp_path):
+def lightning_resumes(folder: Path) -> None:
     example = [sys.executable, str(TRAINERS / "lightning_digits.py")]
-    assert times_fewer(run(example, "--epochs", 2, "--output", tmp_path / "whole")) > 15
-    run(example, "--epochs", 1, "--output", tmp_path / "first")
-    (first,) = (tmp_path / "first").rglob("*.ckpt")
+    assert times_fewer(run(example, "--epochs", 2, "--output", folder / "whole")) > 15
+    run(example, "--epochs", 1, "--output", folder / "first")
+    (first,) = (folder / "first").rglob("*.ckpt")
     saved = torch.load(first, weights_only=False)["thinwire"]
     assert saved.keys() == {"rank0", "rank1"}
-    run(example, "--epochs", 2, "--output", tmp_path / "second", "--resume", first)
-    (whole,), (second,) = (tmp_path / "whole").rglob("*.ckpt"), (tmp_path / "second").rglob("*.ckpt")
+    run(example, "--epochs", 2, "--output", folder / "second", "--resume", first)
+    (whole,), (second,) = (folder / "whole").rglob("*.ckpt"), (folder / "second").rglob("*.ckpt")
     assert_equal(whole, second)
 
 
-def test_accelerate(tmp_path):
+def accelerate_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "accelerate_digits.py")]
-    assert times_fewer(run(example, "--epochs", 1, "--output", tmp_path / "first")) > 15
-    saved = torch.load(tmp_path / "first" / "custom_checkpoint_0.pkl", weights_only=False)
+    assert times_fewer(run(example, "--epochs", 1, "--output", folder / "first")) > 15
+    saved = torch.load(folder / "first" / "custom_checkpoint_0.pkl", weights_only=False)
     assert saved.keys() == {"rank0", "rank1"}
-    run(example, "--epochs", 1, "--output", tmp_path / "second", "--resume", tmp_path / "first")
-    again = torch.load(tmp_path / "second" / "custom_checkpoint_0.pkl", weights_only=False)
+    run(example, "--epochs", 1, "--output", folder / "second", "--resume", folder / "first")
+    again = torch.load(folder / "second" / "custom_checkpoint_0.pkl", weights_only=False)
     # The second run went on from the first one's state, on the worker that wrote no file too.
     assert again["rank1"]["step"] == 2 * saved["rank1"]["step"] > 0
 
 
-def test_transformers(tmp_path):
+def transformers_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "transformers_gpt.py")]
-    assert times_fewer(run(example, "--steps", 40, "--output", tmp_path)) > 5
-    whole = tmp_path / "checkpoint-40"
+    assert times_fewer(run(example, "--steps", 40, "--output", folder)) > 5
+    whole = folder / "checkpoint-40"
     assert {f.name for f in whole.glob("thinwire-*")} == {"thinwire-rank0.pt", "thinwire-rank1.pt"}
-    whole.rename(tmp_path / "whole")
-    run(example, "--steps", 40, "--output", tmp_path, "--resume", tmp_path / "checkpoint-20")
-    assert_equal(tmp_path / "whole" / "model.safetensors", tmp_path / "checkpoint-40" / "model.safetensors")
+    whole.rename(folder / "whole")
+    run(example, "--steps", 40, "--output", folder, "--resume", folder / "checkpoint-20")
+    assert_equal(folder / "whole" / "model.safetensors", folder / "checkpoint-40" / "model.safetensors")
+
+
+# The programs of a trainer are forked from a process that has imported it, which takes longer than they do.
+
+
+def test_lightning(tmp_path):
+    with_forked_programs(["lightning.pytorch", "sklearn.datasets"], lightning_resumes, tmp_path)
+
+
+def test_accelerate(tmp_path):
+    with_forked_programs(["accelerate", "sklearn.datasets", "torch.distributed.run"], accelerate_resumes, tmp_path)
+
+
+def test_transformers(tmp_path):
+    modules = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "torch.distributed.run"]
+    with_forked_programs(modules, transformers_resumes, tmp_path)
 
 
 @pytest.mark.parametrize(

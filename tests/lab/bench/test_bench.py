@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import python
 
 import thinwire as tw
 from thinwire.lab.bench import CodecsBench, StepBench, timeline
@@ -32,7 +31,7 @@ def _run_step(tmp_path: Path, **options) -> list[dict]:
     main = f"\nif __name__ == '__main__':\n    StepBench(json=Path({str(file)!r}), **b).run()\n"
     script = tmp_path / "step.py"
     script.write_text(code + main)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = python(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ratio" in done.stdout
     return json.loads(file.read_text())

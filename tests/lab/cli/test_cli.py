@@ -1,4 +1,4 @@
-"""The command line as its users meet it. One run, `torchrun` and signals are real commands; the rest starts quickly."""
+"""The command line as its users meet it. One run and `torchrun` are real commands; the rest starts quickly."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import thinwire
+from helpers.command import started, thinwire, wait_until
 
 COMMAND = [sys.executable, "-m", "thinwire"]
 SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
 
 
+LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
 SHORT = ("train", "digits", "--max-steps", 12, "--log-every", 4)
 
 
 def run_really(command, *arguments, cwd, **environment):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
     )
 
 
@@ -182,40 +182,24 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def started(tmp_path) -> subprocess.Popen:
-    """A long run with its workers in the middle of training."""
-    command = [*COMMAND, "train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert metrics.exists(), process.kill()
-    return process
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 @pytest.mark.parametrize(
     "who, number, code, expected",
     [("parent", signal.SIGINT, 130, "stopped"), ("worker", signal.SIGKILL, 1, "SIGKILL")],
 )
 def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected, tmp_path):
-    process = started(tmp_path)
-    everyone = children_of(process.pid)
-    # A worker is the process that listens to the others; the fork server and the resource tracker have no thread pool.
-    workers = [p for p in everyone if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
-    os.kill(process.pid if who == "parent" else workers[-1], number)
-    _, complaint = process.communicate(timeout=30)
-    assert process.returncode == code, complaint
-    assert complaint.count("\n") == 1 and expected in complaint
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{p}").exists() for p in everyone) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [p for p in everyone if Path(f"/proc/{p}").exists()]
-    assert (tmp_path / "runs" / "long" / "metrics.jsonl").stat().st_size
+    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+    with started(["-m", "thinwire", *LONG], tmp_path) as process:
+        process.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first row of the run")
+        everyone = children_of(process.pid)
+        # A worker is the process that listens to the others; the resource tracker has no thread pool.
+        workers = [p for p in everyone if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
+        os.kill(process.pid if who == "parent" else workers[-1], number)
+        _, complaint = process.communicate(timeout=400)
+        assert process.returncode == code, complaint
+        assert complaint.count("\n") == 1 and expected in complaint
+        wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everyone), "the end of all processes")
+    assert metrics.stat().st_size
 
 
 def test_the_demo_compares_four_methods(tmp_path):

@@ -24,13 +24,12 @@ from thinwire.lab.train.optimize import DGCSGD
 ALL = recipes()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_every_recipe_is_a_configuration_that_knows_its_name(name):
-    config = ALL[name].config
-    assert config.recipe == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
-    assert ALL[name].about and "\n" not in ALL[name].about
-    assert isinstance(config.parsed_averager(), Algorithm)
-    json.dumps(config.as_dict())
+def test_every_recipe_is_a_configuration_that_knows_its_name():
+    for name, recipe in ALL.items():
+        assert recipe.config.recipe == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
+        assert recipe.about and "\n" not in recipe.about, name
+        assert isinstance(recipe.config.parsed_averager(), Algorithm), name
+        json.dumps(recipe.config.as_dict())
 
 
 @pytest.mark.parametrize("task", tasks(), ids=lambda task: f"{task.full.recipe} {task.title}")
@@ -126,14 +125,14 @@ def test_the_layerwise_study_counts_an_image_for_as_much_as_its_original_in_ever
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Twenty images of noise in each of ten classes, and as many for the test."""
+    """Five images of noise in each of ten classes, and two for the test."""
     folder = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
-    for part in ("train", "test"):
+    for part, num in (("train", 5), ("test", 2)):
         for label in range(10):
             place = folder / part / str(label)
             place.mkdir(parents=True)
-            for i in range(20):
+            for i in range(num):
                 Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place / f"{i}.png")
     return folder
 
@@ -222,8 +221,8 @@ def test_small_twins_take_real_steps(name, images, tmp_path, monkeypatch):
     data = replace(config.data, folder=images)
     if isinstance(data, ImageFolder):
         data = replace(data, test="test", num_loaders=0)
-    folder = train(replace(config, data=data, workers=2, batch_size=8, max_steps=3, log_every=1, output=tmp_path))
+    folder = train(replace(config, data=data, workers=2, batch_size=8, max_steps=2, log_every=1, output=tmp_path))
     run = read_run(folder)
     assert run.summary["recipe"] == name and run.summary["bytes_sent_per_worker"] > 0
-    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert [row["step"] for row in run.rows] == [1, 2]
     assert all(row["loss"] > 0 for row in run.rows)

@@ -10,18 +10,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from helpers.command import thinwire
+from helpers.command import started, thinwire, wait_until
 from rich.console import Console, ConsoleDimensions
 
 from thinwire.lab.sweep import Status, read_sweep, run_locally, status_of
 from thinwire.lab.sweep.execute import read_run, write_down
 from thinwire.lab.sweep.show import Lines, status_table, statuses_of
 
-COMMAND = [sys.executable, "-m", "thinwire", "sweep"]
+SWEEP = ["-m", "thinwire", "sweep", "grid.toml"]
 SHORT = """
 recipe = "digits"
 output = "runs"
@@ -107,13 +106,6 @@ def test_a_run_that_was_changed_by_hand_is_run_again(finished, monkeypatch):
     assert status_of(planned).state == "finished"
 
 
-def wait_until(condition, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
-
-
 def processes_of(folder: Path) -> list[int]:
     """All processes whose working directory it is."""
     found = []
@@ -141,36 +133,34 @@ def test_a_sweep_is_stopped_in_good_order_and_continued(tmp_path, monkeypatch):
     (tmp_path / "grid.toml").write_text(
         (tmp_path / "grid.toml").read_text().replace("workers = 1", "workers = 1\nepochs = 5000")
     )
-    process = subprocess.Popen([*COMMAND, "grid.toml", "--local", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    sweep = sweep_in(tmp_path, monkeypatch)
-    first, second = sweep.runs
-    wait_until(lambda: (first.folder / "metrics.jsonl").exists() and (first.folder / "metrics.jsonl").stat().st_size)
+    first, second = sweep_in(tmp_path, monkeypatch).runs
+    metrics = first.folder / "metrics.jsonl"
+    with started([*SWEEP, "--local", "1"], tmp_path) as process:
+        process.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first row of the first run")
 
-    shown = run(tmp_path, "--status").stdout  # from another process, while the sweep runs
-    assert re.search(rf"{first.folder.name}\s+running\s+\d+%, step \d+", shown) and "1 running, 1 waiting" in shown
+        shown = run(tmp_path, "--status").stdout  # from another process, while the sweep runs
+        assert re.search(rf"{first.folder.name}\s+running\s+\d+%, step \d+", shown) and "1 running, 1 waiting" in shown
 
-    # A second sweep of the same file leaves the running one alone.
-    other = subprocess.Popen(
-        [*COMMAND, "grid.toml"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    wait_until(lambda: status_of(second).state == "running")
-    other.send_signal(signal.SIGINT)
-    assert other.wait(60) == 130 and status_of(first).state == "running"
-    assert status_of(second).state in ("stopped", "waiting")  # it may have had no time to begin
+        # A second sweep of the same file leaves the running one alone.
+        with started(SWEEP, tmp_path) as other:
+            other.wait_until(lambda: status_of(second).state == "running", "the start of the second run")
+            other.send_signal(signal.SIGINT)
+            assert other.wait(400) == 130 and status_of(first).state == "running"
+        assert status_of(second).state in ("stopped", "waiting")  # it may have had no time to begin
 
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert complaint.count("\n") == 1 and "the same command goes on" in complaint
-    assert status_of(first).state == "stopped" and "step" in status_of(first).detail
-    wait_until(lambda: processes_of(tmp_path) in ([], [os.getpid()]), 20)
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=400)
+        assert process.returncode == 130
+        assert complaint.count("\n") == 1 and "the same command goes on" in complaint
+        assert status_of(first).state == "stopped" and "step" in status_of(first).detail
+        wait_until(lambda: processes_of(tmp_path) in ([], [os.getpid()]), "the end of all processes")
 
     # It goes on where it was: rows are kept with the seconds that they took, and more are added.
     before = rows_of(first)
-    process = subprocess.Popen([*COMMAND, "grid.toml"], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    wait_until(lambda: len(rows_of(first)) > len(before))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130
+    with started(SWEEP, tmp_path) as process:
+        process.wait_until(lambda: len(rows_of(first)) > len(before), "another row")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(400) == 130
     after = rows_of(first)
     assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, len(after) + 1))
 

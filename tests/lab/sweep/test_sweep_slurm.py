@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from helpers.command import started, thinwire, wait_until, with_forked_programs
 
 from thinwire.lab.sweep import read_sweep, status_of
 from thinwire.lab.sweep.execute import start, write_down
@@ -44,13 +43,16 @@ def sweep_of(tmp_path, monkeypatch):
 
 
 def test_an_array_of_local_jobs(sweep_of):
-    sweep = sweep_of(steps=2)
+    sweep_of(steps=2)
+    with_forked_programs(["submitit"], run_an_array, Path.cwd())
+
+
+def run_an_array(folder: Path) -> None:
+    os.chdir(folder)
+    sweep = read_sweep(Path("grid.toml"))
     jobs = submit(sweep.runs, "time=5,partition=anything", sweep.output / ".sweep" / "slurm", cluster="local")
     assert len(jobs) == len(set(jobs)) == 2
-    deadline = time.monotonic() + 150
-    while any(status_of(run).state != "finished" for run in sweep.runs) and time.monotonic() < deadline:
-        time.sleep(0.3)
-    assert [status_of(run).state for run in sweep.runs] == ["finished", "finished"]
+    wait_until(lambda: all(status_of(run).state == "finished" for run in sweep.runs), "the end of both runs")
     for run, job in zip(sweep.runs, jobs, strict=True):
         assert json.loads((run.records / "job.json").read_text()) == {"id": job}
         assert "step 2/2" in (run.records / "log.txt").read_text()
@@ -82,13 +84,12 @@ job(sys.argv[1])
 def test_a_job_that_is_about_to_end_stops_its_run_and_can_be_requeued(sweep_of):
     run = sweep_of(steps=100_000).runs[0]
     write_down(run)
-    job = subprocess.Popen([sys.executable, "-c", JOB, str(run.records / "run.json")])
-    deadline = time.monotonic() + 90
-    while "step" not in status_of(run).detail and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert start(run) is None  # a second job for the same run leaves it alone
-    job.send_signal(signal.SIGUSR2)  # as submitit's handler gets it, in the midst of waiting
-    assert job.wait(50) == 7 and status_of(run).state == "stopped"
+    with started(["-c", JOB, str(run.records / "run.json")], Path.cwd()) as job:
+        job.wait_until(lambda: "step" in status_of(run).detail, "the first row of the run")
+        assert start(run) is None  # a second job for the same run leaves it alone
+        job.send_signal(signal.SIGUSR2)  # as submitit's handler gets it, in the midst of waiting
+        assert job.wait(400) == 7, job.stderr.read_text()
+    assert status_of(run).state == "stopped"
 
 
 # ---- what sbatch is told ----
@@ -129,20 +130,19 @@ def test_what_sbatch_is_told(slurm, sweep_of):
     assert queued(sweep.runs) == list(sweep.runs)
 
 
-def test_a_run_gets_a_processor_for_each_worker(slurm, sweep_of, tmp_path):
+def test_a_run_gets_a_processor_for_each_worker(slurm, tmp_path, monkeypatch):
     Path(tmp_path / "other.toml").write_text(
         'recipe = "digits"\noutput = "runs"\n[fixed]\nthreads = 2\n[grid]\nworkers = [1, 3]'
     )
     sweep = read_sweep(tmp_path / "other.toml")
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     submit(sweep.runs, "time=10", tmp_path / "slurm")
     assert "#SBATCH --cpus-per-task=6" in Path("submitted").read_text().splitlines()
 
 
 def test_the_command_submits_what_is_not_queued(slurm, sweep_of):
     sweep = sweep_of(steps=2)
-    command = [sys.executable, "-m", "thinwire", "sweep", "grid.toml", "--slurm", "time=10"]
-    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=120) for _ in range(2))
+    first, second = (thinwire("sweep", "grid.toml", "--slurm", "time=10", cwd=Path.cwd()) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "2 runs submitted, 4711_0 to 4711_1" in first.stdout and "submitted" not in second.stdout
     assert "2 runs are finished, running or queued already" in second.stdout

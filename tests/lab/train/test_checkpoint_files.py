@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import started, thinwire, wait_until
 
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.checkpoint import latest
@@ -222,40 +220,28 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_path):
     options = ["--averager", "Mean(TopK(0.05), MomentumCorrection(0.9))", "--optimizer.momentum", "0"]
-    options += ["--max-steps", "20", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
-    command = [sys.executable, "-m", "thinwire", "train", "digits", "--workers", "4", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    whole = subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    options += ["--max-steps", "12", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
+    command = ("train", "digits", "--workers", "4", *options)
+    whole = thinwire(*command, "--name", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    killed = subprocess.Popen(
-        [*command, "--name", "killed"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     folder = tmp_path / "runs" / "killed"
-    while not (latest(folder / "checkpoints") or Path()).name > "step-000002":
-        assert killed.poll() is None
-        time.sleep(0.01)
-    below = [int(child) for child in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    while any(Path(f"/proc/{process}").exists() for process in below):
-        time.sleep(0.05)
-    assert not (folder / "summary.json").exists()
-    resumed = subprocess.run(
-        [*command, "--name", "killed", "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    with started(["-m", "thinwire", *command, "--name", "killed"], tmp_path) as killed:
+        while not (latest(folder / "checkpoints") or Path()).name > "step-000002":
+            assert killed.poll() is None
+            time.sleep(0.01)
+        below = [int(child) for child in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
+        killed.kill()
+        killed.wait()
+        wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in below), "the workers' end")
+    assert below and not (folder / "summary.json").exists()
+    resumed = thinwire(*command, "--name", "killed", "--resume", cwd=tmp_path)
     assert resumed.returncode == 0 and resumed.stderr == "", resumed.stderr
     assert "goes on after step" in resumed.stdout
     assert without_times(folder) == without_times(tmp_path / "runs" / "whole")
     models = [
-        torch.load(tmp_path / "runs" / name / "checkpoints" / "step-000020" / "shared.pt", weights_only=True)["model"]
+        torch.load(tmp_path / "runs" / name / "checkpoints" / "step-000012" / "shared.pt", weights_only=True)["model"]
         for name in ("whole", "killed")
     ]
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
-    again = subprocess.run(
-        [*command, "--name", "killed", "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    again = thinwire(*command, "--name", "killed", "--resume", cwd=tmp_path)
     assert again.returncode == 0 and "test accuracy" in again.stdout and "step" not in again.stdout

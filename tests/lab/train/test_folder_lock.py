@@ -6,10 +6,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import python, started, thinwire
 
 from thinwire.lab.files import write_json
 from thinwire.lab.train import RunConfig, checkpoint, train
@@ -33,12 +33,9 @@ def taken(tmp_path):
     folder.mkdir()
     write_json(folder / "config.json", RunConfig("digits").as_dict())
     (folder / "worker-0-error.txt").write_text("of the run that is under way")
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "held\n"
-            yield folder, process
-        finally:
-            process.kill()
+    with started(["-c", HOLD, str(folder)], tmp_path) as process:
+        process.wait_until(lambda: process.stdout.read_text() == "held\n", "the lock of the other process")
+        yield folder, process
 
 
 def test_a_run_that_is_under_way_is_neither_resumed_nor_overwritten(taken):
@@ -69,7 +66,7 @@ def test_children_do_not_inherit_the_lock(tmp_path):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     try:
         held = "from pathlib import Path; from thinwire.lab.train.folder_lock import locked; locked(Path()).__enter__()"
-        assert subprocess.run([sys.executable, "-c", held], cwd=tmp_path).returncode == 0
+        assert python("-c", held, cwd=tmp_path).returncode == 0
     finally:
         child.kill()
         child.wait()
@@ -93,9 +90,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     (folder / "metrics.jsonl.tmp").symlink_to("/dev/full")
     options = ("--workers", "1", "--max-steps", "4", "--log-every", "2", "--name", "full", "--resume")
     write_json(folder / "config.json", RunConfig("digits").as_dict())
-    command = [sys.executable, "-m", "thinwire", "train", "digits", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = thinwire("train", "digits", *options, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1
     assert "worker 0 failed: ENOSPC: No space left on device: 'runs/full/metrics.jsonl'" in done.stderr

@@ -11,16 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.command import Program, started, wait_until
 from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, spawn, train
 from thinwire.lab.train.interrupt import SIGNALS, Interruption, requeue
 
-THINWIRE = [sys.executable, "-m", "thinwire"]
 LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
 
 
@@ -84,20 +85,31 @@ def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
 
 
 @pytest.fixture
-def running(tmp_path):
-    """A run in the middle of training."""
+def running(tmp_path) -> Iterator[Program]:
+    """A run in the middle of training, its workers forked from it."""
+    with started(["-m", "thinwire", *LONG], tmp_path) as process:
+        process.wait_until(lambda: is_logging(tmp_path), "the first row of the run")
+        yield process
+
+
+@pytest.fixture
+def real_command(tmp_path) -> Iterator[subprocess.Popen]:
+    """The same as a shell starts it, with a fork server between launcher and workers."""
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*THINWIRE, *LONG], cwd=tmp_path, env=env, start_new_session=True, **pipes)
+    command = [sys.executable, "-m", "thinwire", *LONG]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes)
     try:
-        metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
-        deadline = time.monotonic() + 90
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline, "the run did not start"
-            time.sleep(0.1)
+        wait_until(lambda: is_logging(tmp_path), "the first row of the run")
         yield process
     finally:
         process.kill()
+        process.wait()
+
+
+def is_logging(folder: Path) -> bool:
+    metrics = folder / "runs" / "long" / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def workers_of(pid: int) -> list[int]:
@@ -114,18 +126,23 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the ker
 
 @linux
 @pytest.mark.parametrize(
-    "number, whom, code",
-    [(signal.SIGINT, "group", 130), (signal.SIGTERM, "group", 75), (signal.SIGUSR1, "worker", 75)],
+    "kind, number, whom, code",
+    [
+        ("real_command", signal.SIGTERM, "group", 75),
+        ("running", signal.SIGINT, "group", 130),
+        ("running", signal.SIGUSR1, "worker", 75),
+    ],
 )
-def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(running, number, whom, code, tmp_path):
-    """The group is what a terminal or SLURM signals: parent, workers and fork server at once."""
+def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(kind, number, whom, code, request, tmp_path):
+    """The group is what a terminal or SLURM signals: parent, workers and, in a real command, fork server at once."""
+    running = request.getfixturevalue(kind)
     workers = workers_of(running.pid)
     assert len(workers) == 2
     if whom == "group":
         os.killpg(running.pid, number)
     else:
         os.kill(workers[1], number)
-    _, said = running.communicate(timeout=30)
+    _, said = running.communicate(timeout=400)
     assert running.returncode == code, said
     assert said.count("\n") == 1
     (checkpoint,) = (tmp_path / "runs" / "long" / "checkpoints").glob("step-*")
@@ -144,10 +161,10 @@ def test_a_second_ctrl_c_stops_at_once(running):
     workers = workers_of(running.pid)
     os.kill(workers[0], signal.SIGSTOP)  # so that no step can be finished
     os.kill(running.pid, signal.SIGINT)
-    time.sleep(1)
+    time.sleep(0.5)
     assert running.poll() is None
     os.kill(running.pid, signal.SIGINT)
-    _, said = running.communicate(timeout=10)
+    _, said = running.communicate(timeout=400)
     assert running.returncode == 130
     assert said == "thinwire: stopped; what was written so far is in runs/long\n"
     assert not [p for p in workers if Path(f"/proc/{p}").exists()]
@@ -223,15 +240,12 @@ def alive(pid: int) -> bool:
 
 
 @linux
-def test_a_launcher_that_is_killed_leaves_no_process_even_if_a_worker_is_stopped(running):
-    processes = below(running.pid)
-    os.kill(workers_of(running.pid)[1], signal.SIGSTOP)
-    os.kill(running.pid, signal.SIGKILL)
-    running.wait(10)
-    deadline = time.monotonic() + 20
-    while left := list(filter(alive, processes)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+def test_a_launcher_that_is_killed_leaves_no_process_even_if_a_worker_is_stopped(real_command):
+    processes = below(real_command.pid)
+    os.kill(workers_of(real_command.pid)[1], signal.SIGSTOP)
+    os.kill(real_command.pid, signal.SIGKILL)
+    real_command.wait(10)
+    wait_until(lambda: not any(map(alive, processes)), "the end of all processes", seconds=60)
 
 
 @linux
@@ -239,7 +253,7 @@ def test_a_folder_that_is_removed_ends_the_run_with_one_line(running, tmp_path):
     folder = tmp_path / "runs" / "long"
     os.rename(folder, tmp_path / "gone")  # at once, unlike the removal of a tree
     shutil.rmtree(tmp_path / "gone", ignore_errors=True)
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=400)
     assert running.returncode == 1, said
     assert said.count("\n") == 1 and said.startswith("thinwire: worker ") and "ENOENT" in said and "runs/long" in said
     assert not folder.exists()

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.command import thinwire
+from helpers.command import Program, started, thinwire, wait_until
 
 from thinwire.lab.train import RunConfig, connect, train
 from thinwire.lab.train.environment import Environment
@@ -24,7 +23,6 @@ from thinwire.lab.train.environment import Environment
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import netlab  # noqa: E402
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
 TRAIN = ("train", "digits", "--max-steps", "30", "--log-every", "3", "--averager", "Mean(TopK(0.01), ErrorFeedback())")
 
@@ -41,19 +39,21 @@ def _why_no_lab() -> str | None:
 WHY_NO_LAB = _why_no_lab()
 
 
-def ended(processes: list[subprocess.Popen], seconds: float) -> list[str]:
+def ended(processes: list[Program]) -> list[str]:
     """What they say; all must end well."""
-    said = [process.communicate(timeout=seconds)[0] for process in processes]
+    said = ["\n".join(process.communicate(400)) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
     return said
 
 
-def started(stack: ExitStack, command: list[str], folder: Path) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = stack.enter_context(subprocess.Popen(command, cwd=folder, env=env, **pipes))
-    stack.callback(process.kill)
-    return process
+# torchrun in the network namespace that its first argument is, as `ip netns exec` would start it.
+TORCHRUN_THERE = """
+import ctypes, os, runpy, sys
+CLONE_NEWNET = 0x40000000
+assert ctypes.CDLL(None).setns(os.open(sys.argv[1], os.O_RDONLY), CLONE_NEWNET) == 0
+sys.argv = sys.argv[1:]
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
 
 
 def final(folder: Path) -> dict[str, float]:
@@ -64,7 +64,7 @@ def final(folder: Path) -> dict[str, float]:
 def undisturbed(tmp_path_factory):
     """The result on two workers, by a run of this machine's own."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = thinwire(*TRAIN, "--workers", "2", "--name", "alone", cwd=folder, timeout=240)
+    done = thinwire(*TRAIN, "--workers", "2", "--name", "alone", cwd=folder)
     assert done.returncode == 0, done.stderr
     return final(folder / "runs" / "alone")
 
@@ -78,10 +78,10 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
         for host, namespace in enumerate(lab.namespaces):
             # The name of this machine, which both hosts have, leads to neither.
             own = ("--local-addr", lab.address(host), "--rdzv-conf", f"is_host={int(host == 0)}")
-            torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, *own]
-            command = [*torchrun, *THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
-            agents.append(started(stack, ["ip", "netns", "exec", namespace, *command], tmp_path))
-        said = ended(agents, 240)
+            torchrun = ["-c", TORCHRUN_THERE, f"/run/netns/{namespace}", "--nnodes", "2", "--nproc-per-node", "1"]
+            command = [*THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
+            agents.append(stack.enter_context(started([*torchrun, *rendezvous, *own, *command], tmp_path)))
+        said = ended(agents)
     assert ["runs/two" in words for words in said].count(True) == 1  # rank 0 alone reports
     assert final(tmp_path / "runs" / "two") == undisturbed
 
@@ -89,21 +89,17 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
 def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_path):
     chosen = random.Random(2024)
     resume = ("--name", "elastic", "--resume", "--checkpoint-every", "4")
-    command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "3", *THINWIRE, *TRAIN, *resume]
-    with ExitStack() as stack:
-        torchrun = started(stack, command, tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    with started([*launcher, *THINWIRE, *TRAIN, *resume], tmp_path) as torchrun:
         kill_a_worker(torchrun.pid, tmp_path / "runs" / "elastic" / "metrics.jsonl", chosen.randrange(1, 7), chosen)
-        (said,) = ended([torchrun], 240)
+        (said,) = ended([torchrun])
     assert "SIGKILL" in said or "exitcode: -9" in said.lower() or "Signal 9" in said, said
     assert final(tmp_path / "runs" / "elastic") == undisturbed
 
 
 def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> None:
     """SIGKILL to a worker once the run has left so many rows, which is at a step that nobody knows."""
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.001)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rows, f"{rows} rows", poll=0.001)
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import tiny
+from helpers.command import TORCHRUN, python
 
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, ImageFolder
@@ -71,22 +70,18 @@ def test_data_that_cannot_be_used_is_one_line(wrong, workers, tmp_path, monkeypa
 
 def command(folder: Path, *start: str) -> subprocess.CompletedProcess:
     options = ["train", "cifar10-resnet20-dense-small", "--data.folder", str(folder / "train" / "class0")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(folder)}
     (folder / "train" / "class0" / "train").mkdir(parents=True)
-    return subprocess.run(
-        [*start, "thinwire", *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return python(*start, "-m", "thinwire", *options, cwd=folder, GLOO_SOCKET_IFNAME="lo", XDG_CACHE_HOME=str(folder))
 
 
 def test_the_command_says_so_once_and_fails(tmp_path):
-    done = command(tmp_path, sys.executable, "-m")
+    done = command(tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("thinwire: ")
     assert "class0/train has no class folders" in done.stderr
 
 
 def test_under_torchrun_one_worker_says_so_for_all(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "-m"]
-    done = command(tmp_path, sys.executable, *launcher)
+    done = command(tmp_path, *TORCHRUN, "--nproc-per-node", "3")
     said = [line for line in done.stderr.splitlines() if line.startswith("thinwire: ")]
     assert done.returncode != 0 and len(said) == 1 and "class0/train has no class folders" in said[0], done.stderr
 
