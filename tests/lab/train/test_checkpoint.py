@@ -162,8 +162,8 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     tiny.text(folder)
     tiny.images(folder / "images")
-    spawn(2, stop_wherever_they_can, configs(folder), folder, timeout_seconds=400)
-    spawn(4, stop_wherever_they_can, LOOSE, folder, timeout_seconds=400)
+    spawn(2, stop_wherever_they_can, configs(folder), folder, timeout_seconds=1500)
+    spawn(4, stop_wherever_they_can, LOOSE, folder, timeout_seconds=1500)
     return folder
 
 
