@@ -9,8 +9,8 @@ from helpers.on_triton import assert_triton_agrees, hard_segments, payload_of
 from thinwire import kernels
 from thinwire.kernels.quantize import Quantizer
 
-CASES = [(4, 14, 512, "max"), (3, 7, 512, "l2"), (8, 255, 1000, "max"), (5, 30, 2048, "l2"), (1, 1, 8, "max"),
-         (11, 2047, 3000, "l2"), (2, 2, 77, "max"), (16, 65535, 5000, "max")]  # fmt: skip
+CASES = [(4, 14, 512, "max"), (3, 7, 77, "l2"), (8, 255, 1000, "max"), (1, 1, 8, "max"), (11, 2047, 3000, "l2"),
+         (16, 65535, 5000, "max")]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
