@@ -7,11 +7,13 @@ READY := $(VENV)/.ready
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test docs lint wheel clean
+.PHONY: help setup demo test test-gpu bench-gpu docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run all tests"
+	@echo "make test-gpu   run the tests that need a GPU"
+	@echo "make bench-gpu  measure every codec on a GPU, as a share of a device copy"
 	@echo "make docs    build the docs site into site/, and fail on any warning"
 	@echo "make lint    check style and types"
 	@echo "make wheel   build a wheel into dist/, and test it in an environment of its own"
@@ -31,6 +33,12 @@ demo: $(READY)
 # The tests start many processes; each would compile the modules again if byte code could not be kept.
 test: $(READY)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	@$(BIN)/python scripts/gpu.py test
+
+bench-gpu: $(READY)
+	@$(BIN)/python scripts/gpu.py bench
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

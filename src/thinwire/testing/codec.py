@@ -25,6 +25,8 @@ def check_codec(codec: Codec, named: bool = True) -> None:
     accumulate; segments are independent; infinite and NaN elements are never lost; a payload may start at any address;
     a payload of a wrong size is an error; a corrupt payload changes nothing outside the output.
 
+    The tensors are on PyTorch's default device: `with torch.device("cuda"): check_codec(codec)` checks on a GPU.
+
     Args:
         codec: the codec to check.
         named: whether `parse(repr(codec))` must equal it, as for a registered codec.
@@ -247,4 +249,5 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return x.to(torch.get_default_device())

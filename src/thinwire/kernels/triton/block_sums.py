@@ -3,6 +3,9 @@
 The first launch reduces each block of 1024 elements of a bucket to float64 numbers, in the order of
 `kernels.scales.tree_sum`. In the second, a family's kernel has one program per bucket, which adds up the blocks with
 `total_of` in the same order and stores the bucket's scale. A maximum of magnitudes is one of their bits, as a number.
+
+Buckets of more than 1024 blocks, a million elements, take up to three launches in between. Each adds the sixteen parts of
+a bucket's numbers and keeps the sums in the first part.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from .variants import Variant, add_variant
 # Kinds of reductions, and how many numbers each gives.
 KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
 PROGRAM_BLOCKS = 8
+FOLDED = tl.constexpr(1024)  # numbers of a bucket that one program adds up
+PARTS, COLUMNS = tl.constexpr(16), tl.constexpr(64)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class BlockSums:
 
     Args:
         rows: a table with one column per segment: address, size, first tile, first block, first bucket.
-        sums: (numbers, blocks) of float64; changed by `total_of`.
+        sums: (numbers, blocks) of float64; folded, so that `total_of` can add them up.
         num_blocks: of all segments.
         num_buckets: of all segments.
     """
@@ -65,7 +70,36 @@ def block_sums(
     arguments = (rows, sums, len(xs), sum(blocks))
     constants = {"KIND": kind, "BUCKET": bucket_size, **_block_constants(bucket_size)}
     launch(_reduce_blocks, first_tile[-1], device, *arguments, **constants)
+    first_of_bucket = [
+        first + i for first, n in zip(starts(blocks), numels, strict=False) for i in _bucket_starts(n, bucket_size)
+    ]
+    ends = [*first_of_bucket[1:], sum(blocks)]
+    fold(sums, first_of_bucket, [end - first for first, end in zip(first_of_bucket, ends, strict=True)], kind == "max")
     return BlockSums(rows, sums, sum(blocks), sum(buckets))
+
+
+def _bucket_starts(numel: int, bucket_size: int) -> range:
+    """The first block of each bucket of a segment."""
+    in_bucket = -(-bucket_size // SUM_BLOCK)
+    return range(0, -(-numel // bucket_size) * in_bucket, in_bucket)
+
+
+def fold(sums: Tensor, first_blocks: list[int], counts: list[int], largest: bool) -> None:
+    """Reduce the numbers of each bucket to at most 1024, in place.
+
+    Args:
+        sums: (numbers, blocks) of float64.
+        first_blocks: of each bucket.
+        counts: blocks of each bucket.
+        largest: whether to keep maxima, not sums.
+    """
+    left = [(first, count, 1 << (count - 1).bit_length()) for first, count in zip(first_blocks, counts, strict=True)]
+    while left := [item for item in left if item[2] > FOLDED.value]:
+        first_program = starts([size // (PARTS.value * COLUMNS.value) for _, _, size in left])
+        rows = table(sums.device, *zip(*left, strict=True), first_program[:-1])
+        for numbers in sums:
+            launch(_fold, first_program[-1], sums.device, rows, numbers, len(left), MAX=largest)
+        left = [(first, size // PARTS.value, size // PARTS.value) for first, _, size in left]
 
 
 def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, least: float) -> None:
@@ -166,36 +200,46 @@ def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
     return segment, size, first_block, (size + 1023) // 1024
 
 
+@triton.jit(do_not_specialize=["num_buckets"])
+def _fold(rows, sums, num_buckets, MAX: tl.constexpr):
+    """Add the parts of a run of columns, which no other program reads or writes."""
+    program = tl.program_id(0)
+    bucket = find(rows + 3 * num_buckets, num_buckets, program)
+    sums += tl.load(rows + bucket)
+    count = tl.load(rows + num_buckets + bucket)
+    width = tl.load(rows + 2 * num_buckets + bucket) // PARTS
+    column = (program - tl.load(rows + 3 * num_buckets + bucket)) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, PARTS)[:, None] * width + column[None, :]
+    parts = tl.load(sums + at, mask=at < count, other=0.0)
+    if MAX:
+        folded = tl.max(parts, axis=0)
+    else:
+        folded = halve(tl.reshape(parts, (1, PARTS * COLUMNS)), 1, PARTS * COLUMNS, COLUMNS)
+    tl.debug_barrier()  # all threads have read the first part before any writes
+    tl.store(sums + column, folded)
+
+
 @triton.jit
 def total_of(sums, count, MAX: tl.constexpr):
-    """The sum, or the maximum, of `count` numbers of float64, padded with zeros to a power of two and halved.
+    """The sum, or the maximum, of a bucket's numbers, padded with zeros to a power of two and halved.
 
-    While there are more than 1024, each pass over them adds their sixteen parts and keeps the sums in the first part.
-    So the numbers change. One program works on them, and no other reads them.
+    Args:
+        sums: pointer to the first.
+        count: how many there were before `fold`.
     """
-    size = tl.full([], 1024, tl.int64)
+    size = tl.full([], FOLDED, tl.int64)
     while size < count:
         size *= 2
-    while size > 1024:
-        columns = size // 16
-        for first in range(0, columns, 64):
-            at = tl.arange(0, 16)[:, None] * columns + first + tl.arange(0, 64)[None, :]
-            part = tl.load(sums + at, mask=at < count, other=0.0)
-            if MAX:
-                combined = tl.max(part, axis=0)
-            else:
-                combined = tl.reshape(halve(tl.reshape(part, (1, 1024)), 1, 1024, 64), (64,))
-            tl.debug_barrier()  # all threads have read the first part before any writes
-            tl.store(sums + first + tl.arange(0, 64), combined)
-        tl.debug_barrier()
-        size = columns
-        count = columns
-    at = tl.arange(0, 1024)
+    if size > FOLDED:
+        while size > FOLDED:
+            size = size // PARTS
+        count = size
+    at = tl.arange(0, FOLDED)
     part = tl.load(sums + at, mask=at < count, other=0.0)
     if MAX:
         total = tl.max(part, axis=0)
     else:
-        total = tl.sum(halve(tl.reshape(part, (1, 1024)), 1, 1024), axis=0)  # of one number
+        total = tl.sum(halve(tl.reshape(part, (1, FOLDED)), 1, FOLDED), axis=0)  # of one number
     return total
 
 
@@ -259,3 +303,13 @@ for _l2 in (False, True):
             8 / SUM_BLOCK,
         )
     )
+add_variant(
+    Variant(
+        "block_sums.fold",
+        _fold,
+        {"MAX": False},
+        {"rows": "*i64", "sums": "*fp64", "num_buckets": "i32"},
+        numel=1024 * SUM_BLOCK,
+        least_bytes=8 / SUM_BLOCK,
+    )
+)

@@ -75,6 +75,8 @@ class CodecsBench:
     """The same for the plain-PyTorch reference, which takes seconds for some codecs; 0 leaves it out."""
     threads: int = 1
     """Threads that PyTorch may use; the kernels always run on one."""
+    device: str = "cpu"
+    """Where to measure: "cpu", or "cuda" for a GPU, whose kernels are timed by events."""
     parts: bool = True
     """Also measure what a step does beside coding: the kernel of Deep Gradient Compression, an update of ALQ's levels."""
     json: Path | None = None
@@ -88,6 +90,11 @@ class CodecsBench:
             f"reference_repetitions must be at least 0, got {self.reference_repetitions}",
         )
         require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+        require(self.device in ("cpu", "cuda"), f"device must be 'cpu' or 'cuda', got {self.device!r}")
+        require(
+            self.device == "cpu" or torch.cuda.is_available(),
+            "device 'cuda' needs a GPU, and PyTorch sees none; leave the option out to measure on the CPU",
+        )
 
     def run(self) -> list[dict[str, Any]]:
         """Measure, print the table, write the file, return the rows."""
@@ -95,6 +102,7 @@ class CodecsBench:
         check_writable(self.json)
         with _threads(self.threads):
             x = torch.randn(int(self.megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(0))
+            x = x.to(self.device)
             rows = [self._row(codec, x) for codec in codecs]
             parts = measure_parts(x, self.repetitions) if self.parts else []
         if rows:
@@ -136,9 +144,9 @@ def measure(codec: Codec, x: Tensor, repetitions: int) -> tuple[float, float, fl
     copies, encodes, decodes = [], [], []
     for step in range(repetitions):
         (a, _, b), (c, _, d) = works, outs
-        copies.append(seconds_of(partial(c.copy_, a)))
-        encodes.append(seconds_of(partial(codec.encode, b, Key(step=step), residual=b)))
-        decodes.append(seconds_of(partial(codec.decode_add, payload, d, 0.5, Key())))
+        copies.append(seconds_of(partial(c.copy_, a), x.device))
+        encodes.append(seconds_of(partial(codec.encode, b, Key(step=step), residual=b), x.device))
+        decodes.append(seconds_of(partial(codec.decode_add, payload, d, 0.5, Key()), x.device))
         b.copy_(x)  # the encoder wrote its residual there
         works, outs = works[1:] + works[:1], outs[1:] + outs[:1]
     return median(copies), median(encodes), median(decodes), payload.numel()
@@ -150,7 +158,7 @@ def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None
     with kernels.use_backend("reference"):
         for step in range(repetitions):
             work = x.clone()
-            seconds.append(seconds_of(partial(codec.encode, work, Key(step=step), residual=work)))
+            seconds.append(seconds_of(partial(codec.encode, work, Key(step=step), residual=work), x.device))
     return median(seconds) if seconds else None
 
 
