@@ -42,7 +42,7 @@ WORKERS, STEPS, BATCH_SIZE = 4, 160, 4
 TEST_BATCHES = 8
 SEEDS, OPTIMIZERS = (0, 1, 2), ("adamw", "sgd")
 MODEL = replace(GPT_SMALL.model, layers=2)
-SGD_LEARNING_RATE = 0.3
+SGD_LEARNING_RATE = 0.1
 EF, SHARDS = "ErrorFeedback()", "exchange='scatter_reduce'"
 
 
