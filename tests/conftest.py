@@ -3,6 +3,7 @@
 import multiprocessing.forkserver
 import os
 import signal
+from pathlib import Path
 
 # As in a real run, and so that sums do not depend on the number of cores.
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded: threads that are started later read it then
@@ -20,8 +21,30 @@ hypothesis.settings.register_profile("thinwire", deadline=None)
 hypothesis.settings.load_profile("thinwire")
 
 
+# The slowest files come first, so that no process begins one of them when the other has nothing left to do.
+SLOWEST = (
+    "kernels/triton/test_triton_interpreted.py",
+    "strategy/test_gossip_processes.py",
+    "lab/train/test_checkpoint.py",
+    "kernels/triton/test_triton_compiled.py",
+    "lab/recipes/test_recipes.py",
+    "lab/cli/test_cli.py",
+    "integrations/test_trainers.py",
+    "lab/train/test_determinism.py",
+    "test_docs.py",
+    "lab/report/test_report_page.py",
+    "lab/sweep/test_sweep.py",
+)
+
+
 def pytest_collection_modifyitems(items) -> None:
-    """Choose what the fork server imports. The library asks for less in some tests, and the first to ask would win."""
+    """Order the files, and choose what the fork server imports.
+
+    The library asks the fork server for less in some tests, and the first to ask would win.
+    """
+    places = {name: place for place, name in enumerate(SLOWEST)}
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: places.get(os.path.relpath(item.path, tests), len(SLOWEST)))
     from helpers.spawn import PRELOADED
 
     preloaded = list(PRELOADED)
