@@ -102,6 +102,7 @@ def _main(function: Callable[..., None], arguments: tuple, environment: dict[str
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher under test blocks signals while it starts the server
     gc.freeze()  # what the server has imported: the collections at the end need not look at it
     code = 0
     try:

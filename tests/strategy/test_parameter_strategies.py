@@ -503,6 +503,7 @@ def test_an_asynchronous_strategy_that_is_dropped_ends_its_thread():
         optimizer = sgd(model)
         handle = tw.gossip_asynchronously(model, optimizer, comm=comm)
         step(model, optimizer)
+        comm.barrier()  # a worker whose peer has hung up cannot step
         thread = handle._exchange._thread
         del handle, optimizer, model
         gc.collect()

@@ -21,17 +21,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's ta
 
 
 def sleeping():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
 
 
 @pytest.fixture
 def workers():
-    """Three workers that do nothing."""
+    """Three workers that do nothing, and ignore SIGTERM."""
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=sleeping) for _ in range(3)]
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they inherit it
     for worker in started:
         worker.start()
+    signal.signal(signal.SIGTERM, before)
     yield started
     for worker in started:
         worker.kill()
