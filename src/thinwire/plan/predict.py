@@ -38,6 +38,12 @@ class Workload:
         require(len(self.shapes) > 0, "a plan needs a model of at least one parameter")
         require(self.compute_seconds >= 0, f"compute must be 0 seconds or more, got {self.compute_seconds}")
 
+    @classmethod
+    def of(cls, model: int | Iterable[torch.Tensor], compute_seconds: float) -> Workload:
+        """The workload of a number of parameters, or of the parameters themselves."""
+        shapes = tensors_of(model) if isinstance(model, int) else tuple(p.shape for p in model)
+        return cls(shapes, compute_seconds)
+
     @property
     def numel(self) -> int:
         """Number of parameters."""
@@ -102,8 +108,7 @@ def predict(
         True
     """
     require(network.workers >= 2, f"a plan needs at least two workers, got {network.workers}")
-    shapes = tensors_of(model) if isinstance(model, int) else tuple(p.shape for p in model)
-    workload, speeds = Workload(shapes, compute_seconds), speeds or Speeds()
+    workload, speeds = Workload.of(model, compute_seconds), speeds or Speeds()
     known = methods(network.workers_per_node)
     asked = known if candidates is None else list(candidates)
     baselines = {m.name: m for m in known if m.name in (DDP, BF16)}

@@ -44,21 +44,25 @@ PRODUCTS = "matrix products"
 def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Averager:
     """The averager after all warm-ups, with stand-ins for its codecs, that note their work in `actions`."""
     late: Averager = resolve(averager.on_nodes(workers_per_node), _LATE)
-    parts = [getattr(late, f.name) for f in dataclasses.fields(late)]
-    adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts)
+    parts = parts_of(late)
+    adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts.values())
     changes: dict[str, Any] = {}
-    for f, part in zip(dataclasses.fields(late), parts, strict=True):
+    for name, part in parts.items():
         if isinstance(part, Codec):
-            changes[f.name] = SizedCodec(part, actions, adds)
+            changes[name] = SizedCodec(part, actions, adds)
         elif isinstance(part, Clip):
-            changes[f.name] = None  # takes hardly any time, and reads values
+            changes[name] = None  # takes hardly any time, and reads values
     return replace(late, **changes)
 
 
 def reads_values(averager: Averager) -> bool:
     """Whether what is sent depends on which coordinates are selected, so that a recording needs tensors with values."""
-    parts = [getattr(averager, f.name) for f in dataclasses.fields(averager)]
-    return any(isinstance(part, Codec) and part.sparse_parts() is not None for part in parts)
+    return any(isinstance(part, Codec) and part.sparse_parts() is not None for part in parts_of(averager).values())
+
+
+def parts_of(averager: Averager) -> dict[str, Any]:
+    """The fields of an averager, codec and memory among them."""
+    return {f.name: getattr(averager, f.name) for f in dataclasses.fields(averager)}
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from ...codec import Codec
 from ...plan import Network, Speeds, methods
 from ...plan.measure import measure_link
+from ...plan.sized import parts_of
 from ...plan.speeds import Share
 from .codecs import measure
 from .step import joined
@@ -27,8 +28,8 @@ REPETITIONS = 5
 def measured_speeds() -> Speeds:
     """The codecs of all methods on this machine, on one bucket of random numbers."""
     x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    averagers = [method.averager for method in methods(2)]
-    codecs = {repr(c): c for a in averagers for c in (getattr(a, f.name) for f in fields(a)) if isinstance(c, Codec)}
+    parts = [part for method in methods(2) for part in parts_of(method.averager).values()]
+    codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []
     for name, codec in codecs.items():
         copy_seconds, encode_seconds, decode_seconds, _ = measure(codec, x, REPETITIONS)

@@ -60,7 +60,7 @@ def plan_command(options: list[str]) -> None:
     """Predict the step of each method, and print a table."""
     recipe = options[0] if options and not options[0].startswith("-") else None
     asked = parsed(PlanOptions, options[recipe is not None :], "thinwire plan [RECIPE]")
-    from ...plan import Speeds, Workload, predict, tensors_of
+    from ...plan import Speeds, Workload, predict
     from ..bench.rows import check_writable, write_json
     from ..report.plan_figures import draw_by_rate, draw_by_workers
     from ..report.style import check_kind
@@ -71,7 +71,7 @@ def plan_command(options: list[str]) -> None:
         check_writable(asked.figure)
     network, speeds, compute = _network(asked), Speeds(), asked.compute
     build = _recipe_model(recipe) if recipe is not None else _own_model(asked.model)
-    shapes = tensors_of(parse_count(asked.parameters)) if build is None else _shapes(build)
+    model = parse_count(asked.parameters) if build is None else _parameters(build)
     if asked.measure:
         from ..bench.plan import measured_compute, measured_network, measured_speeds
 
@@ -81,8 +81,8 @@ def plan_command(options: list[str]) -> None:
             compute = measured_compute(build(), inputs)
     if os.environ.get("RANK", "0") != "0":
         return
-    workload = Workload(shapes, compute)
-    predictions = predict(_without_values(shapes), compute, network, speeds)
+    workload = Workload.of(model, compute)
+    predictions = predict(model, compute, network, speeds)
     _print(predictions, workload.numel, compute, network)
     write_json(asked.json, [p.as_dict() for p in predictions])
     if asked.figure is not None:
@@ -138,17 +138,12 @@ def _inputs(notation: str | None) -> Callable[[], Any] | None:
     return None if notation is None else getattr(import_module(notation.partition(":")[0]), "inputs", None)
 
 
-def _shapes(build: Callable[[], nn.Module]) -> tuple[Any, ...]:
+def _parameters(build: Callable[[], nn.Module]) -> list[Tensor]:
+    """The parameters of a model that are trained, without values."""
     import torch
 
     with torch.device("meta"):
-        return tuple(p.shape for p in build().parameters() if p.requires_grad)
-
-
-def _without_values(shapes: tuple[Any, ...]) -> list[Tensor]:
-    import torch
-
-    return [torch.empty(shape, device="meta") for shape in shapes]
+        return [p for p in build().parameters() if p.requires_grad]
 
 
 def _print(predictions: list[Prediction], numel: int, compute: float, network: Network) -> None:
