@@ -219,11 +219,7 @@ class Codec(Algorithm, ABC):
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
     ) -> Flag:
         """Overwrite `outs` with the weighted sum of all payloads, added in order; returns whether it is finite."""
-        for out in outs:
-            out.zero_()
-        for payload in payloads:
-            self.decode_add_segments(payload, outs, weight, keys)
-        return kernels.all_finite(outs)
+        return kernels.reduce.sum_payloads(self.decode_add_segments, payloads, outs, weight, keys)
 
     def symbols(self, numels: list[int]) -> Symbols | None:
         """The codes of 1 to 8 bits at the end of a payload, for an entropy coder to shorten; None if there are none."""

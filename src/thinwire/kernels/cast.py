@@ -125,7 +125,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) 
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
-    return sum_payloads(_decode_add.reference, payloads, outs, weight, dtype)
+    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, dtype)
 
 
 def _power_of_two(x: Tensor, dtype: str) -> Tensor:

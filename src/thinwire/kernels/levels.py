@@ -184,7 +184,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Leve
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
-    return sum_payloads(_decode_add.reference, payloads, outs, weight, levels)
+    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, levels)
 
 
 def _quantize_segment(x: Tensor, key: int, levels: Levels) -> Coded:

@@ -124,7 +124,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, bucket_size:
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
-    return sum_payloads(_decode_add.reference, payloads, outs, weight, bucket_size)
+    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, bucket_size)
 
 
 def rows_of(x: Tensor, bucket_size: int) -> Tensor:

@@ -6,7 +6,7 @@ so each segment's indices are checked before it is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -170,22 +170,12 @@ def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int],
 def _total(
     outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
 ) -> Flag:
-    return total_by(_add.reference, outs, indices, values, counts, weight)
-
-
-def total_by(
-    add: Callable[[list[Tensor], Tensor, Tensor, list[int], float], None],
-    outs: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    counts: list[list[int]],
-    weight: float,
-) -> Flag:
-    """`total` where no kernel does it in one pass; all elements that no payload names are zero, and so finite."""
+    add = _add.on(indices[0].device)
     for out in outs:
         out.zero_()
     for index, value, count in zip(indices, values, counts, strict=True):
         add(outs, index, value, count, weight)
+    # Elements that no payload names are zero, and so finite.
     return all_finite([gather(outs, index, count) for index, count in zip(indices, counts, strict=True)])
 
 

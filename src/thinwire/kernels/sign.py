@@ -116,7 +116,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag:
-    return sum_payloads(_decode_add.reference, payloads, outs, weight)
+    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight)
 
 
 def _mean_magnitude(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Source: TernGrad, Wen et al., arXiv 1705.07878.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -256,18 +256,7 @@ def _decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: flo
 def _decode_sum(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
 ) -> Flag:
-    return sum_scaled(_decode_add.reference, payloads, scales, outs, weight, ternary)
-
-
-def sum_scaled(
-    decode_add: Callable[[Tensor, Tensor, list[Tensor], float, Ternary], None],
-    payloads: list[Tensor],
-    scales: list[Tensor],
-    outs: list[Tensor],
-    weight: float,
-    ternary: Ternary,
-) -> Flag:
-    """`decode_sum` where no kernel does it in one pass."""
+    decode_add = _decode_add.on(payloads[0].device)
 
     def add(pair: tuple[Tensor, Tensor], outs: list[Tensor], weight: float) -> None:
         decode_add(*pair, outs, weight, ternary)

@@ -6,11 +6,9 @@ from torch import Tensor
 
 from .. import _native
 from ..cast import WIDTHS
-from ..flags import Flag
-from ..reduce import sum_payloads
 from .views import views
 
-__all__ = ["encode", "decode_add", "decode_sum"]
+__all__ = ["encode", "decode_add"]
 
 
 def _float_type(dtype: str) -> int:
@@ -23,7 +21,3 @@ def encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | 
 
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
     _native.cast_decode_add(payload.numpy(), views(outs), weight, _float_type(dtype))
-
-
-def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
-    return sum_payloads(decode_add, payloads, outs, weight, dtype)

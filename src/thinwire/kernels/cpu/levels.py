@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _native
-from ..flags import Flag
 from ..levels import Levels
-from ..reduce import sum_payloads
 from .views import views
 
-__all__ = ["encode", "decode_add", "decode_sum"]
+__all__ = ["encode", "decode_add"]
 
 
 def _native_levels(levels: Levels) -> _native.Levels:
@@ -23,7 +21,3 @@ def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, resid
 
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Levels) -> None:
     _native.levels_decode_add(payload.numpy(), views(outs), weight, _native_levels(levels))
-
-
-def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
-    return sum_payloads(decode_add, payloads, outs, weight, levels)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _native
-from ..flags import Flag
-from ..reduce import sum_payloads
 from .views import views
 
-__all__ = ["encode", "decode_add", "decode_sum"]
+__all__ = ["encode", "decode_add"]
 
 
 def encode(xs: list[Tensor], out: Tensor, bucket_size: int, residuals: list[Tensor] | None) -> None:
@@ -18,7 +16,3 @@ def encode(xs: list[Tensor], out: Tensor, bucket_size: int, residuals: list[Tens
 
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, bucket_size: int) -> None:
     _native.onebit_decode_add(payload.numpy(), views(outs), weight, bucket_size)
-
-
-def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
-    return sum_payloads(decode_add, payloads, outs, weight, bucket_size)

@@ -6,11 +6,9 @@ from torch import Tensor
 
 from ... import debug
 from .. import _native
-from ..flags import Flag
-from ..scatter import total_by
 from .views import views
 
-__all__ = ["gather", "write", "clear", "add", "total"]
+__all__ = ["gather", "write", "clear", "add"]
 
 
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
@@ -29,9 +27,3 @@ def clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
 
 def add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
     _native.scatter_add(views(outs), indices.numpy(), values.numpy(), counts, weight)
-
-
-def total(
-    outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
-) -> Flag:
-    return total_by(add, outs, indices, values, counts, weight)

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from ... import debug
 from .. import _native
-from ..flags import Flag
-from ..ternary import Ternary, sum_scaled
+from ..ternary import Ternary
 from .views import views
 
-__all__ = ["scales", "encode", "decode_add", "decode_sum"]
+__all__ = ["scales", "encode", "decode_add"]
 
 
 def _native_ternary(ternary: Ternary) -> _native.Ternary:
@@ -36,9 +35,3 @@ def encode(
 
 def decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: float, ternary: Ternary) -> None:
     _native.ternary_decode_add(payload.numpy(), scales.numpy(), views(outs), weight, _native_ternary(ternary))
-
-
-def decode_sum(
-    payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
-) -> Flag:
-    return sum_scaled(decode_add, payloads, scales, outs, weight, ternary)

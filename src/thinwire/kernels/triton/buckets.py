@@ -6,7 +6,8 @@ address of the residual, size, first tile, index of the first scale, offset of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL, numels_of
+from ..flags import Flag, flag_of
 from .device import (
     find,
     is_finite,
@@ -25,8 +27,9 @@ from .device import (
     sums_of_squares,
     tile_offsets,
 )
-from .launch import pointers, starts, table
+from .launch import are_aligned, launch, pointers, starts, table
 from .tiles import Tiles
+from .variants import Variant, add_variant
 
 # Types of run-time arguments, for compiling without tensors.
 SIGNATURE = {
@@ -34,6 +37,7 @@ SIGNATURE = {
     "key_table": "*i64",
     "payload": "*u8",
     "payloads": "*i64",
+    "sources": "*i64",
     "scales": "*fp32",
     "level_table": "*fp32",
     "flag": "*i32",
@@ -223,6 +227,67 @@ def store_total(pointer, inside, total, flag, ADD: tl.constexpr):
         tl.store(flag, 1, mask=finite == 0)
 
 
-def sum_flag(device: torch.device, add: bool) -> Tensor:
-    """The flag for `store_total`: an int32, cleared where it is used."""
-    return torch.empty(1, dtype=torch.int32, device=device) if add else torch.zeros(1, dtype=torch.int32, device=device)
+def launch_decoder(
+    decoder: Any,
+    tiles: tuple[Tensor, int],
+    payloads: list[Tensor],
+    outs: list[Tensor],
+    weight: float,
+    add: bool,
+    constants: Mapping[str, Any],
+    *tables: Tensor,
+    sources: Tensor | None = None,
+) -> Flag:
+    """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite.
+
+    Args:
+        decoder: the kernel. It gets `rows, sources, *tables, flag, num_segments, num_payloads, weight`.
+        tiles: the table of the segments, and the number of programs.
+        payloads: what to add.
+        outs: the segments.
+        weight: factor of all values.
+        add: whether to keep what is there, and add the one payload.
+        constants: of this kind of decoder.
+        tables: of this kind of decoder.
+        sources: by default, the addresses of the payloads.
+    """
+    device, (rows, num_tiles) = payloads[0].device, tiles
+    flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
+    sources = table(device, pointers(payloads)) if sources is None else sources
+    arguments = (rows, sources, *tables, flag, len(outs), len(payloads), weight)
+    launch(decoder, num_tiles, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
+    return True if add else flag_of(flag[0] == 0)
+
+
+def add_decoder_variants(
+    family: str,
+    what: str,
+    decoder: Any,
+    constants: Mapping[str, Any],
+    numel: int,
+    code_bytes: float,
+    cached: float = 0.0,
+) -> None:
+    """List a decoder for the compile tests: as `decode_add`, and as `decode_sum` of one payload.
+
+    Args:
+        family: the file of kernels.
+        what: describes the constants.
+        decoder: the kernel.
+        constants: its constants, without `ADD` and `ALIGNED`.
+        numel: elements that one program serves.
+        code_bytes: of a payload, per element.
+        cached: bytes per element that the program reads a second time.
+    """
+    for add in (True, False):
+        add_variant(
+            Variant(
+                f"{family}.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
+                decoder,
+                {**constants, "ALIGNED": True, "ADD": add},
+                SIGNATURE,
+                numel,
+                least_bytes=4 + 4 * add + code_bytes,
+                cached_bytes=cached,
+            )
+        )

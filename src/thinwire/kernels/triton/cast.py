@@ -11,11 +11,21 @@ from torch import Tensor
 
 from ..cast import _NAN, WIDTHS
 from ..checks import MAX_SEGMENT_NUMEL
-from ..flags import Flag, flag_of
+from ..flags import Flag
 from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
-from .buckets import SIGNATURE, find_tile, first_code, load_total, segment_rows, store_tile, store_total, sum_flag
+from .buckets import (
+    SIGNATURE,
+    add_decoder_variants,
+    find_tile,
+    first_code,
+    launch_decoder,
+    load_total,
+    segment_rows,
+    store_tile,
+    store_total,
+)
 from .device import is_finite, load_codes, load_floats, negated, one_nan, store_floats
-from .launch import are_aligned, launch, pointers, table
+from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -50,17 +60,12 @@ def decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -
 
 
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
-    return flag_of(_decode_payloads(payloads, outs, weight, dtype, add=False)[0] == 0)
+    return _decode_payloads(payloads, outs, weight, dtype, add=False)
 
 
-def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str, add: bool) -> Tensor:
-    """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
-    device = payloads[0].device
-    flag = sum_flag(device, add)
-    rows, num_tiles = _rows(outs, None, device, dtype)
-    arguments = (rows, table(device, pointers(payloads)), flag, len(outs), len(payloads), weight)
-    launch(_decode, num_tiles, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **_constants(dtype))
-    return flag
+def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str, add: bool) -> Flag:
+    rows = _rows(outs, None, payloads[0].device, dtype)
+    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(dtype))
 
 
 def _rows(xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device, dtype: str) -> tuple[Tensor, int]:
@@ -215,30 +220,20 @@ add_variant(
 
 
 def _add_variants(dtype: str) -> None:
-    constants = {**_constants(dtype), "ALIGNED": True}
+    constants = _constants(dtype)
     launches = 3 if constants["SCALED"] else 1
     add_variant(
         Variant(
             f"cast.encode: {dtype}, residual",
             _encode,
-            {**constants, "NAN": _NAN[dtype], "RESIDUAL": True},
+            {**constants, "NAN": _NAN[dtype], "RESIDUAL": True, "ALIGNED": True},
             SIGNATURE,
             TILES.numel,
             least_bytes=8 + WIDTHS[dtype],
             launches=launches,
         )
     )
-    for add in (True, False):
-        add_variant(
-            Variant(
-                f"cast.{'decode_add' if add else 'decode_sum, one payload'}: {dtype}",
-                _decode,
-                {**constants, "ADD": add},
-                SIGNATURE,
-                TILES.numel,
-                least_bytes=4 + 4 * add + WIDTHS[dtype],
-            )
-        )
+    add_decoder_variants("cast", dtype, _decode, constants, TILES.numel, WIDTHS[dtype])
 
 
 _add_variants("float16")

@@ -6,25 +6,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..flags import Flag, flag_of
+from ..flags import Flag
 from ..levels import Levels
 from ..random import keys_on
 from ..scales import MIN_SCALE
 from .block_sums import store_scales
 from .buckets import (
     SIGNATURE,
+    add_decoder_variants,
     bucket_rows,
     find_scales,
     find_tile,
     first_code,
+    launch_decoder,
     load_total,
     scales_of_rows,
     store_tile,
     store_total,
-    sum_flag,
 )
 from .device import is_finite, load_codes, load_floats, position_of, uniform
-from .launch import are_aligned, floats, launch, pointers, table
+from .launch import are_aligned, floats, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -57,27 +58,15 @@ def decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Level
 
 
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
-    return flag_of(_decode_payloads(payloads, outs, weight, levels, add=False)[0] == 0)
+    return _decode_payloads(payloads, outs, weight, levels, add=False)
 
 
-def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels, add: bool) -> Tensor:
+def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels, add: bool) -> Flag:
     device, tiles = payloads[0].device, Tiles.of_elements(levels.bucket_size)
-    flag = sum_flag(device, add)
-    rows, num_tiles = bucket_rows(outs, None, device, tiles, levels.bits, levels.bucket_size)
-    addresses = table(device, pointers(payloads))
-    launch(
-        _decode,
-        num_tiles,
-        device,
-        *(rows, addresses, floats(device, levels.values), flag, len(outs), len(payloads), weight),
-        BITS=levels.bits,
-        LEVELS=len(levels.values),
-        BUCKET=levels.bucket_size,
-        ADD=add,
-        ALIGNED=are_aligned(*payloads),
-        **tiles.constants,
-    )
-    return flag
+    rows = bucket_rows(outs, None, device, tiles, levels.bits, levels.bucket_size)
+    level_table = floats(device, levels.values)
+    constants = {"BITS": levels.bits, "LEVELS": len(levels.values), "BUCKET": levels.bucket_size, **tiles.constants}
+    return launch_decoder(_decode, rows, payloads, outs, weight, add, constants, level_table)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -164,14 +153,14 @@ def _decode(
 
 def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
     bits, tiles = (num_levels - 1).bit_length(), Tiles.of_elements(bucket_size)
-    constants = {"BITS": bits, "LEVELS": num_levels, "BUCKET": bucket_size, "ALIGNED": True, **tiles.constants}
+    constants = {"BITS": bits, "LEVELS": num_levels, "BUCKET": bucket_size, **tiles.constants}
     code_bytes = bits / 8 + 4 / bucket_size
     what = f"{num_levels} levels, buckets of {bucket_size}"
     add_variant(
         Variant(
             f"levels.encode: {what}, {norm}, residual",
             _encode_buckets,
-            {**constants, "LEAST": MIN_SCALE, "L2": norm == "l2", "RESIDUAL": True},
+            {**constants, "LEAST": MIN_SCALE, "L2": norm == "l2", "RESIDUAL": True, "ALIGNED": True},
             SIGNATURE,
             tiles.numel,
             least_bytes=8 + code_bytes,
@@ -180,18 +169,7 @@ def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
             loop_trips=min(32, tiles.width // 32),
         )
     )
-    for add in (True, False):
-        add_variant(
-            Variant(
-                f"levels.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
-                _decode,
-                {**constants, "ADD": add},
-                SIGNATURE,
-                tiles.numel,
-                least_bytes=4 + 4 * add + code_bytes,
-                cached_bytes=4,
-            )
-        )
+    add_decoder_variants("levels", what, _decode, constants, tiles.numel, code_bytes, cached=4)
 
 
 _add_variants(16, 512, "l2")

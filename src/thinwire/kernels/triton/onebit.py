@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL
-from ..flags import Flag, flag_of
+from ..flags import Flag
 from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
 from .device import one_nan, store_floats
 from .launch import are_aligned, launch
@@ -30,7 +30,7 @@ def decode_add(payload: Tensor, outs: list[Tensor], weight: float, bucket_size: 
 
 
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
-    return flag_of(decode_signs(payloads, outs, weight, bucket_size, two=True, add=False)[0] == 0)
+    return decode_signs(payloads, outs, weight, bucket_size, two=True, add=False)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_blocks"])

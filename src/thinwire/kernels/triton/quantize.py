@@ -6,25 +6,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..flags import Flag, flag_of
+from ..flags import Flag
 from ..quantize import Quantizer
 from ..random import keys_on
 from ..scales import MIN_SCALE, MIN_SCALE_WIDE
 from .block_sums import store_scales
 from .buckets import (
     SIGNATURE,
+    add_decoder_variants,
     bucket_rows,
     find_scales,
     find_tile,
     first_code,
+    launch_decoder,
     load_total,
     scales_of_rows,
     store_tile,
     store_total,
-    sum_flag,
 )
 from .device import is_finite, load_codes, load_floats, position_of, uniform
-from .launch import are_aligned, launch, pointers, table
+from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -63,29 +64,16 @@ def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Qu
 
 
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
-    return flag_of(_decode_payloads(payloads, outs, weight, quantizer, add=False)[0] == 0)
+    return _decode_payloads(payloads, outs, weight, quantizer, add=False)
 
 
 def _decode_payloads(
     payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer, add: bool
-) -> Tensor:
-    """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
-    device, tiles = payloads[0].device, Tiles.of_elements(quantizer.bucket_size)
-    flag = sum_flag(device, add)
-    rows, num_tiles = bucket_rows(outs, None, device, tiles, quantizer.bits, quantizer.bucket_size)
-    launch(
-        _decode,
-        num_tiles,
-        device,
-        *(rows, table(device, pointers(payloads)), flag, len(outs), len(payloads), weight),
-        BITS=quantizer.bits,
-        STEPS=quantizer.num_steps,
-        BUCKET=quantizer.bucket_size,
-        ADD=add,
-        ALIGNED=are_aligned(*payloads),
-        **tiles.constants,
-    )
-    return flag
+) -> Flag:
+    tiles = Tiles.of_elements(quantizer.bucket_size)
+    rows = bucket_rows(outs, None, payloads[0].device, tiles, quantizer.bits, quantizer.bucket_size)
+    constants = {"BITS": quantizer.bits, "STEPS": quantizer.num_steps, "BUCKET": quantizer.bucket_size}
+    return launch_decoder(_decode, rows, payloads, outs, weight, add, {**constants, **tiles.constants})
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -175,14 +163,14 @@ def _decode(
 def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool, decode: bool = True) -> None:
     tiles, l2 = Tiles.of_elements(bucket_size), norm == "l2"
     has_rows = tiles.size == bucket_size
-    constants = {"BITS": bits, "STEPS": 2**bits - 1, "BUCKET": bucket_size, "ALIGNED": True, **tiles.constants}
+    constants = {"BITS": bits, "STEPS": 2**bits - 1, "BUCKET": bucket_size, **tiles.constants}
     code_bytes = bits / 8 + 4 / bucket_size
     what = f"{bits} bits, buckets of {bucket_size}"
     add_variant(
         Variant(
             f"quantize.encode: {what}, {norm}{', residual' if residual else ''}",
             _encode_buckets,
-            {**constants, "LEAST": MIN_SCALE, "L2": l2, "RESIDUAL": residual},
+            {**constants, "LEAST": MIN_SCALE, "L2": l2, "RESIDUAL": residual, "ALIGNED": True},
             SIGNATURE,
             tiles.numel,
             least_bytes=4 + code_bytes + 4 * residual,
@@ -192,17 +180,8 @@ def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool, decode
             loop_trips=min(32, tiles.width // 32),
         )
     )
-    for add in (True, False) if decode else ():
-        add_variant(
-            Variant(
-                f"quantize.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
-                _decode,
-                {**constants, "ADD": add},
-                SIGNATURE,
-                tiles.numel,
-                least_bytes=4 + code_bytes + 4 * add,
-            )
-        )
+    if decode:
+        add_decoder_variants("quantize", what, _decode, constants, tiles.numel, code_bytes)
 
 
 _add_variants(4, 512, "max", residual=False, decode=False)

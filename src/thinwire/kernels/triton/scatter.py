@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checks import numels_of
 from ..flags import Fault, Flag, flag_of
-from .buckets import store_total, sum_flag
+from .buckets import store_total
 from .device import find
 from .faults import faults_of, raise_on_cpu
 from .launch import launch, pointers, starts, table
@@ -56,7 +56,7 @@ def total(
         at = starts(count)[:-1]
         entries += [[t.data_ptr() + 4 * i for i in at] for t in (index, value)] + [count]
     rows = table(device, pointers(outs), numels, first_tile[:-1], *entries)
-    flag, faults = sum_flag(device, add=False), faults_of(device)
+    flag, faults = torch.zeros(1, dtype=torch.int32, device=device), faults_of(device)
     arguments = (rows, flag, faults, len(outs), len(indices), weight)
     launch(_total, first_tile[-1], device, *arguments, TILE=TOTAL_TILE)
     raise_on_cpu(faults)

@@ -10,20 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL
+from ..flags import Flag
 from .buckets import (
     SIGNATURE,
+    add_decoder_variants,
     bucket_rows,
     find_scales,
     find_tile,
     first_code,
+    launch_decoder,
     load_total,
     segment_rows,
     store_tile,
     store_total,
-    sum_flag,
 )
 from .device import load_codes, load_floats, negated
-from .launch import are_aligned, launch, pointers, table
+from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
@@ -46,15 +48,11 @@ def encode_signs(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, 
 
 def decode_signs(
     payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int, two: bool, add: bool
-) -> Tensor:
-    """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
-    device, tiles = payloads[0].device, Tiles.of_elements(bucket_size)
-    flag = sum_flag(device, add)
-    rows, num_tiles = _rows(outs, None, device, tiles, bucket_size, two)
-    arguments = (rows, table(device, pointers(payloads)), flag, len(outs), len(payloads), weight)
-    constants = _constants(bucket_size, two, tiles) | {"ALIGNED": are_aligned(*payloads)}
-    launch(_decode, num_tiles, device, *arguments, ADD=add, **constants)
-    return flag
+) -> Flag:
+    """Add one payload, or overwrite with the sum of several; returns whether the sum is finite."""
+    tiles = Tiles.of_elements(bucket_size)
+    rows = _rows(outs, None, payloads[0].device, tiles, bucket_size, two)
+    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(bucket_size, two, tiles))
 
 
 def _rows(
@@ -149,29 +147,19 @@ def _decode(
 
 def _add_variants(family: str, two: bool, bucket_size: int, buckets: str) -> None:
     tiles = Tiles.of_elements(bucket_size)
-    constants = {**_constants(bucket_size, two, tiles), "ALIGNED": True}
+    constants = _constants(bucket_size, two, tiles)
     add_variant(
         Variant(
             f"{family}.encode: {buckets}, residual",
             _encode,
-            {**constants, "RESIDUAL": True},
+            {**constants, "RESIDUAL": True, "ALIGNED": True},
             SIGNATURE,
             tiles.numel,
             least_bytes=8 + 1 / 8,
             launches=3,
         )
     )
-    for add in (True, False):
-        add_variant(
-            Variant(
-                f"{family}.{'decode_add' if add else 'decode_sum, one payload'}: {buckets}",
-                _decode,
-                {**constants, "ADD": add},
-                SIGNATURE,
-                tiles.numel,
-                least_bytes=4 + 4 * add + 1 / 8,
-            )
-        )
+    add_decoder_variants(family, buckets, _decode, constants, tiles.numel, 1 / 8)
 
 
 _add_variants("sign", False, MAX_SEGMENT_NUMEL, "whole segments")

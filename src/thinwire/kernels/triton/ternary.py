@@ -11,12 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL, num_buckets
-from ..flags import Flag, flag_of
+from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
 from ..ternary import BLOCK_WORDS, Ternary
 from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
-from .buckets import SIGNATURE, WHOLE, load_total, segment_rows, store_residual, store_total, sum_flag
+from .buckets import (
+    SIGNATURE,
+    WHOLE,
+    add_decoder_variants,
+    launch_decoder,
+    load_total,
+    segment_rows,
+    store_residual,
+    store_total,
+)
 from .device import find, is_finite, load_floats, position_of, root, scale_of_magnitude, store_floats, uniform
 from .launch import are_aligned, launch, pointers, table
 from .variants import Variant, add_variant
@@ -62,21 +71,15 @@ def decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: floa
 def decode_sum(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
 ) -> Flag:
-    return flag_of(_decode_payloads(payloads, scales, outs, weight, ternary, add=False)[0] == 0)
+    return _decode_payloads(payloads, scales, outs, weight, ternary, add=False)
 
 
 def _decode_payloads(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary, add: bool
-) -> Tensor:
-    """Add one payload, or overwrite with the sum of several; an int32 on the device, 1 where a sum is not finite."""
+) -> Flag:
     device = payloads[0].device
-    flag = sum_flag(device, add)
-    rows, num_tiles = _rows(outs, None, device, ternary)
-    sources = table(device, pointers(payloads), pointers(scales))
-    arguments = (rows, sources, flag, len(outs), len(payloads), weight)
-    constants = _constants(ternary) | {"ALIGNED": are_aligned(*payloads)}
-    launch(_decode, num_tiles, device, *arguments, ADD=add, **constants)
-    return flag
+    rows, sources = _rows(outs, None, device, ternary), table(device, pointers(payloads), pointers(scales))
+    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(ternary), sources=sources)
 
 
 def _rows(
@@ -253,7 +256,7 @@ add_variant(
 
 
 def _add_variants(ternary: Ternary, what: str) -> None:
-    constants = {**_constants(ternary), "ALIGNED": True}
+    constants = _constants(ternary)
     numel = TILE_WORDS * ternary.num_digits
     word_bytes = (1 if ternary.base == 3 else 4) / ternary.num_digits
     # A scale per element where buckets have scales; words are read again for each digit.
@@ -262,25 +265,15 @@ def _add_variants(ternary: Ternary, what: str) -> None:
         Variant(
             f"ternary.encode: {what}, residual",
             _encode,
-            {**constants, "RESIDUAL": True},
+            {**constants, "RESIDUAL": True, "ALIGNED": True},
             SIGNATURE,
             numel,
             least_bytes=8 + word_bytes,
             cached_bytes=scale_bytes,
         )
     )
-    for add in (True, False):
-        add_variant(
-            Variant(
-                f"ternary.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
-                _decode,
-                {**constants, "ADD": add},
-                SIGNATURE | {"sources": "*i64"},
-                numel,
-                least_bytes=4 + 4 * add + word_bytes,
-                cached_bytes=word_bytes * (ternary.num_digits - 1) + scale_bytes,
-            )
-        )
+    cached = word_bytes * (ternary.num_digits - 1) + scale_bytes
+    add_decoder_variants("ternary", what, _decode, constants, numel, word_bytes, cached)
 
 
 _add_variants(Ternary(), "base 3, whole segments")
