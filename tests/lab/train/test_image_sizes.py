@@ -38,7 +38,7 @@ def test_pools_count_and_the_layer_is_described():
     assert blind_layers(network, (1, 3, 3)) == []
 
 
-@pytest.mark.parametrize("side", [24, 32])
+@pytest.mark.parametrize("side", [16, 24, 32])
 def test_the_small_images_of_the_defect_are_refused_in_bf16_on_cpus_and_named_elsewhere(side):
     shapes = [(3, 48, 48), (3, side, side)]
     with pytest.raises(
