@@ -172,8 +172,8 @@ def test_mixture_variance_matches_quadrature():
 
 
 def test_variance_agrees_with_measured_error():
-    """Stochastic rounding of 100 000 samples; six standard errors."""
-    dist, n = TruncatedNormal(0.05, 0.2), 100_000
+    """Stochastic rounding of 400 000 samples; six standard errors."""
+    dist, n = TruncatedNormal(0.05, 0.2), 400_000
     levels = torch.tensor(LEVEL_SETS["exponential"], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     r = dist.ppf(torch.rand(n, generator=generator, dtype=torch.float64))
