@@ -68,7 +68,8 @@ def train(comm, averager, every, steps, outer=None, inner="sgd"):
 
 def own_state(handle):
     """This worker's part of the state, without its identity."""
-    return handle.state_dict()[f"rank{handle.comm.rank}"]
+    state = handle.state_dict()[f"rank{handle.comm.rank}"]
+    return state | {"averager": state["fragments"][0]["averager"]}
 
 
 def load(model, vector):

@@ -7,9 +7,11 @@ from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .deepsqueeze import DeepSqueeze
 from .dgc import dgc
 from .gossip_base import Gossip, GossipState
+from .inverse_norm import InverseNorm, NormStatistics
 from .mean import Mean
 from .mix import Mix
 from .moniqua import Moniqua
+from .outer_sgd import OuterSGD
 from .pairwise import Pairwise, PairwiseState
 from .power_gossip import PowerGossip
 from .power_sgd import PowerSGD
@@ -27,9 +29,12 @@ __all__ = [
     "DeepSqueeze",
     "Gossip",
     "GossipState",
+    "InverseNorm",
     "Mean",
     "Mix",
     "Moniqua",
+    "NormStatistics",
+    "OuterSGD",
     "Pairwise",
     "PairwiseState",
     "PowerGossip",

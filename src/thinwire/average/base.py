@@ -73,6 +73,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def mixes_plainly(self) -> bool:
+        """Whether a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds."""
+        return False
+
+    @property
     def is_exact(self) -> bool:
         """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False

@@ -46,6 +46,10 @@ class Mix(Gossip):
     topology: Topology = field(default_factory=Ring)
 
     @property
+    def mixes_plainly(self) -> bool:
+        return True
+
+    @property
     def is_exact(self) -> bool:
         return True
 

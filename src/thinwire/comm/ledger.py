@@ -47,6 +47,9 @@ class Ledger:
     Args:
         size: number of workers, W.
 
+        num_steps: optimizer steps, where the strategy does not send in each of them (`local_updates`).
+        peak_bytes_sent: the most that one round of that strategy sent.
+
     Example:
         >>> ledger = Ledger(size=4)
         >>> ledger.record("all_gather", messages=3, bytes_sent=300, bytes_received=300)
@@ -58,6 +61,8 @@ class Ledger:
     size: int
     dense_numel: int = 0
     collectives: dict[str, Traffic] = field(default_factory=dict)
+    num_steps: int = 0
+    peak_bytes_sent: int = 0
 
     def record(self, collective: str, messages: int, bytes_sent: int, bytes_received: int) -> None:
         """Adds one call of `collective`; `messages` counts those that this worker sends."""
@@ -74,6 +79,19 @@ class Ledger:
     def add_dense(self, numel: int) -> None:
         """Notes that `numel` elements were averaged, by whatever means, for the comparison with dense averaging."""
         self.dense_numel += numel
+
+    def count_step(self) -> None:
+        """Notes an optimizer step, for `mean_bytes_sent`."""
+        self.num_steps += 1
+
+    def record_round(self, num_bytes: int) -> None:
+        """Notes that one round sent `num_bytes`, for `peak_bytes_sent`; they are recorded by collective already."""
+        self.peak_bytes_sent = max(self.peak_bytes_sent, num_bytes)
+
+    @property
+    def mean_bytes_sent(self) -> float:
+        """Bytes sent in a mean optimizer step; 0.0 where no steps are counted."""
+        return self.bytes_sent / self.num_steps if self.num_steps else 0.0
 
     @property
     def messages(self) -> int:
@@ -105,13 +123,14 @@ class Ledger:
         return replace(self, collectives={name: replace(traffic) for name, traffic in list(self.collectives.items())})
 
     def since(self, snapshot: Ledger) -> Ledger:
-        """What was added after `snapshot` was taken of this ledger."""
+        """What was added after `snapshot` was taken of this ledger; the peak is that of all rounds."""
         added = {
             name: traffic - snapshot.collectives.get(name, Traffic())
             for name, traffic in self.snapshot().collectives.items()
         }
         added = {name: traffic for name, traffic in added.items() if traffic.calls}
-        return Ledger(self.size, self.dense_numel - snapshot.dense_numel, added)
+        dense, steps = self.dense_numel - snapshot.dense_numel, self.num_steps - snapshot.num_steps
+        return Ledger(self.size, dense, added, steps, self.peak_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
         """All counts as plain values, to be restored."""
@@ -120,6 +139,7 @@ class Ledger:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned: counts go on from there."""
         self.dense_numel = saved["dense_numel"]
+        self.num_steps, self.peak_bytes_sent = saved["num_steps"], saved["peak_bytes_sent"]
         self.collectives = {name: Traffic(**traffic) for name, traffic in saved["collectives"].items()}
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,6 +148,8 @@ class Ledger:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "messages": self.messages,
+            "mean_bytes_sent": self.mean_bytes_sent,
+            "peak_bytes_sent": self.peak_bytes_sent,
             "dense_fp32_bytes": self.dense_fp32_bytes,
             "dense_bf16_bytes": self.dense_bf16_bytes,
             "collectives": {name: asdict(traffic) for name, traffic in self.collectives.items()},

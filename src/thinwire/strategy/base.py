@@ -109,7 +109,8 @@ class Strategy(ABC):
         require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
         self._ready()
         self.comm.check_agreement({"epoch": epoch})
-        self.averager.set_epoch(self._state, epoch)
+        for state in self._states:
+            self.averager.set_epoch(state, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, under a key with its rank. Workers differ, and each saves and loads its own state.
@@ -186,6 +187,11 @@ class Strategy(ABC):
     ) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
         return args, kwargs
+
+    @property
+    def _states(self) -> list[Any]:
+        """The averager's states; one, unless a strategy averages parts of the model apart."""
+        return [self._state]
 
     # ---- what a derived class uses ----
 

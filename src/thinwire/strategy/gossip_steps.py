@@ -26,7 +26,7 @@ from ..comm import Communicator
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .models import NamedParameters, make_equal, refuse_ddp, updated_by
-from .optimizer_step import Arguments, closure_of, stepping_optimizer, with_closure
+from .optimizer_step import Arguments, ScalerWatch, closure_of, stepping_optimizer, with_closure
 from .own_gradients import OwnGradients
 from .rounds import ParameterRounds
 
@@ -62,7 +62,6 @@ class ParameterGossip(GossipStrategy):
         self._overlap, self._staleness, self._combines_first = overlap, staleness, order == ORDERS[0]
         self._steps_since_begin = 0
         self._was_updated = False  # before the first update all workers agree: there is nothing to average
-        self._took_part = False
         with self._attaching() as comm:
             names = [name for name, _ in parameters]
             make_equal(
@@ -74,8 +73,8 @@ class ParameterGossip(GossipStrategy):
             self._state = self._rounds.state
             self._on_detach(self._rounds.to_debiased)
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
-            if scaler is not None:
-                self._watch(scaler)
+            self._watch = ScalerWatch(scaler, self._take_part)
+            self._on_detach(self._watch.remove)
 
     def synchronize(self) -> None:
         """Absorb the round in flight, if there is one; all workers call it after the same step."""
@@ -158,7 +157,8 @@ class ParameterGossip(GossipStrategy):
             self._combine()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._was_updated = self._took_part = True
+        self._was_updated = True
+        self._watch.stepped()
         self._steps_since_begin += 1
         if not self._combines_first:
             self._combine()
@@ -167,26 +167,17 @@ class ParameterGossip(GossipStrategy):
             self._steps_since_begin = 0
         self._rounds.to_debiased()
 
+    def _take_part(self) -> None:
+        """A round without an update."""
+        self._before_update()
+        self._after_step(self._optimizer, (), {})
+
     def _combine(self) -> None:
         if not self._overlap:
             if self._was_updated:
                 self._rounds.run()
         elif self._steps_since_begin >= self._staleness:
             self._rounds.absorb()
-
-    def _watch(self, scaler: Any) -> None:
-        """Take part in rounds also where a `GradScaler` skips the optimizer's step; its `update` comes after each step."""
-        update = scaler.update
-
-        def update_and_take_part(*args: Any, **kwargs: Any) -> None:
-            if not self._took_part:
-                self._before_update()
-                self._after_step(self._optimizer, (), {})
-            self._took_part = False
-            update(*args, **kwargs)
-
-        scaler.update = update_and_take_part
-        self._on_detach(lambda: vars(scaler).pop("update"))
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,16 +1,24 @@
 """The rounds of `local_updates`: workers train alone for H steps, and then average what they changed.
 
-Every worker keeps an *anchor*: its parameters after the last round, in float32 (float64 for float64 parameters). After H
-steps of the optimizer a round follows, inside the step's hook:
+Every worker keeps an *anchor*: its parameters after the last round, in float32 (float64 for float64 parameters). The model is
+divided into *fragments* (`fragments.py`), one by default. A fragment is exchanged every H steps of the optimizer, inside the
+step's hook:
 
     1. measure    the pseudo-gradient g_i = anchor - parameters, the changes since the last round
     2. average    g_i becomes the mean of all workers, with the averager's codec and memory
     3. step       the outer optimizer applies it to the anchor; by default anchor <- anchor - g, which is plain averaging
-    4. restart    parameters <- anchor
+    4. merge      parameters <- alpha parameters + (1 - alpha) anchor; by default alpha = 0
 
-A gossip averager has no mean that all workers know. Step 2 is left out: each worker's outer optimizer applies its own
-pseudo-gradient, and the anchors gossip one round between steps 3 and 4. Where the outer optimizer is linear (SGD, with or
-without momentum), the mean of the anchors over workers follows the same equation either way.
+With a delay of tau steps, phase 2 runs in a thread while the training goes on, and phases 3 and 4 come tau steps later. One
+exchange is in flight at a time: the next one waits in its own thread, and the training waits only for what it merges. A round
+is merged at the same step on all workers, so the result does not depend on the network's speed.
+
+A gossip averager has no mean that all workers know. Phase 2 is left out: each worker's outer optimizer applies its own
+pseudo-gradient, and then the anchors gossip one round, which is what flies. Where the outer optimizer is linear (SGD, with or
+without momentum), the mean of the anchors over workers follows the same equation either way. With `pull`, pseudo-gradients and
+anchors are mixed with those of neighbours, and the outer optimizer applies
+
+    mixed g + pull (anchor - mixed anchor)
 
 Push-sum. The anchor is the biased x, and the parameters restart from z = x/w. Changes of z are applied to x unweighted, so
 the mean of x moves by the mean of all changes, whatever the weights are.
@@ -27,24 +35,31 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from .. import kernels
 from ..algorithm import require
-from ..average.base import Averager, NamedTensors
+from ..average.base import Averager
+from ..clock import Clock
 from ..comm import Communicator
+from ..streams import WorkStream, refuse_capture
 from .base import Strategy
 from .dgc_sgd import check_optimizer
+from .flight import Flight
+from .fragments import Fragment, make_fragments
 from .live_parameters import LiveParameters
+from .local_options import LocalOptions
 from .models import as_real, make_equal, refuse_ddp, trainable, unexpanded
-from .optimizer_step import Arguments, stepping_optimizer
+from .optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from .own_gradients import OwnGradients
 
-OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
 
 
 class LocalUpdates(Strategy):
@@ -58,82 +73,127 @@ class LocalUpdates(Strategy):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         averager: Averager,
-        every: int,
+        options: LocalOptions,
         outer: OuterOptimizer,
         *,
         comm: Communicator | None,
+        scaler: Any,
         on_nonfinite: str,
         max_nonfinite: int,
         seed: int,
     ):
         refuse_ddp(self.call, model)
         super().__init__(model, trainable(model), averager, comm, on_nonfinite, max_nonfinite)
-        self._optimizer, self._every, self._step = stepping_optimizer(self.call, optimizer), every, 0
+        self._optimizer, self._options = stepping_optimizer(self.call, optimizer), options
+        self._step = self._num_steps = 0
+        self._clock = Clock()
+        self._last_flight: Flight[bool] | None = None
         with self._attaching() as comm:
             names = [name for name, _ in self.parameters]
-            make_equal(model, comm, averager=averager, every=every, parameters=names)
+            make_equal(model, comm, averager=averager, **options.as_dict(), parameters=names)
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
             self._anchors = [(name, _anchor(p)) for name, p in self._live.tensors()]
-            self._outer = outer([anchor for _, anchor in self._anchors])
+            device = self._anchors[0][1].device
+            self._work, self._device, self._clock.device = WorkStream(device), device, device
+            made = outer([anchor for _, anchor in self._anchors])
+            self._scheduler = made if isinstance(made, LRScheduler) else None
+            self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             comm.check_agreement({"outer optimizer": repr(self._outer)})
             if averager.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
-            self._state = averager.init(self._anchors, comm, seed)
+            self._fragments = make_fragments(self._anchors, options.fragments, options.every, options.pull is not None)
+            for fragment in self._fragments:
+                tensors = fragment.anchors if options.pull is None else fragment.named_pulled()
+                fragment.state = averager.init(tensors, comm, seed)
+                fragment.state.clock.device = device
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
+            self._watch = ScalerWatch(scaler, lambda: self._after_step(self._optimizer, (), {}))
+            self._on_detach(self._watch.remove)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: measure and outer, and those of the averager."""
-        return super().seconds
+        """Wall-clock seconds so far by phase: measure, outer, and those of the averager.
+
+        With a delay also "blocked": what the training waited for messages that were not there when they were to be merged.
+        """
+        total: Counter[str] = Counter()
+        for clock in (self._clock, *(fragment.state.clock for fragment in self._fragments)):
+            total.update(clock.seconds)
+        return dict(total)
+
+    @property
+    def num_fragments(self) -> int:
+        """P, the number of fragments."""
+        return len(self._fragments)
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Leave the same parameters and floating-point buffers on all workers. All call it, for example at the end.
 
-        A partial period, of fewer than H steps, gets a round of its own. Under gossip the exact mean of the anchors follows,
-        dense: 2 (W-1)/W 4n bytes per worker. The next round is H steps later.
+        It merges what is in flight. Fragments that have moved since their last round get a round of their own, without delay.
+        Under gossip the exact mean of the anchors follows, dense: 2 (W-1)/W 4n bytes per worker. A new period begins.
         """
         self._live.check()
-        if self._step:
-            self._round()
+        self._merge_all()
+        for fragment in self._fragments:
+            if fragment.has_moved:
+                self._begin(fragment, delay=0)
+                self._merge(fragment, alpha=0.0)
+        self._step = 0
         if not self.averager.gives_one_mean:
             _average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
-            for _, anchor in self._anchors:
-                anchor.div_(self.averager.debias_factor(self._state))
-            self._restart()
+            for fragment in self._fragments:
+                for _, anchor in fragment.anchors:
+                    anchor.div_(self.averager.debias_factor(fragment.state))
+                self._restart(fragment, alpha=0.0)
         buffers = [as_real(b.detach()) for b in self._model.buffers()]
         _average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
     # ---- what the base asks for ----
 
+    @property
+    def _states(self) -> list[Any]:
+        return [fragment.state for fragment in self._fragments]
+
     def _own_state(self) -> dict[str, Any]:
-        """Anchor, outer optimizer, averager and steps since the last round; with the model and the inner optimizer, beside
-        which each worker saves it, training resumes bit for bit."""
+        """Anchor, outer optimizer, fragments and steps since the last round; with the model and the inner optimizer, beside
+        which each worker saves it, training resumes bit for bit. Results of rounds in flight are saved, not merged."""
         return {
             "step": self._step,
+            "num_steps": self._num_steps,
             "anchor": {name: anchor.detach().clone() for name, anchor in self._anchors},
             "outer": _rename(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
-            "averager": self._state.state_dict(),
+            "scheduler": None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict()),
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
     def _load_own(self, saved: dict[str, Any]) -> None:
+        there, here = len(saved["fragments"]), len(self._fragments)
+        require(there == here, f"local_updates: the saved state has {there} fragments, expected {here}")
         for name, anchor in self._anchors:
             anchor.data.copy_(saved["anchor"][name])
         indices = {name: i for i, name in enumerate(self._outer_names())}
         self._outer.load_state_dict(_rename(copy.deepcopy(saved["outer"]), indices))
-        self._state.load_state_dict(saved["averager"])
-        self._step = saved["step"]
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
+        for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
+            fragment.load_state_dict(state)
+        self._step, self._num_steps = saved["step"], saved["num_steps"]
 
     def _ready(self) -> None:
-        """Nothing to do: no round outlasts a step."""
+        for fragment in self._fragments:
+            fragment.settle()
+        self._last_flight = None
 
+    @torch.no_grad()
     def _finish(self) -> None:
-        """Nothing to do: the parameters stay as they are, and local."""
+        """Merge what is in flight; the parameters stay local."""
+        self._merge_all()
 
     def _abandon(self, error: BaseException) -> None:
-        """Nothing to do."""
+        """Nothing to do: rounds in flight end in their own threads."""
 
     # ---- one step of the inner optimizer ----
 
@@ -145,49 +205,129 @@ class LocalUpdates(Strategy):
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._watch.stepped()
         self._step += 1
-        if self._step == self._every:
-            self._round()
+        self._num_steps += 1
+        self.comm.ledger.count_step()
+        self._average_optimizer_state()
+        for fragment in self._fragments:
+            fragment.has_moved = True
+            if fragment.in_flight:
+                fragment.steps_to_merge -= 1
+                if fragment.steps_to_merge == 0:
+                    self._merge(fragment, self._options.alpha)
+        for fragment in self._fragments:
+            if fragment.offset == self._step:
+                self._begin(fragment, self._options.delay)
+                if self._options.delay == 0:
+                    self._merge(fragment, self._options.alpha)
+        self._step %= self._options.every
+
+    def _average_optimizer_state(self) -> None:
+        """Average those states of the inner optimizer whose period ends with this step."""
+        due = [key for key, every in self._options.state_every.items() if self._num_steps % every == 0]
+        if due:
+            self._ready()
+        for key in due:
+            _average_exactly(_states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
 
     # ---- a round, in the four phases of the module's text ----
 
-    def _round(self) -> None:
-        self._step = 0
-        with self._state.clock("measure"):
-            changes = [(name, self._measure(anchor, p)) for (name, anchor), (_, p) in self._pairs()]
+    def _begin(self, fragment: Fragment, delay: int) -> None:
+        """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
+        with self._clock("measure"):
+            self._measure(fragment)
         if not self.averager.gives_one_mean:
-            finite = kernels.flags.read(kernels.all_finite([g for _, g in changes]))
-        else:
-            finite = self._average(changes)
-        if finite:
-            with self._state.clock("outer"):
-                self._outer.step()
-        else:
-            warnings.warn(
-                f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2
-            )
-        if not self.averager.gives_one_mean:
-            self._average(self._anchors)
-        self._restart()
+            self._apply_own_changes(fragment)
+        fragment.has_moved = False
+        if delay == 0:
+            self._ready()
+            fragment.finite = self._exchange(fragment)
+            return
+        refuse_capture(self._device)
+        with self._work.after_caller():
+            pass  # so that the work stream waits for what was measured
+        flight = Flight(lambda: self._exchange(fragment), self._work, after=self._last_flight)
+        fragment.flight = self._last_flight = flight
+        fragment.steps_to_merge = delay
 
-    def _measure(self, anchor: nn.Parameter, p: Tensor) -> Tensor:
-        """The pseudo-gradient, in the anchor's `grad`: from the estimate where this period began to where it ended."""
-        gradient = anchor.grad
-        assert gradient is not None
-        torch.mul(anchor, self.averager.debias_factor(self._state), out=gradient)
-        return gradient.sub_(p)
+    def _measure(self, fragment: Fragment) -> None:
+        """The pseudo-gradient: from the estimate where this period began to where it ended."""
+        factor = self.averager.debias_factor(fragment.state)
+        for (_, anchor), gradient, p in zip(fragment.anchors, fragment.changes, self._parts(fragment), strict=True):
+            torch.mul(anchor, factor, out=gradient)
+            gradient.sub_(p)
+        for copied, (_, anchor) in zip(fragment.pulled, fragment.anchors, strict=False):
+            copied.copy_(anchor)
 
-    def _average(self, tensors: NamedTensors) -> bool:
-        self.averager.step(self._state, tensors, self.comm).wait()
-        return self.averager.commit(self._state)
+    def _apply_own_changes(self, fragment: Fragment) -> None:
+        """Under gossip: give up changes that are not finite, and apply the others, unless `pull` mixes them first."""
+        fragment.gave_up = not kernels.flags.read(kernels.all_finite(fragment.changes))
+        if fragment.gave_up:
+            self._warn()
+            for gradient in fragment.changes:
+                gradient.zero_()
+        elif self._options.pull is None:
+            self._apply(fragment)
 
-    def _restart(self) -> None:
-        factor = self.averager.debias_factor(self._state)
-        for (_, anchor), (_, p) in self._pairs():
-            p.copy_(anchor * factor)
+    def _exchange(self, fragment: Fragment) -> bool:
+        """Phase 2, in this or another thread; returns whether the result is finite."""
+        comm, before = self.comm, self.comm.ledger.bytes_sent
+        if self._options.weights is not None:
+            self._options.weights.scale(fragment.changes, fragment.statistics, comm)
+        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
+        tensors = tensors if self._options.pull is None else fragment.named_pulled()
+        self.averager.step(fragment.state, tensors, comm).wait()
+        finite = self.averager.commit(fragment.state)
+        comm.ledger.record_round(comm.ledger.bytes_sent - before)
+        return finite
 
-    def _pairs(self) -> Iterable[tuple[tuple[str, nn.Parameter], tuple[str, Tensor]]]:
-        return zip(self._anchors, self._live.tensors(), strict=True)
+    def _merge(self, fragment: Fragment, alpha: float) -> None:
+        """Phases 3 and 4."""
+        if fragment.flight is not None:
+            with self._clock("blocked"):
+                fragment.settle()
+        finite, fragment.finite = bool(fragment.finite), None
+        if self.averager.gives_one_mean or self._options.pull is not None:
+            if finite:
+                self._apply(fragment)
+            else:
+                self._warn()
+        self._restart(fragment, alpha if finite and not fragment.gave_up else 0.0)
+        fragment.gave_up = False
+        if self._scheduler is not None and fragment is self._fragments[-1]:
+            self._scheduler.step()
+
+    def _merge_all(self) -> None:
+        for fragment in self._fragments:
+            if fragment.in_flight:
+                self._merge(fragment, self._options.alpha)
+
+    def _apply(self, fragment: Fragment) -> None:
+        """The outer optimizer's step on the anchors of one fragment."""
+        with self._clock("outer"):
+            for copied, (_, anchor), gradient in zip(fragment.pulled, fragment.anchors, fragment.changes, strict=False):
+                gradient.add_(anchor - copied, alpha=self._options.pull or 0.0)
+            for (_, anchor), gradient in zip(fragment.anchors, fragment.changes, strict=True):
+                anchor.grad = gradient
+            self._outer.step()
+            for _, anchor in fragment.anchors:
+                anchor.grad = None  # the next step is another fragment's
+
+    def _restart(self, fragment: Fragment, alpha: float) -> None:
+        factor = self.averager.debias_factor(fragment.state)
+        for (_, anchor), p in zip(fragment.anchors, self._parts(fragment), strict=True):
+            start = anchor * factor
+            p.copy_(start if alpha == 0 else torch.lerp(start, p.to(start.dtype), alpha))
+        fragment.has_moved = alpha != 0
+
+    def _parts(self, fragment: Fragment) -> list[Tensor]:
+        """The parameters of a fragment, as they are now."""
+        parameters = self._live.tensors()
+        return [parameters[place][1] for place in fragment.places]
+
+    def _warn(self) -> None:
+        warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
@@ -198,17 +338,21 @@ class LocalUpdates(Strategy):
         return [names[id(p)] for group in self._outer.param_groups for p in group["params"]]
 
 
-def plain(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The outer optimizer anchor <- anchor - g: the anchor becomes the mean of the parameters."""
-    return torch.optim.SGD(anchors, lr=1.0)
-
-
 def _anchor(p: Tensor) -> nn.Parameter:
-    """A copy in float32 at least, so that small outer steps are not lost; its `grad` has room for the pseudo-gradient."""
+    """A copy in float32 at least, so that small outer steps are not lost."""
     wide = torch.promote_types(p.dtype, torch.float32)
-    anchor = nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))
-    anchor.grad = torch.zeros_like(anchor)
-    return anchor
+    return nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))
+
+
+def _states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], key: str) -> list[Tensor]:
+    """One state of each parameter; zeros, which nothing keeps, where a worker has not made it yet."""
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    known = {name for state in states for name in state}
+    require(
+        not known or key in known,
+        f"local_updates: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
+    )
+    return [state[key] if key in state else torch.zeros_like(p) for p, state in zip(parameters, states, strict=True)]
 
 
 def _average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:

@@ -64,3 +64,33 @@ def once_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act:
         return loss
 
     return with_closure(args, kwargs, evaluate)
+
+
+class ScalerWatch:
+    """Takes part in rounds also where a `GradScaler` skips the optimizer's step; its `update` comes after each step.
+
+    Args:
+        scaler: the loss scaler; None watches nothing.
+        take_part: what the worker does in place of a step.
+    """
+
+    def __init__(self, scaler: Any, take_part: Callable[[], None]):
+        self._scaler, self._take_part, self._has_stepped = scaler, take_part, False
+        if scaler is not None:
+            self._update = scaler.update
+            scaler.update = self._update_and_take_part
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, and the worker took part."""
+        self._has_stepped = True
+
+    def remove(self) -> None:
+        """Leave the scaler as it was."""
+        if self._scaler is not None:
+            vars(self._scaler).pop("update")
+
+    def _update_and_take_part(self, *args: Any, **kwargs: Any) -> None:
+        if not self._has_stepped:
+            self._take_part()
+        self._has_stepped = False
+        self._update(*args, **kwargs)

@@ -16,15 +16,15 @@ Push-sum. While a round or the optimizer works on them, the parameters are the b
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from .. import debug
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator, Handle
+from ..comm import Communicator
 from ..streams import WorkStream, refuse_capture
+from .flight import Flight
 from .live_parameters import LiveParameters
 
 
@@ -45,7 +45,7 @@ class ParameterRounds:
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
         self._changes: NamedTensors = []
-        self._flight: Flight | None = None
+        self._flight: Flight[None] | None = None
         self._debias_factor, self._is_biased = 1.0, False
 
     @property
@@ -80,7 +80,7 @@ class ParameterRounds:
             handle = self.averager.step(self.state, self._changes, self.comm)
             for _, change in self._changes:
                 change.zero_()  # the round adds its change to this zero
-        self._flight = Flight(handle, self._work)
+        self._flight = Flight(handle.wait, self._work)
 
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
@@ -125,30 +125,6 @@ class ParameterRounds:
         if factor != 1.0:
             for _, p in self.live.tensors():
                 p.mul_(factor)
-
-
-class Flight:
-    """A round that has begun, and the thread that waits for it."""
-
-    def __init__(self, handle: Handle, work: WorkStream):
-        self._handle, self._work = handle, work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="thinwire-round", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Block until the round has ended, as far as the host sees. Raises the round's error, if it had one."""
-        self._thread.join()
-        self._work.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            with self._work.continued():
-                self._handle.wait()
-        except BaseException as error:  # for `wait`
-            self._error = error
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
