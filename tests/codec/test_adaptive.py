@@ -90,7 +90,7 @@ def test_workers_agree_and_levels_change_when_they_should(averager):
         assert all(a < b for a, b in itertools.pairwise(found))
 
 
-@every_averager
+@pytest.mark.parametrize("averager", [*AVERAGERS[1:6], *AVERAGERS[8:12:3], AVERAGERS[-1]], ids=repr)
 def test_a_resumed_run_continues_with_the_same_bits(averager):
     """Resumed between sampling and update, and between updates."""
     whole, *resumed = (tw.LocalWorld(2).run(run, averager, 6, 1.0, at) for at in (None, 2, 4))

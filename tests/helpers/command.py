@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from .program import Program
 from .spawn import CONTEXT
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
@@ -51,9 +51,8 @@ def python(*arguments: object, cwd: Path, timeout: float = 400, **environment: s
         subprocess.TimeoutExpired: the program was still at work after `timeout` seconds and was killed.
     """
     with started([*map(str, arguments)], cwd=cwd, **environment) as process:
-        out, err = process.communicate(timeout)
-        assert process.returncode is not None
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        code = process.wait(timeout)
+        return subprocess.CompletedProcess(arguments, code, process.stdout, process.stderr)
 
 
 @contextlib.contextmanager
@@ -66,12 +65,11 @@ def started(arguments: Sequence[str], cwd: Path, **environment: str) -> Iterator
         environment: variables in addition to those of this process.
     """
     with tempfile.TemporaryDirectory() as folder:
-        process = Program(list(arguments), cwd, environment, Path(folder))
+        process = Program(_main, list(arguments), str(cwd), folder=Path(folder), **environment)
         try:
             yield process
         finally:
             process.kill()
-            process.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -92,67 +90,13 @@ def with_forked_programs(imports: Sequence[str], fn: Callable[..., object], *arg
     assert process.exitcode == 0, f"ended with exit code {process.exitcode}"
 
 
-class Program:
-    """A program of `started`, with the methods of `subprocess.Popen`."""
-
-    def __init__(self, args: list[str], cwd: Path, environment: dict[str, str], folder: Path):
-        self.args = args
-        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
-        self.stdout.touch()
-        self.stderr.touch()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self._process = CONTEXT.Process(target=_main, args=(args, str(cwd), env, str(folder)))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._process.exitcode
-
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Waits until the condition holds; fails if the program ends before."""
-        wait_until(lambda: self.poll() is not None or condition(), what)
-        assert condition(), f"ended with exit code {self.returncode} before {what}: {self.stderr.read_text()}"
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What the program wrote until its end, to stdout and stderr."""
-        self.wait(timeout)
-        return self.stdout.read_text(), self.stderr.read_text()
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 400, poll: float = 0.02) -> None:
-    """Waits until the condition holds; fails after so many seconds, which a loaded machine may need."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} seconds: {what}"
-        time.sleep(poll)
-
-
 # ---- in the program's process ----
 
 
-def _main(args: list[str], cwd: str, env: dict[str, str], folder: str) -> NoReturn:
+def _main(args: list[str], cwd: str) -> NoReturn:
     os.setsid()
-    streams = [os.open(f"{folder}/{name}", os.O_WRONLY) for name in ("stdout", "stderr")]
     _fork_what_is_started()
-    _become(args, cwd, env, [-1, *streams])
+    _become(args, cwd, dict(os.environ), [])
 
 
 def _call(errors: Connection, imports: Sequence[str], fn: Callable[..., object], args: Sequence[object]) -> None:

@@ -24,7 +24,7 @@ from .spawn import CONTEXT
 
 
 class Program:
-    """`function(*arguments)` as the main program of a process, which starts at once.
+    """`function(*arguments)` as the main program of a process, which starts at once, with the methods of `subprocess.Popen`.
 
     Args:
         function: of a test file or a module that it imports; it is pickled by name.
@@ -35,50 +35,67 @@ class Program:
 
     def __init__(self, function: Callable[..., None], *arguments: Any, folder: Path, **environment: str):
         self._streams = tempfile.mkdtemp(dir=folder)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+        for name in ("stdout", "stderr"):
+            Path(self._streams, name).touch()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self._process = CONTEXT.Process(target=_main, args=(function, arguments, env, self._streams))
         self._process.start()
-        self.pid = self._process.pid or 0
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     @property
     def stdout(self) -> str:
-        return self._read("stdout")
+        """What the program has written to stdout until now."""
+        return Path(self._streams, "stdout").read_text()
 
     @property
     def stderr(self) -> str:
-        return self._read("stderr")
+        return Path(self._streams, "stderr").read_text()
 
-    def _read(self, name: str) -> str:
-        path = Path(self._streams, name)
-        return path.read_text() if path.exists() else ""
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
-    def wait_for_line(self, line: str, timeout_seconds: float = 60.0) -> None:
-        """Waits until the program has printed `line`; an error if it ends before."""
-        end = time.monotonic() + timeout_seconds
-        while line not in self.stdout.splitlines():
-            assert self._process.exitcode is None, f"the program ended with {self._process.exitcode}: {self.stderr}"
-            assert time.monotonic() < end, f"the program did not print {line!r} in {timeout_seconds} seconds"
-            time.sleep(0.01)
-
-    def wait(self, timeout_seconds: float = 60.0) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """The exit code.
 
         Raises:
-            subprocess.TimeoutExpired: the program was still at work after `timeout_seconds`; it is killed.
+            subprocess.TimeoutExpired: the program was still at work after `timeout` seconds; it is killed.
         """
-        self._process.join(timeout_seconds)
+        self._process.join(timeout)
         if self._process.exitcode is None:
             self.kill()
-            raise subprocess.TimeoutExpired(str(self._process), timeout_seconds, self.stdout, self.stderr)
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0, self.stdout, self.stderr)
         return self._process.exitcode
 
-    def interrupt(self) -> None:
-        """Sends SIGINT, as Ctrl-C does."""
-        os.kill(self.pid, signal.SIGINT)
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What the program wrote until its end, to stdout and stderr."""
+        self.wait(timeout)
+        return self.stdout, self.stderr
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Waits until the condition holds; fails if the program ends before."""
+        wait_until(lambda: self.returncode is not None or condition(), what)
+        assert condition(), f"ended with exit code {self.returncode} before {what}: {self.stderr}"
+
+    def wait_for_line(self, line: str) -> None:
+        self.wait_until(lambda: line in self.stdout.splitlines(), f"the line {line!r}")
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 400, poll: float = 0.02) -> None:
+    """Waits until the condition holds; fails after so many seconds, which a loaded machine may need."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds: {what}"
+        time.sleep(poll)
 
 
 @contextlib.contextmanager
@@ -89,7 +106,7 @@ def programs(
     started: list[Program] = []
     try:
         for values in arguments:
-            started.append(Program(function, *values, folder=folder, **environment))
+            started.append(Program(function, *values, folder=folder, GLOO_SOCKET_IFNAME="lo", **environment))
         yield started
     finally:
         for program in started:

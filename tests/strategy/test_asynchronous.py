@@ -423,8 +423,8 @@ def test_ctrl_c_ends_all_processes(tmp_path, phase, to):
             process.wait_for_line("ready")
         time.sleep(0.1)  # for `detach` to wait
         for rank in to:
-            processes[rank].interrupt()
-        codes = [process.wait(timeout_seconds=30) for process in processes]  # less than any timeout of the library
+            processes[rank].send_signal(signal.SIGINT)
+        codes = [process.wait(30) for process in processes]  # less than any timeout of the library
         errors = [process.stderr for process in processes]
     assert "KeyboardInterrupt" in errors[1]
     assert "KeyboardInterrupt" in errors[0] or "rank 1" in errors[0]

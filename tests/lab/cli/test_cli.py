@@ -1,4 +1,4 @@
-"""The command line as its users meet it. One run and `torchrun` are real commands; the rest starts quickly."""
+"""The command line as its users meet it. One run is a real command; the rest starts quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import started, thinwire, wait_until
+from helpers.command import TORCHRUN, python, started, thinwire
+from helpers.program import wait_until
 
 COMMAND = [sys.executable, "-m", "thinwire"]
 SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
@@ -93,18 +94,9 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
 
 
 def test_the_same_command_under_torchrun(finished):
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "thinwire",
-    ]
     options = (*SHORT, "--averager", SPARSE, "--name", "torchrun")
-    done = run_really(launcher, *options, cwd=finished, GLOO_SOCKET_IFNAME="lo")
+    launcher = [*TORCHRUN, "--nproc-per-node", 2, "-m", "thinwire"]
+    done = python(*launcher, *options, cwd=finished, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     assert summary_of(finished / "runs" / "torchrun")["final"] == summary_of(finished / "runs" / "first")["final"]
 

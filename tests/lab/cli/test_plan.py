@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from helpers.command import TORCHRUN, python
 
 from thinwire.lab.cli import main
 from thinwire.lab.cli.plan import parse_count
@@ -53,9 +52,8 @@ def test_figures_show_the_methods_that_win_somewhere(tmp_path, capsys):
 
 def test_links_are_measured_between_the_workers_of_a_launcher(tmp_path):
     file = tmp_path / "plan.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    options = ["thinwire", "plan", "--parameters", "10k", "--compute", "0.01", "--measure", "--json", str(file)]
-    run = subprocess.run([*launcher, *options], capture_output=True, text=True)
+    options = ["--parameters", "10k", "--compute", "0.01", "--measure", "--json", file]
+    run = python(*TORCHRUN, "--nproc-per-node", 2, "-m", "thinwire", "plan", *options, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("2 workers on 1 node,") == 1  # rank 0 alone prints
     assert min(row["step_seconds"] for row in json.loads(file.read_text())) >= 0.01

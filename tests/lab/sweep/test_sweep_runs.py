@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.command import started, thinwire, wait_until
+from helpers.command import started, thinwire
+from helpers.program import wait_until
 from rich.console import Console, ConsoleDimensions
 
 from thinwire.lab.sweep import Status, read_sweep, run_locally, status_of

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.command import started, thinwire, wait_until, with_forked_programs
+from helpers.command import started, thinwire, with_forked_programs
+from helpers.program import wait_until
 
 from thinwire.lab.sweep import read_sweep, status_of
 from thinwire.lab.sweep.execute import start, write_down
@@ -88,7 +89,7 @@ def test_a_job_that_is_about_to_end_stops_its_run_and_can_be_requeued(sweep_of):
         job.wait_until(lambda: "step" in status_of(run).detail, "the first row of the run")
         assert start(run) is None  # a second job for the same run leaves it alone
         job.send_signal(signal.SIGUSR2)  # as submitit's handler gets it, in the midst of waiting
-        assert job.wait(400) == 7, job.stderr.read_text()
+        assert job.wait(400) == 7, job.stderr
     assert status_of(run).state == "stopped"
 
 

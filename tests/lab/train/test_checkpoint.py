@@ -107,13 +107,18 @@ def go_on(config: RunConfig, folder: Path, comm, steps: int | None = None) -> bo
     return True
 
 
-def stop_wherever_they_can(comm, configs: dict[str, RunConfig], folder: Path) -> None:
-    """Of each configuration one run without a stop, and one that stops wherever it can: after every step, or row."""
+def steps_between_stops(name: str) -> int:
+    """One for some runs. The others stop after every second step: their restarts take most of the time."""
+    return 1 if name in LOOSE or STRICT.index(name) % 5 == 0 else 2
+
+
+def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
+    """Of each configuration one run without a stop, and one that stops."""
     with mock.patch.object(Digits, "load", cache(Digits.load)):  # the same images for all runs, read once
         for name, config in configs.items():
             try:
                 assert go_on(config, folder_of(folder, name) / "whole", comm)
-                while not go_on(config, folder_of(folder, name) / "chain", comm, steps=1):
+                while not go_on(config, folder_of(folder, name) / "chain", comm, steps_between_stops(name)):
                     pass
             except Exception as error:
                 raise RuntimeError(f"{name}: {error}") from error
@@ -162,18 +167,20 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     tiny.text(folder)
     tiny.images(folder / "images")
-    spawn(2, stop_wherever_they_can, configs(folder), folder, timeout_seconds=1500)
-    spawn(4, stop_wherever_they_can, LOOSE, folder, timeout_seconds=1500)
+    spawn(2, stop_and_go_on, configs(folder), folder, timeout_seconds=1500)
+    spawn(4, stop_and_go_on, LOOSE, folder, timeout_seconds=1500)
     return folder
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_a_run_that_stops_after_every_step_goes_on_with_the_same_bits(name, runs):
+def test_a_run_that_stops_goes_on_with_the_same_bits(name, runs):
     whole, chain = (folder_of(runs, name) / which for which in ("whole", "chain"))
     steps = [row["step"] for row in rows_of(whole)]
     assert {2, 3, 4, 5} == set(steps) and sum("test_loss" in row for row in rows_of(whole)) == 2
     saved = sorted(path.name for path in (chain / "checkpoints").glob("step-*"))
-    assert saved == [f"step-{step:06d}" for step in range(1, STEPS + 1)]
+    every = steps_between_stops(name)
+    stops = {*range(every, STEPS + 1, every), 3, STEPS}  # the first epoch ends after the third step
+    assert saved == [f"step-{step:06d}" for step in sorted(stops)]
     assert_same(whole, chain)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import started, thinwire, wait_until
+from helpers.command import started, thinwire
+from helpers.program import wait_until
 
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.checkpoint import latest
@@ -227,7 +228,7 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
     folder = tmp_path / "runs" / "killed"
     with started(["-m", "thinwire", *command, "--name", "killed"], tmp_path) as killed:
         while not (latest(folder / "checkpoints") or Path()).name > "step-000002":
-            assert killed.poll() is None
+            assert killed.returncode is None
             time.sleep(0.01)
         below = [int(child) for child in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
         killed.kill()

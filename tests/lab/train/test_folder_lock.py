@@ -34,7 +34,7 @@ def taken(tmp_path):
     write_json(folder / "config.json", RunConfig("digits").as_dict())
     (folder / "worker-0-error.txt").write_text("of the run that is under way")
     with started(["-c", HOLD, str(folder)], tmp_path) as process:
-        process.wait_until(lambda: process.stdout.read_text() == "held\n", "the lock of the other process")
+        process.wait_until(lambda: process.stdout == "held\n", "the lock of the other process")
         yield folder, process
 
 

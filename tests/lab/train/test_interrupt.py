@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.command import Program, started, wait_until
+from helpers.command import started
+from helpers.program import Program, wait_until
 from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
@@ -162,7 +163,7 @@ def test_a_second_ctrl_c_stops_at_once(running):
     os.kill(workers[0], signal.SIGSTOP)  # so that no step can be finished
     os.kill(running.pid, signal.SIGINT)
     time.sleep(0.5)
-    assert running.poll() is None
+    assert running.returncode is None
     os.kill(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=400)
     assert running.returncode == 130

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.command import Program, started, thinwire, wait_until
+from helpers.command import started, thinwire
+from helpers.program import Program, wait_until
 
 from thinwire.lab.train import RunConfig, connect, train
 from thinwire.lab.train.environment import Environment

@@ -6,11 +6,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from ...notation import suggestion
+
+if TYPE_CHECKING:
+    from ...average import Averager
 
 Plain = Mapping[str, Any]
 
@@ -137,14 +141,10 @@ class Consensus(Task):
         return {"command": "consensus"} | asdict(config) | {"averager": repr(as_parsed(config.averager[0], Averager))}
 
     def check(self, config: Any) -> None:
-        import torch
-
         from ...average import Averager
-        from ...comm import LocalWorld
         from ..bench.rows import as_parsed
 
-        averager = as_parsed(config.averager[0], Averager)
-        LocalWorld(config.workers).run(lambda comm: averager.init([("x", torch.zeros(4, 4))], comm))
+        _check_number_of_workers(as_parsed(config.averager[0], Averager), config.workers)
 
     def run(self, config: Any, folder: Path) -> None:
         from ..bench.consensus import reaching
@@ -197,3 +197,13 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+@cache  # a grid has many runs with the same averager
+def _check_number_of_workers(averager: Averager, workers: int) -> None:
+    """Raises a ValueError if the averager does not suit so many workers."""
+    import torch
+
+    from ...comm import LocalWorld
+
+    LocalWorld(workers).run(lambda comm: averager.init([("x", torch.zeros(4, 4))], comm))
