@@ -15,6 +15,7 @@ FLOORS = {
     "algorithm": 0,
     "allocator": 0,
     "clock": 0,
+    "membership": 0,
     "debug": 0,
     "streams": 0,
     "schedule": 1,

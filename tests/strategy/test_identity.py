@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gradients import make_model, train
+from helpers.gradients import batch, fingerprint, make_model, train
 from helpers.spawn import spawn
 from torch import nn
 
@@ -49,18 +49,27 @@ def test_another_workers_state_is_refused():
     tw.LocalWorld(2).run(worker)
 
 
-def test_another_number_of_workers_is_refused():
-    def worker(comm):
+def test_another_number_of_workers_needs_the_states_of_all():
+    def saving(comm):
         with trained(comm) as handle:
             return handle.state_dict()
 
-    (saved,) = tw.LocalWorld(1).run(worker)
+    saved = tw.LocalWorld(3).run(saving)
 
     def pair(comm):
-        with trained(comm) as handle, pytest.raises(ValueError, match=f"rank {comm.rank} of 2 .* rank 0 of 1"):
-            handle.load_state_dict(saved)
+        with trained(comm) as handle:
+            with pytest.raises(ValueError, match=f"rank {comm.rank} of 2 .* needs the states of all 3"):
+                handle.load_state_dict({**saved[0], **saved[2]})
+            handle.load_state_dict({key: state for one in saved for key, state in one.items()})
+            return handle.state_dict()[f"rank{comm.rank}"]
 
-    tw.LocalWorld(2).run(pair)
+    loaded = tw.LocalWorld(2).run(pair)
+    assert [state["step"] for state in loaded] == [2, 2]
+    for name, before in saved[0]["rank0"]["memory"].items():
+        means = [before, saved[1]["rank1"]["memory"][name], saved[2]["rank2"]["memory"][name]]
+        after = torch.stack([state["memory"][name] for state in loaded]).mean(0)
+        torch.testing.assert_close(after, torch.stack(means).mean(0))
+        assert before.any()
 
 
 @pytest.mark.parametrize(
@@ -106,3 +115,39 @@ def test_distributed_checkpoint_gives_each_worker_its_own_memory_back(tmp_path):
     results = spawn(2, checkpointed_worker, str(tmp_path))
     assert [result[:2] for result in results] == [(True, 2)] * 2
     assert results[0][2] != results[1][2]
+
+
+@pytest.mark.parametrize("averager", [MEAN, tw.Choco(tw.Ring(), tw.TopK(0.5), step_size=0.3)], ids=repr)
+def test_local_updates_go_on_from_their_anchors_with_other_workers(averager):
+    def attached(comm):
+        model = make_model()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        return model, optimizer, tw.local_updates(model, optimizer, averager, every=2, comm=comm)
+
+    def steps(comm, model, optimizer, start):
+        for step in range(start, start + 2):
+            x, y = batch(comm.rank, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    def saving(comm):
+        model, optimizer, handle = attached(comm)
+        steps(comm, model, optimizer, 0)
+        return handle.state_dict()
+
+    saved = {key: state for one in tw.LocalWorld(4).run(saving) for key, state in one.items()}
+
+    def resuming(comm):
+        model, optimizer, handle = attached(comm)
+        handle.load_state_dict(saved)
+        anchors = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        steps(comm, model, optimizer, 2)
+        handle.synchronize()
+        return anchors, fingerprint(model)
+
+    results = tw.LocalWorld(3).run(resuming)
+    assert len({print_ for _, print_ in results}) == 1
+    for name, anchor in results[0][0].items():
+        mean = torch.stack([state["anchor"][name] for state in saved.values()]).mean(0)
+        torch.testing.assert_close(anchor, mean)

@@ -19,6 +19,10 @@ State. Whatever `init` returns has `state_dict` and `load_state_dict`, a `clock`
 round so far were finite, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their
 `finite` one before it commits them.
 
+Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
+tells the averager that other workers take part from now on. `deal` continues a saved state on another number of workers.
+`shared` is what a joining worker gets from a live one, and `adopt` takes it over; `thinwire.membership` has the rules.
+
 Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip_base.py`.
 
 Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so; what is remembered is unscaled.
@@ -119,6 +123,44 @@ class Averager(Algorithm, ABC):
     def encoded_tensors(self, tensors: NamedTensors) -> list[Tensor]:
         """The tensors that its codec encodes in a round with `tensors`; none without a codec."""
         return []
+
+    # ---- when workers come and go; the defaults suit averagers whose state is the same on all workers ----
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        """The saved state of worker `rank` of `size`, from those of all workers before.
+
+        Args:
+            saved: what `state_dict` returned on each worker, in rank order.
+            tensors: those of `init`.
+            rank: of this worker, 0..size-1.
+            size: the new number of workers.
+        """
+        return saved[0]
+
+    def shared(self, state: Any) -> dict[str, Any]:
+        """What a worker that joins must know: the part of the state that is the same on all workers."""
+        saved: dict[str, Any] = state.state_dict()
+        return saved
+
+    def adopt(self, state: Any, shared: dict[str, Any]) -> None:
+        """Take over what `shared` returned on a live worker. This worker's own memory starts at zero."""
+        state.load_state_dict(shared)
+
+    def own_norm(self, state: Any) -> float:
+        """The Euclidean norm of this worker's own memory: what would be lost with it."""
+        return 0.0
+
+    def regroup(
+        self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        """Go on with other workers. All of them call it together, between two rounds; it may communicate.
+
+        Args:
+            state: of this worker.
+            tensors: those of `init`.
+            comm: connects the workers of the next round.
+            before: for each of them its rank in the last round, or None if it is new; None if all are new.
+        """
 
     @abstractmethod
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> Any:

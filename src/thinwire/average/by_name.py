@@ -10,7 +10,8 @@ exchanges overlap with the backward pass. If one child waits between its collect
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -230,6 +231,32 @@ class ByName(Averager):
     def discard(self, state: ByNameState) -> None:
         for child, child_state in zip(self._children, state.children, strict=True):
             child.discard(child_state)
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        parts = _split(tensors, self._owners([name for name, _ in tensors], rank), len(self._pairs))
+        return {
+            pattern: child.deal([one[pattern] for one in saved], part, rank, size)
+            for (pattern, child), part in zip(self._pairs, parts, strict=True)
+        }
+
+    def shared(self, state: ByNameState) -> dict[str, Any]:
+        children = zip(self._pairs, state.children, strict=True)
+        return {pattern: child.shared(child_state) for (pattern, child), child_state in children}
+
+    def adopt(self, state: ByNameState, shared: dict[str, Any]) -> None:
+        for (pattern, child), child_state in zip(self._pairs, state.children, strict=True):
+            child.adopt(child_state, shared[pattern])
+
+    def own_norm(self, state: ByNameState) -> float:
+        norms = [child.own_norm(child_state) for child, child_state in zip(self._children, state.children, strict=True)]
+        return math.hypot(*norms)
+
+    def regroup(
+        self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        parts = _split(tensors, state.owners, len(state.children))
+        for child, child_state, part in zip(self._children, state.children, parts, strict=True):
+            child.regroup(child_state, part, comm, before)
 
 
 def _split(tensors: NamedTensors, owners: dict[str, int], num_children: int) -> list[NamedTensors]:

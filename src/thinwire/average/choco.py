@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
+from ..membership import mean_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
@@ -104,6 +106,24 @@ class Choco(Gossip):
         is_finite = kernels.flags.read(kernels.all_finite([x]))
         start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, start.clone())
+
+    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
+        """All workers start at the mean of the copies, so every weighted sum of copies is that mean too."""
+        public = mean_of([one["public"] for one in saved])
+        return {"public": public, "weighted_sum": public}
+
+    def regroup_memory(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
+    ) -> None:
+        """Send the copies to the new neighbours, dense, for `s_i` to be their sum again. A new worker's copy is its value."""
+        memory, near = state.memory, state.topology.neighbours(comm.rank, 0, comm.size)
+        if before is None or before[comm.rank] is None:
+            memory.public = state.layout.flatten(tensors)
+            if not kernels.flags.read(kernels.all_finite([memory.public])):
+                memory.public.zero_()
+        memory.weighted_sum = memory.public * near.self_weight
+        for peer, theirs in Round(comm, state.progress, *near).exchange(memory.public)().items():
+            memory.weighted_sum.add_(theirs, alpha=near.receives[peer])
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         memory, codec = state.memory, resolve(self.codec, round.progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
+from ..membership import dealt, norm_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
@@ -88,6 +90,15 @@ class DeepSqueeze(Gossip):
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))
+
+    def own_norm(self, state: GossipState) -> float:
+        return norm_of([state.memory.lost])
+
+    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
+        return {name: dealt([one[name] for one in saved], rank, size) for name in saved[0]}
+
+    def adopt_memory(self, state: GossipState, shared: Any) -> None:
+        state.memory.lost.zero_()
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         memory, codec = state.memory, resolve(self.codec, round.progress)

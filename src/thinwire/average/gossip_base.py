@@ -30,15 +30,19 @@ Hierarchy. `gossip_nodes.py` describes a round of `Hierarchical(inner, workers_p
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import kernels
 from ..algorithm import require
 from ..comm import Communicator, Handle
-from ..topology import Hierarchical, Neighbours, Topology
+from ..schedule import Progress
+from ..topology import Hierarchical, Neighbours, Ring, Topology
 from .base import Averager, NamedTensors, check_agreement
 from .gossip_nodes import mix_nodes
 from .gossip_round import Change, GossipState, Round
@@ -81,7 +85,7 @@ class Gossip(Averager):
         check_agreement(self, tensors, comm, seed)
         self.topology.validate(comm.size)
         self.check_topology(comm.size)
-        state = GossipState(Layout.of(tensors, self.is_exact), seed)
+        state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
         state.memory = self.init_memory(state, tensors, comm)
         return state
 
@@ -126,8 +130,67 @@ class Gossip(Averager):
         """The algorithm's memory: a record with `state_dict` and `load_state_dict`, or None without memory."""
         return None
 
+    # ---- when workers come and go ----
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        """The state with which a worker goes on from the mean model of all workers before, under push-sum with w = 1."""
+        first, memories = saved[0], [one["memory"] for one in saved]
+        memory = None if first["memory"] is None else self.deal_memory(memories, rank, size)
+        return first | {"memory": memory, "weight": 1.0}
+
+    def shared(self, state: GossipState) -> dict[str, Any]:
+        memory = None if state.memory is None else self.shared_memory(state)
+        return {"step": state.progress.step, "epoch": state.progress.epoch, "memory": memory}
+
+    def adopt(self, state: GossipState, shared: dict[str, Any]) -> None:
+        state.progress, state.completed = Progress(shared["step"], shared["epoch"]), shared["step"]
+        state.weight = 1.0
+        if state.memory is not None:
+            self.adopt_memory(state, shared["memory"])
+
+    def regroup(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        """Derive the neighbours anew; scale push-sum's weights so that they add up to the number of workers again.
+
+        A topology that cannot connect this many workers gives way to `Ring()`, until it can again.
+        """
+        state.topology = self._topology_of(comm.size)
+        if state.topology != self.topology and comm.rank == 0:
+            warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
+        weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64)).wait()
+        state.weight *= comm.size / weights.item()
+        if state.memory is not None:
+            self.regroup_memory(state, tensors, comm, before)
+
+    def _topology_of(self, size: int) -> Topology:
+        if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be
+            return Ring()
+        try:
+            self.topology.validate(size)
+            self.check_topology(size)
+        except ValueError:
+            return Ring()
+        return self.topology
+
+    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
+        """The saved memory of worker `rank` of `size`, which starts at the mean model, from those of all workers before."""
+        return saved[0]
+
+    def shared_memory(self, state: GossipState) -> Any:
+        """The part of the memory that is the same on all workers."""
+        return None
+
+    def adopt_memory(self, state: GossipState, shared: Any) -> None:
+        """Start with an empty memory, and the shared part of a live worker."""
+
+    def regroup_memory(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
+    ) -> None:
+        """Restart the memory of edges that have changed; see `Averager.regroup`."""
+
     def _start(self, state: GossipState, comm: Communicator, own: Tensor) -> Change:
-        topology, progress = self.topology, state.progress
+        topology, progress = state.topology, state.progress
         if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
 
             def begin(near: Neighbours, mean: Tensor) -> Change:

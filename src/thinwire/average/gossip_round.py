@@ -16,6 +16,7 @@ from ..clock import Clock
 from ..codec import Key
 from ..comm import Communicator
 from ..schedule import Progress
+from ..topology import Topology
 from .layout import Layout
 
 Change = Callable[[], Tensor]
@@ -29,6 +30,7 @@ class GossipState:
     Attributes:
         layout: where each tensor lies in the flat vector.
         seed: the seed of all random numbers of the run.
+        topology: who talks to whom, among the workers of the round.
         memory: the algorithm's own record, with `state_dict` and `load_state_dict`; None without memory.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
         progress: rounds begun, and the epoch as the training loop counts it.
@@ -38,6 +40,7 @@ class GossipState:
 
     layout: Layout
     seed: int
+    topology: Topology
     memory: Any = None
     weight: float = 1.0
     progress: Progress = field(default_factory=Progress)

@@ -16,6 +16,8 @@ says how many (`topk_counts`), memory returns the selection (`compensate_all`), 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,9 +47,11 @@ from .exchange import (
     cheapest,
     copy_changed,
     flatten,
+    gathered_pieces,
     init_owner_memory,
     launched_nodes,
     parts_of,
+    recut,
     result_buffers,
     split_like,
 )
@@ -173,17 +177,25 @@ class Mean(Averager):
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
         encoded, dense = self._split(tensors, self.codec)
-        memory = None if self.memory is None else self.memory.init(encoded, dense, comm.size)
-        state = MeanState(seed, memory, *self._choose(tensors, comm))
+        memory = None if self.memory is None else self.memory.init(encoded, dense)
+        state = MeanState(seed, memory, *self._choose(tensors, comm), owner=(comm.rank, comm.size))
         if state.exchange == "scatter_reduce" and self.memory is not None:
-            state.owner_memory = init_owner_memory(self.codec, encoded, comm)
+            state.owner_memory = init_owner_memory(self.codec, encoded, comm.rank, comm.size)
         part = self.codec.adaptive_part
         state.codec = None if part is None else part.init_state()
         return state
 
-    def _choose(self, tensors: NamedTensors, comm: Communicator) -> tuple[str, int]:
-        """The exchange and the workers per node, for all rounds and buckets."""
+    def _choose(self, tensors: NamedTensors, comm: Communicator, must_fit: bool = True) -> tuple[str, int]:
+        """The exchange and the workers per node, for all rounds and buckets, until other workers take part.
+
+        Args:
+            tensors: those of `init`.
+            comm: connects the workers.
+            must_fit: whether nodes of unequal size are an error; if not, every worker counts as a node then.
+        """
         needs_nodes = self.exchange in NODES or self.workers_per_node is not None
+        if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
+            needs_nodes = False
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
         if self.exchange != "auto":
             return self.exchange, nodes
@@ -264,6 +276,7 @@ class Mean(Averager):
             with state.clock("adapt"):
                 statistics = comm.all_gather(part.statistics(state.codec).to(device)).wait()
                 learned = part.learn(state.codec, statistics).to(device)
+                state.keep_codec()
                 part.adopt(state.codec, comm.broadcast(learned).wait(), step)
         if not part.observes(step):
             return None
@@ -277,7 +290,7 @@ class Mean(Averager):
             else:
                 memory.discard(memory_state)
         state.progress = state.progress._replace(step=state.progress.step + 1)
-        state.finite = True
+        state.finite, state.codec_before = True, None
         return finite
 
     def discard(self, state: MeanState) -> None:
@@ -285,6 +298,47 @@ class Mean(Averager):
             memory.discard(memory_state)
         state.flights.clear()
         state.finite = True
+        state.restore_codec()
+
+    # ---- when workers come and go ----
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
+        owned, encoded = [one["owner_memory"] for one in saved], self._split(tensors, self.codec)[0]
+        owner_memory = None if owned[0] is None else recut(self.codec, encoded, owned, rank, size)
+        return saved[0] | {"memory": memory, "owner_memory": owner_memory, "exchange": "scatter_reduce"}
+
+    def shared(self, state: MeanState) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.shared(state.memory)
+        return state.state_dict() | {"memory": memory, "owner_memory": None, "exchange": state.exchange}
+
+    def adopt(self, state: MeanState, shared: dict[str, Any]) -> None:
+        if self.memory is not None:
+            self.memory.adopt(state.memory, shared["memory"])
+            shared = shared | {"memory": state.memory.state_dict()}
+        state.load_state_dict(shared)
+        state.exchange, state.owner_memory = shared["exchange"], None
+
+    def own_norm(self, state: MeanState) -> float:
+        return math.hypot(*(memory.own_norm(memory_state) for memory, memory_state in self._memories(state)))
+
+    def regroup(
+        self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
+        if self.memory is not None:
+            self.memory.regroup(state.memory)
+        encoded = self._split(tensors, self.codec)[0]
+        remembers = state.exchange == "scatter_reduce" and self.memory is not None and state.progress.step > 0
+        if not remembers:
+            state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
+            state.owner_memory = None
+        if state.exchange == "scatter_reduce" and self.memory is not None:
+            old = None if state.owner_memory is None else state.owner_memory.residual
+            state.owner_memory = init_owner_memory(self.codec, encoded, comm.rank, comm.size)
+            if remembers:
+                OWNER_MEMORY.adopt(state.owner_memory, gathered_pieces(self.codec, encoded, old, state.owner, comm))
+        state.owner = comm.rank, comm.size
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
         """Each memory with its state: that of the gradients, and that of the second encoding."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..algorithm import require
 from ..clock import Clock
@@ -25,7 +29,9 @@ class MeanState:
         exchange: the exchange of all rounds and buckets; never "auto".
         workers_per_node: how many consecutive ranks share a node.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
+        owner: rank and number of workers that `owner_memory` was cut for.
         codec: the state of the codec's adaptive part; None if nothing adapts.
+        codec_before: a copy from before this round's update of it, in case the round is discarded.
         flights: the exchanges that were begun and not yet finished, in their order.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
@@ -36,7 +42,9 @@ class MeanState:
     exchange: str
     workers_per_node: int = 1
     owner_memory: ErrorFeedbackState | None = None
+    owner: tuple[int, int] = (0, 1)
     codec: Any = None
+    codec_before: Any = None
     flights: list[Flight] = field(default_factory=list)
     progress: Progress = Progress()
     finite: Flag = True
@@ -60,15 +68,34 @@ class MeanState:
         Raises:
             ValueError: the saved state is of another averager or model.
         """
+        if saved["owner_memory"] is not None and "exchange" in saved:
+            self._follow(saved["owner_memory"], saved["exchange"])
+        elif saved["owner_memory"] is None and self.owner_memory is not None:
+            zeros = {name: torch.zeros_like(t) for name, t in self.owner_memory.residual.items()}
+            saved = saved | {"owner_memory": zeros}
         for name, memory in self._memories().items():
             require(
                 (saved[name] is None) == (memory is None),
-                f"only one of the saved state and this averager has {name}; use the averager it was saved with, on as "
-                "many workers",
+                f"only one of the saved state and this averager has {name}; use the averager it was saved with",
             )
             if memory is not None:
                 memory.load_state_dict(saved[name])
         self.progress = Progress(saved["step"], saved["epoch"])
+
+    def _follow(self, owner_memory: dict[str, Tensor], exchange: str) -> None:
+        """Take the exchange that owners remember something for, where "auto" has chosen another on more or fewer workers."""
+        if self.owner_memory is None:
+            residual, spare = ({name: torch.zeros_like(t) for name, t in owner_memory.items()} for _ in range(2))
+            self.exchange, self.owner_memory = exchange, ErrorFeedbackState(residual, spare)
+
+    def keep_codec(self) -> None:
+        """Remember the adaptive part as it is, until the round is committed."""
+        self.codec_before = copy.deepcopy(self.codec)
+
+    def restore_codec(self) -> None:
+        """Forget an update of the adaptive part in a round that is discarded."""
+        if self.codec_before is not None:
+            self.codec, self.codec_before = self.codec_before, None
 
     def _memories(self) -> dict[str, Any]:
         return {"memory": self.memory, "owner_memory": self.owner_memory, "codec": self.codec}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +141,24 @@ class PowerGossip(Gossip):
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
         return PowerGossipMemory(state.layout)
+
+    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
+        """Edges are new, so all directions are drawn afresh."""
+        return saved[0] | {"directions": {name: {} for name in saved[0]["directions"]}}
+
+    def shared_memory(self, state: GossipState) -> Any:
+        return state.memory.half_steps
+
+    def adopt_memory(self, state: GossipState, shared: Any) -> None:
+        state.memory.half_steps, state.memory.directions = shared, {}
+
+    def regroup_memory(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
+    ) -> None:
+        """Keep the directions of an edge if both of its ends were there before; draw all others afresh."""
+        old, was_here = state.memory.directions, before is not None and before[comm.rank] is not None
+        peers = enumerate(before or []) if was_here else ()
+        state.memory.directions = {now: old[rank] for now, rank in peers if rank is not None and rank in old}
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         first = _HalfStep(self, state, round, own.clone(), torch.zeros_like(own), with_vectors=True)

@@ -20,7 +20,7 @@ without bound, because the differences between workers are never sent; ours stay
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,7 @@ class PowerSGD(Averager):
         matrices = [(name, t) for name, t in tensors if _gains(t, rank=1)]
         return PowerSGDState(
             seed=seed,
-            memory=None if self.memory is None else self.memory.init(matrices, num_workers=comm.size),
+            memory=None if self.memory is None else self.memory.init(matrices),
             q={name: torch.empty(0, _columns(t), device=t.device) for name, t in matrices},
         )
 
@@ -196,6 +196,33 @@ class PowerSGD(Averager):
             self.memory.discard(state.memory)
         state.pending_q.clear()
         state.finite = True
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
+        return saved[0] | {"memory": memory}
+
+    def shared(self, state: PowerSGDState) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.shared(state.memory)
+        return state.state_dict() | {"memory": memory}
+
+    def adopt(self, state: PowerSGDState, shared: dict[str, Any]) -> None:
+        if self.memory is not None:
+            self.memory.adopt(state.memory, shared["memory"])
+            shared = shared | {"memory": state.memory.state_dict()}
+        state.load_state_dict(shared)
+
+    def own_norm(self, state: PowerSGDState) -> float:
+        return 0.0 if self.memory is None else self.memory.own_norm(state.memory)
+
+    def regroup(
+        self,
+        state: PowerSGDState,
+        tensors: NamedTensors,
+        comm: Communicator,
+        before: Sequence[int | None] | None = None,
+    ) -> None:
+        if self.memory is not None:
+            self.memory.regroup(state.memory)
 
     def _compensate(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Item:
         """The values to send, contiguous float32: memory's buffer if there is one, else the tensor itself if possible."""

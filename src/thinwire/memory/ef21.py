@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,9 @@ class EF21(Memory):
     than it carries, `|x - C(x)|^2 <= (1 - a) |x|^2` with a > 0, such as `TopK`. Unlike error feedback it needs no bound
     on how much gradients differ between workers. Costs four float32 copies of what is encoded.
 
+    Every `g_i` is a worker's own, and g is shared. If workers join or leave a run, g is no longer the mean of those that
+    take part, so all estimates restart at zero.
+
     Source: Richtarik, Sokolov and Fatkhullin 2021, EF21, arXiv 2106.05203.
 
     Example:
@@ -75,9 +79,17 @@ class EF21(Memory):
         tensor([3., 1.])
     """
 
-    def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> EF21State:
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> EF21State:
         buffers = [zeros_like_flat(tensors) for _ in range(4)]
         return EF21State(buffers[0], buffers[1], buffers[2], buffers[3])
+
+    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
+        return key.endswith(".mean")
+
+    def regroup(self, state: EF21State) -> None:
+        for buffer in (*state.estimate.values(), *state.mean.values()):
+            buffer.zero_()
+        state.forget()
 
     def compensate(self, state: EF21State, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         difference = state.difference[name]

@@ -56,7 +56,7 @@ class ErrorFeedback(Memory):
         tensor([0., 1.])
     """
 
-    def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> ErrorFeedbackState:
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> ErrorFeedbackState:
         return ErrorFeedbackState(residual=zeros_like_flat(tensors), spare=zeros_like_flat(tensors))
 
     def compensate(self, state: ErrorFeedbackState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:

@@ -12,6 +12,7 @@ result must not apply momentum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -117,8 +118,13 @@ class MomentumCorrection(Memory):
     def needs_support(self) -> bool:
         return self.masking
 
-    def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> MomentumState:
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> MomentumState:
         return MomentumState(momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
+
+    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
+        """The momentum of a tensor that travels dense is that of the mean; u and v of all others are this worker's own."""
+        name, kind = key.rsplit(".", 1)
+        return kind == "momentum" and f"{name}.velocity" not in saved
 
     def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))

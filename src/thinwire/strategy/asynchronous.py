@@ -103,6 +103,10 @@ class AsynchronousGossip(GossipStrategy):
         with self._exchange.settled():
             self._state.load_state_dict(saved)
 
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every worker goes on from the mean model, in which nothing is pending."""
+        return {**saved[0], "pending": {name: torch.zeros_like(t) for name, t in saved[0]["pending"].items()}}
+
     def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
         self._publish(what)
         return comm or self.comm

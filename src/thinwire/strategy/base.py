@@ -6,6 +6,7 @@ A strategy
     counts bytes (`ledger`) and time (`seconds`);
     tells schedules the epoch;
     saves its state with the worker's identity, and refuses another worker's state;
+    continues the states of all workers on another number of workers;
     handles steps that are not finite (`nonfinite.py`).
 
 A derived class defines:
@@ -13,6 +14,7 @@ A derived class defines:
     `__init__`                   check options, and attach within `self._attaching()`
     `_state`                     the averager's state
     `_own_state`, `_load_own`    what it saves and restores
+    `_deal`                      makes its state from those of all workers, of which there were more or fewer
     `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
@@ -124,13 +126,19 @@ class Strategy(ABC):
         return {key_of(self.comm.rank): {"identity": self._identity()} | self._own_state()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what this worker's `state_dict` returned.
+        """Restore what this worker's `state_dict` returned, or go on from the states of more or fewer workers.
+
+        Then `saved` holds the states of all of them, as in `{**state_of_rank_0, **state_of_rank_1, ...}`. What workers
+        had each for themselves is dealt out anew; see `thinwire.membership`. Where models differ between workers, give
+        every worker the mean model.
 
         Raises:
-            ValueError: the state is of another worker, another number of workers, or another configuration.
+            ValueError: a state is missing, or of another worker or another configuration.
         """
         self._ready()
-        self._load_own(check_identity(self.call, saved, self._identity()))
+        entries = check_identity(self.call, saved, self._identity())
+        as_many = saved[next(iter(saved))]["identity"]["world_size"] == self.comm.size
+        self._load_own(entries[0] if as_many else self._deal(entries))
 
     def detach(self) -> None:
         """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.
@@ -169,6 +177,10 @@ class Strategy(ABC):
     @abstractmethod
     def _load_own(self, saved: dict[str, Any]) -> None:
         """Restore what `_own_state` returned."""
+
+    @abstractmethod
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """What `_load_own` takes, made of what `_own_state` returned on all workers, in rank order."""
 
     @abstractmethod
     def _ready(self) -> None:

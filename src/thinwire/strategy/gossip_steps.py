@@ -37,6 +37,7 @@ class ParameterGossip(GossipStrategy):
     """What `gossip_parameters` returns, and what its arguments are explained at."""
 
     call = "gossip_parameters"
+    averager: Averager
 
     def __init__(
         self,
@@ -101,6 +102,12 @@ class ParameterGossip(GossipStrategy):
     def _load_own(self, saved: dict[str, Any]) -> None:
         self._rounds.load_state_dict(saved["averager"])
         self._was_updated = saved["was_updated"]
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        averager = self.averager.deal(
+            [one["averager"] for one in saved], self._live.tensors(), self.comm.rank, self.comm.size
+        )
+        return {"averager": averager, "was_updated": any(one["was_updated"] for one in saved)}
 
     @property
     def _weight(self) -> float:

@@ -127,8 +127,10 @@ class GradientCompression(Strategy):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what this worker's `state_dict` returned: now, or as soon as the first bucket connects the workers.
 
+        The states of all workers together, in one dictionary, go on on another number of workers; see `Strategy`.
+
         Raises:
-            ValueError: the state is of another worker, another number of workers, or another configuration.
+            ValueError: a state is missing, or of another worker or another configuration.
         """
         if self._state is None:
             self._saved = saved
@@ -151,7 +153,7 @@ class GradientCompression(Strategy):
                 self._begin(comm)
 
     def _begin(self, comm: Communicator) -> None:
-        self._state = self.averager.init([(name, as_real(p)) for name, p in self.parameters], comm, self._seed)
+        self._state = self.averager.init(self._tensors(), comm, self._seed)
         self._rounds = GradientRounds(self.averager, self._state, comm, self._scaler, self._nonfinite)
         if self._saved is not None:
             self.load_state_dict(self._saved)
@@ -245,6 +247,12 @@ class GradientCompression(Strategy):
 
     def _load_own(self, saved: dict[str, Any]) -> None:
         self._state.load_state_dict(saved)
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.averager.deal(saved, self._tensors(), self.comm.rank, self.comm.size)
+
+    def _tensors(self) -> NamedTensors:
+        return [(name, as_real(p)) for name, p in self.parameters]
 
 
 def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and cannot read postponed ones

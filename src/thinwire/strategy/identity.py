@@ -24,29 +24,42 @@ def describe_tensors(tensors: NamedTensors) -> str:
     return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors)
 
 
-def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What the worker of identity `own` may load of `saved`.
+def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to deal out.
 
     Args:
         call: the strategy's public function, for messages.
         saved: what `Strategy.state_dict` returned, of this worker or of several.
         own: this worker's identity.
 
+    Returns:
+        One state if it was saved on as many workers; else those of all workers that there were, in rank order.
+
     Raises:
-        ValueError: it has no entry of this worker, or one of another world size or configuration.
+        ValueError: an entry is missing, or of another configuration.
     """
     rank, size = own["rank"], own["world_size"]
     where = f"{call}: rank {rank} of {size} cannot load the state"
-    entry = saved.get(key_of(rank))
     owners = ", ".join(map(_worker, saved.values())) or "nobody"
-    require(entry is not None, f"{where} of {owners}; each worker loads what its own state_dict() returned")
-    assert entry is not None
-    theirs = entry["identity"]
-    require(theirs["world_size"] == size, f"{where} of {_worker(entry)}; resume on as many workers")
-    for field in ("strategy", "averager", "tensors"):
-        there, here = _first_difference(theirs[field], own[field])
-        require(there == here, f"{where} of another configuration: its {field} is {there}, expected {here}")
-    return {name: value for name, value in entry.items() if name != "identity"}
+    before = next(iter(saved.values()), own).get("identity", own)["world_size"]
+    needed = [rank] if before == size else list(range(before))
+    entries = [saved.get(key_of(r)) for r in needed]
+    remedy = (
+        "each worker loads what its own state_dict() returned"
+        if before == size
+        else f"another number of workers needs the states of all {before} in one dictionary"
+    )
+    require(all(entry is not None and "identity" in entry for entry in entries), f"{where} of {owners}; {remedy}")
+    found = [entry for entry in entries if entry is not None]
+    for entry in found:
+        theirs = entry["identity"]
+        require(
+            theirs["world_size"] == before, f"{where} of {_worker(entry)} beside that of {_worker(found[0])}; {remedy}"
+        )
+        for field in ("strategy", "averager", "tensors"):
+            there, here = _first_difference(theirs[field], own[field])
+            require(there == here, f"{where} of another configuration: its {field} is {there}, expected {here}")
+    return [{name: value for name, value in entry.items() if name != "identity"} for entry in found]
 
 
 def _worker(entry: Any) -> str:

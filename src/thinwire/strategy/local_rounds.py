@@ -48,6 +48,7 @@ from ..algorithm import require
 from ..average.base import Averager
 from ..clock import Clock
 from ..comm import Communicator
+from ..membership import mean_of
 from ..streams import WorkStream, refuse_capture
 from .base import Strategy
 from .dgc_sgd import check_optimizer
@@ -169,6 +170,7 @@ class LocalUpdates(Strategy):
             "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
+    @torch.no_grad()
     def _load_own(self, saved: dict[str, Any]) -> None:
         there, here = len(saved["fragments"]), len(self._fragments)
         require(there == here, f"local_updates: the saved state has {there} fragments, expected {here}")
@@ -180,7 +182,25 @@ class LocalUpdates(Strategy):
             self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
         for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
             fragment.load_state_dict(state)
+            if saved.get("restarts"):
+                self._restart(fragment, alpha=0.0)
         self._step, self._num_steps = saved["step"], saved["num_steps"]
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """All workers go on from the anchors, because changes since the last rounds were each worker's own."""
+        if any(fragment["has_moved"] for fragment in saved[0]["fragments"]):
+            text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
+            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
+        differing = saved[:1] if self.averager.gives_one_mean else saved
+        agreed = {key: mean_of([one[key] for one in differing]) for key in ("anchor", "outer")}
+        fragments = []
+        for i, fragment in enumerate(self._fragments):
+            states = [one["fragments"][i] for one in saved]
+            tensors = fragment.anchors if self._options.pull is None else fragment.named_pulled()
+            averager = self.averager.deal([s["averager"] for s in states], tensors, self.comm.rank, self.comm.size)
+            landed = {} if self.averager.gives_one_mean else {"landed": None, "finite": None, "steps_to_merge": 0}
+            fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
+        return saved[0] | agreed | {"fragments": fragments, "restarts": True}
 
     def _ready(self) -> None:
         for fragment in self._fragments:

@@ -24,7 +24,7 @@ from .base import Finish, Flight, Job, Observe, Stages, copy_changed, flatten, r
 from .cost import COSTS, Load, cheapest
 from .hierarchical import agree_on_nodes, hierarchical, launched_nodes
 from .hierarchical_sparse import hierarchical_sparse
-from .scatter_reduce import OWNER_MEMORY, init_owner_memory, scatter_reduce
+from .scatter_reduce import OWNER_MEMORY, gathered_pieces, init_owner_memory, recut, scatter_reduce
 from .sparse_reduce import parts_of, sparse_reduce
 
 EXCHANGES: dict[str, Callable[[Job], Finish | Stages]] = {
@@ -63,9 +63,11 @@ __all__ = [
     "cheapest",
     "copy_changed",
     "flatten",
+    "gathered_pieces",
     "init_owner_memory",
     "launched_nodes",
     "parts_of",
+    "recut",
     "result_buffers",
     "split_like",
 ]

@@ -20,7 +20,7 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,10 +99,60 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
     ]
 
 
-def init_owner_memory(codec: Codec, tensors: NamedTensors, comm: Communicator) -> ErrorFeedbackState:
-    """Zero memory for this worker's pieces, in units of the mean."""
-    shapes = [(name, t, piece_shape(codec, t.shape, comm.size, comm.rank)) for name, t in tensors]
+def init_owner_memory(codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState:
+    """Zero memory for the pieces of worker `rank`, in units of the mean."""
+    shapes = [(name, t, piece_shape(codec, t.shape, size, rank)) for name, t in tensors]
     return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
+
+
+def recut(
+    codec: Codec, tensors: NamedTensors, owned: Sequence[dict[str, Tensor]], rank: int, size: int
+) -> dict[str, Tensor]:
+    """The owner's memory of worker `rank` of `size`. It belongs to coordinates, so all of it is kept as it is.
+
+    Args:
+        codec: of the averager.
+        tensors: those that are encoded.
+        owned: the pieces of each worker before, by tensor name, in rank order.
+        rank: of this worker.
+        size: the new number of workers.
+    """
+    pieces = {}
+    for name, t in tensors:
+        whole = torch.cat([one[name] for one in owned]).to(t.device)
+        pieces[name] = whole[_place(codec, t.shape, size, rank)].clone()
+    return pieces
+
+
+def gathered_pieces(
+    codec: Codec, tensors: NamedTensors, own: dict[str, Tensor] | None, owner: tuple[int, int], comm: Communicator
+) -> dict[str, Tensor]:
+    """The pieces that this worker owns among those of `comm`: one all-reduce of all tensors. Pieces of the dead are zero.
+
+    Args:
+        codec: of the averager.
+        tensors: those that are encoded.
+        own: the pieces that this worker has owned so far; None for a worker that is new.
+        owner: rank and number of workers for which these were cut.
+        comm: the workers of the next round.
+    """
+    if not tensors:
+        return {}
+    wholes = [torch.zeros(t.numel(), device=t.device) for _, t in tensors]
+    for (name, t), whole in zip(tensors, wholes, strict=True):
+        if own is not None:
+            whole[_place(codec, t.shape, owner[1], owner[0])] = own[name]
+    flat = comm.all_reduce(torch.cat(wholes)).wait()
+    return {
+        name: whole[_place(codec, t.shape, comm.size, comm.rank)].clone()
+        for (name, t), whole in zip(tensors, flat.split([whole.numel() for whole in wholes]), strict=True)
+    }
+
+
+def _place(codec: Codec, shape: torch.Size, size: int, rank: int) -> slice:
+    """Where the piece of worker `rank` of `size` lies in the flat tensor."""
+    first = sum(piece_shape(codec, shape, size, before).numel() for before in range(rank))
+    return slice(first, first + piece_shape(codec, shape, size, rank).numel())
 
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:

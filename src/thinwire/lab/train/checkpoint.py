@@ -1,7 +1,7 @@
 """Checkpoints: one folder each, which appears complete or not at all.
 
     checkpoints/step-000330/
-        checkpoint.json    number of steps, the last row of metrics, the configuration
+        checkpoint.json    number of steps, the last row of metrics, the configuration; where its number of workers began
         shared.pt          equal on all workers: model and optimizer; if models differ, only the mean model
         worker-0.pt ...    different on each worker: the averager's state, buffers (running statistics), the loss scaler, the
                            state of a recurrent model, random states, sums and bytes so far; if models differ, also model
@@ -11,6 +11,9 @@
 Every file loads with `torch.load(weights_only=True)`, and the model in `shared.pt` has the keys of the plain model. A
 checkpoint is written to a temporary name and renamed once all parts are on disk, so that a crash leaves the previous one
 intact. All workers write to the same folder; on several machines they need a shared file system.
+
+Another number of workers may go on from a checkpoint. Each of them then reads the parts of all workers that there were, and
+takes over what is due to it; see `Training.deal` and `thinwire.membership`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,10 +36,19 @@ from .config import RunConfig
 from .data import LOWER_IS_BETTER
 from .meter import Meter
 from .shared_errors import run_on_all
+from .steps import START, Place
 from .training import Training
 
 
-def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[str, Any], comm: Communicator) -> None:
+def save(
+    folder: Path,
+    step: int,
+    training: Training,
+    meter: Meter,
+    row: dict[str, Any],
+    comm: Communicator,
+    origin: Place = START,
+) -> None:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
     Args:
@@ -45,6 +57,7 @@ def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[st
         training, meter: the state to save.
         row: the last row of metrics.
         comm: connects the workers.
+        origin: where this number of workers began.
     """
     with _appears_whole(folder, step, comm) as unfinished:
         if unfinished is None:
@@ -56,9 +69,8 @@ def save(folder: Path, step: int, training: Training, meter: Meter, row: dict[st
         with training.strategy.handle.average_model(comm):
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
-                write_json(
-                    unfinished / "checkpoint.json", {"step": step, "row": row, "config": training.config.as_dict()}
-                )
+                facts = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
+                write_json(unfinished / "checkpoint.json", facts | {"origin": origin})
 
 
 @contextmanager
@@ -154,41 +166,60 @@ def name_of(step: int) -> str:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The contents of `checkpoint.json`: `step`, `row` and `config`.
+    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers` and `origin`.
 
     Raises:
         ValueError: it is missing or damaged.
     """
     try:
         facts = json.loads((path / "checkpoint.json").read_text())
-        facts["step"], facts["row"].items(), facts["config"].items()
-        return facts
+        facts["step"], facts["row"].items(), facts["config"].items(), int(facts["workers"])
+        return facts | {"origin": Place(*map(int, facts["origin"]))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path / "checkpoint.json", error) from error
 
 
-def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> tuple[int, dict[str, Any]]:
-    """Restore the last checkpoint in place, if there is one. All workers call this together, before the first step.
+class Loaded(NamedTuple):
+    """Where a run goes on.
 
-    Returns:
-        The number of steps so far, and the last row of metrics.
+    Args:
+        step: number of steps so far.
+        row: the last row of metrics.
+        workers: how many workers saved it; as many as now without a checkpoint.
+        origin: where these began.
+    """
+
+    step: int
+    row: dict[str, Any]
+    workers: int
+    origin: Place
+
+
+def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> Loaded:
+    """Restore the last checkpoint in place, if there is one. All workers call this together, before the first step.
 
     Raises:
         ValueError: on all workers, if files are missing or damaged, or belong to another model or averager.
     """
     name = comm.gather_objects([path.name for path in _finished(folder)[-1:]] if comm.rank == 0 else None)[0]
     if not name:
-        return 0, {}
+        return Loaded(0, {}, comm.size, START)
     path = folder / name[0]
     facts = run_on_all(comm, lambda: describe(path))
-    run_on_all(comm, lambda: _load(path, training, meter, comm.rank))
-    return facts["step"], facts["row"]
+    run_on_all(comm, lambda: _load(path, training, meter, comm, facts["workers"]))
+    return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
 
 
-def _load(path: Path, training: Training, meter: Meter, rank: int) -> None:
-    shared, own = (_read(path / name) for name in ("shared.pt", f"worker-{rank}.pt"))
+def _load(path: Path, training: Training, meter: Meter, comm: Communicator, workers: int) -> None:
+    shared = _read(path / "shared.pt")
+    owners = [comm.rank] if workers == comm.size else range(workers)
+    parts = [_read(path / f"worker-{rank}.pt") for rank in owners]
     try:
-        meter.load_state_dict(own["meter"])
+        own = parts[0] if workers == comm.size else training.deal(shared, parts, comm.rank, comm.size)
+        meters = [part["meter"] for part in parts]
+        together = not training.strategy.models_differ
+        dealt = meters[0] if workers == comm.size else meter.deal(meters, comm.rank, comm.size, together)
+        meter.load_state_dict(dealt)
         training.load_state(shared, own)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -7,9 +7,9 @@
     5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
     6. summary           the test result and the bytes sent
 
-If the folder has a checkpoint, the run continues from the last one, with the same bits as if it had never stopped. All
-workers run this code. Rank 0 also shows the progress and writes the files. Metrics use a communicator of their own, so that
-the ledger counts only the training.
+If the folder has a checkpoint, the run continues from the last one: with the same bits as if it had never stopped, or with
+another number of workers. All workers run this code. Rank 0 also shows the progress and writes the files. Metrics use a
+communicator of their own, so that the ledger counts only the training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .optimize import set_learning_rate
 from .progress import Progress, SkipWarning
 from .run_folder import begin
 from .shared_errors import run_on_all, same_error_on_all
-from .steps import count_steps, steps
+from .steps import course, steps
 from .strategy import Strategy
 from .training import prepare
 from .weights_and_biases import WandB
@@ -59,10 +59,10 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     data = run_on_all(comm, config.data.load)
-    steps_per_epoch, num_steps = run_on_all(comm, lambda: count_steps(config, data, comm.size))
+    ahead = run_on_all(comm, lambda: course(config, data, comm.size))
     device = run_on_all(comm, lambda: choose_device(config))
     with same_error_on_all():
-        warnings = check_images(config, data, math.ceil(num_steps / steps_per_epoch), device)
+        warnings = check_images(config, data, math.ceil(ahead.num_steps / ahead.per_epoch), device)
         training = prepare(config, data, device)
     run_on_all(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
     for warning in warnings if comm.rank == 0 else []:
@@ -70,16 +70,29 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # from here on workers draw different numbers (dropout)
     meter = Meter(data, training.strategy, comm)
     checkpoints = folder / "checkpoints"
-    done, row = checkpoint.load_latest(checkpoints, training, meter, comm)
+    loaded = checkpoint.load_latest(checkpoints, training, meter, comm)
+    done, row, origin = loaded.step, loaded.row, loaded.origin
+    if loaded.workers != comm.size:
+        origin = course(config, data, loaded.workers, origin).place(done)
+        if comm.rank == 0:
+            text = f"goes on with {comm.size} workers from a checkpoint of {loaded.workers}"
+            print(f"thinwire: {text}; their memory is dealt out anew", file=sys.stderr, flush=True)
+    ahead = course(config, data, comm.size, origin)
+    num_steps = ahead.num_steps
+
+    if done >= num_steps and f"test_{data.best_metric}" not in row:  # what is left makes no step for this many workers
+        row |= {"step": num_steps} | evaluate(config, data, training.model, training.strategy, comm)
 
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
     watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
     try:
-        for step in steps(config, data, comm, done, meter.clock):
+        for step in steps(config, data, comm, done, meter.clock, origin):
             if step.begins_epoch is not None:
                 training.strategy.handle.set_epoch(step.begins_epoch)
                 training.carried = None
-            learning_rate = config.optimizer.learning_rate_at(step.number - 1, num_steps, comm.size)
+            learning_rate = config.optimizer.learning_rate_at(
+                ahead.scheduled(step.number - 1), ahead.num_scheduled, comm.size
+            )
             set_learning_rate(training.optimizer, learning_rate)
             row_is_due = step.number % config.log_every == 0 or step.ends_epoch
             watched = config.variance and row_is_due and comm.rank == 0
@@ -103,7 +116,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 for watcher in watchers:
                     watcher.row(row)
             if is_saved:
-                checkpoint.save(checkpoints, step.number, training, meter, row, comm)
+                checkpoint.save(checkpoints, step.number, training, meter, row, comm, origin)
                 if comm.rank == 0:
                     checkpoint.tidy(checkpoints, config, data.best_metric)
             if stop:

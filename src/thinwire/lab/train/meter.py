@@ -87,6 +87,23 @@ class Meter:
         self._skipped_before = saved["num_skipped"]
         self._strategy.handle.ledger.load_state_dict(saved["ledger"])
 
+    def deal(self, saved: list[dict[str, Any]], rank: int, size: int, together: bool) -> dict[str, Any]:
+        """The part of worker `rank` of `size`, from those of all workers before: sums are kept, and means of bytes.
+
+        Args:
+            saved: what `state_dict` returned on each worker, in rank order.
+            rank: of this worker.
+            size: the new number of workers.
+            together: whether all workers skip a step together; if not, their skips are added up.
+        """
+        mine = saved[rank::size]
+        sums = {
+            "sums": sum((one["sums"] for one in mine), start=torch.zeros(4, dtype=torch.float64)),
+            "num_examples": sum(one["num_examples"] for one in mine),
+            "num_skipped": saved[0]["num_skipped"] if together else sum(one["num_skipped"] for one in mine),
+        }
+        return saved[0] | sums | {"ledger": mean_ledger([one["ledger"] for one in saved])}
+
     @property
     def _num_skipped(self) -> int:
         """Steps that this worker has skipped since the start of the run, before a resume too."""
@@ -105,3 +122,13 @@ class Meter:
             "wait_seconds": took.get("wait", 0.0),
             "decode_seconds": took.get("decode", 0.0),
         }
+
+
+def mean_ledger(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of saved ledgers, count by count, so that the bytes of a worker stay what they were on average."""
+    names = sorted({name for one in saved for name in one["collectives"]})
+    traffic = {}
+    for name in names:
+        found = [one["collectives"][name] for one in saved if name in one["collectives"]]
+        traffic[name] = {count: round(sum(one[count] for one in found) / len(saved)) for count in found[0]}
+    return saved[0] | {"collectives": traffic}

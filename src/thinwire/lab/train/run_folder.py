@@ -55,7 +55,7 @@ def make_folder(config: RunConfig) -> Path:
     """Create the run's folder, or with `resume` or `overwrite` return the existing one.
 
     A given name must be free; the default name gets a number if it is taken. `begin` removes an overwritten run, not this.
-    With `resume` the run in the folder must have the same configuration.
+    With `resume` the run in the folder must have the same configuration, but for the number of workers.
 
     Raises:
         ValueError: the folder is taken, belongs to another run, or cannot be created or written.
@@ -154,7 +154,7 @@ def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
     Raises:
         ValueError: it names the fields that differ, with both values.
     """
-    before, now = binding(saved), binding(config.as_dict())
+    before, now = ({**binding(each), "workers": None} for each in (saved, config.as_dict()))  # any number goes on
     differing = [
         f"{name} {before.get(name, 'nothing')!r}, not {now.get(name, 'nothing')!r}"
         for name in {**now, **before}

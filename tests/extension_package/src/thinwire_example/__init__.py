@@ -58,7 +58,7 @@ class FadingMemory(Memory):
 
     fraction: float = 0.5
 
-    def init(self, tensors: NamedTensors, dense: NamedTensors = (), num_workers: int = 1) -> FadingState:
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> FadingState:
         return FadingState(zeros_like_flat(tensors), zeros_like_flat(tensors))
 
     def compensate(self, state: FadingState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:

@@ -35,23 +35,24 @@ class Split(NamedTuple):
     labels: Tensor
 
 
-def shard(num_examples: int, rank: int, size: int, seed: int, epoch: int) -> Tensor:
+def shard(num_examples: int, rank: int, size: int, seed: int, epoch: int, first: int = 0) -> Tensor:
     """Indices of one worker's share of the data set in one epoch, in the order of use.
 
     Args:
         num_examples: size N of the data set.
         rank, size: this worker, 0..W-1, of W.
         seed, epoch: which permutation.
+        first: how many of its entries to leave out, because workers have seen them before.
 
     Returns:
-        (N // W,) int64.
+        ((N - first) // W,) int64.
 
     Example:
         >>> shares = [shard(7, rank, 2, seed=0, epoch=0) for rank in range(2)]
         >>> len(shares[0]), len(shares[1]), len(set(torch.cat(shares).tolist()))
         (3, 3, 6)
     """
-    return permutation(num_examples, seed, ORDER_STREAM, epoch)[rank::size][: num_examples // size]
+    return permutation(num_examples, seed, ORDER_STREAM, epoch)[first + rank :: size][: (num_examples - first) // size]
 
 
 def uneven_shard(keys: Tensor, rank: int, size: int, seed: int, epoch: int, shuffled: float = 0.0) -> Tensor:

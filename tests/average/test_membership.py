@@ -1,0 +1,179 @@
+"""Other numbers of workers: what averagers remember is dealt out, handed over and cut anew, and no total is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thinwire as tw
+from thinwire.membership import dealt
+
+SHAPES = {"weight": (12, 8), "bias": (5,)}
+GRADIENT_AVERAGERS = [
+    tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
+    tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"),
+    tw.Mean(tw.SVD(rank=1), tw.ErrorFeedback(), exchange="scatter_reduce"),
+    tw.dgc(0.1),
+    tw.Mean(tw.TopK(0.1), tw.EF21()),
+    tw.PowerSGD(rank=1),
+    tw.ByName({"w*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(0.5), tw.ErrorFeedback(), min_ndim=0)}),
+]
+
+
+def tensors_of(rank: int, step: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def rounds(comm, averager, steps, states=None, start=0):
+    """Rounds on this communicator, from the states of more or fewer workers if given: state and sum of all results."""
+    tensors = tensors_of(comm.rank, 0)
+    state = averager.init(tensors, comm)
+    if states is not None:
+        state.load_state_dict(averager.deal(states, tensors, comm.rank, comm.size))
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(start, start + steps):
+        tensors = tensors_of(comm.rank, step)
+        averager.step(state, tensors, comm).wait()
+        assert averager.commit(state)
+        for name, result in tensors:
+            total[name] += result
+    return state.state_dict(), total
+
+
+@settings(max_examples=40, deadline=None)
+@given(before=st.integers(1, 9), after=st.integers(1, 9))
+def test_dealing_keeps_the_mean_over_workers(before, after):
+    parts = [torch.tensor([float(2**i), 1.0], dtype=torch.float64) for i in range(before)]
+    new = [dealt(parts, rank, after) for rank in range(after)]
+    torch.testing.assert_close(torch.stack(new).mean(0), torch.stack(parts).mean(0))
+    if before == after:
+        assert all(map(torch.equal, new, parts))
+
+
+def late(averager, states) -> dict[str, torch.Tensor]:
+    """What the results still owe to the gradients: 1/W sum_i e_i, and the owners' memory by coordinate."""
+    memory = [state["memory"] for state in states]
+    owed = {name: torch.stack([m[name] for m in memory]).mean(0) for name in memory[0]}
+    if states[0].get("owner_memory"):
+        for name in owed:
+            owed[name] += torch.cat([state["owner_memory"][name] for state in states])
+    return owed
+
+
+@pytest.mark.parametrize("averager", GRADIENT_AVERAGERS[:3], ids=repr)
+@pytest.mark.parametrize("after", [3, 6])
+def test_results_and_what_is_late_add_up_to_all_gradients(averager, after):
+    first = tw.LocalWorld(4).run(rounds, averager, 3)
+    states = [state for state, _ in first]
+    second = tw.LocalWorld(after).run(rounds, averager, 3, states, 3)
+    owed = late(averager, [state for state, _ in second])
+    gradients = [(4, step) for step in range(3)] + [(after, step) for step in range(3, 6)]
+    for name in owed:
+        sent = first[0][1][name] + second[0][1][name]
+        means = [
+            torch.stack([dict(tensors_of(r, step))[name] for r in range(size)]).mean(0) for size, step in gradients
+        ]
+        torch.testing.assert_close(sent.view(-1) + owed[name], sum(means).view(-1), rtol=1e-4, atol=1e-4)
+        assert owed[name].any()
+
+
+@pytest.mark.parametrize("averager", GRADIENT_AVERAGERS, ids=repr)
+def test_workers_come_and_go_within_a_run(averager):
+    """4 workers, of which 1 and 3 go on; then two others join: all get the same results, and the same as after a restart."""
+    states = {}
+
+    def begin(comm):
+        tensors = tensors_of(comm.rank, 0)
+        states[comm.rank] = state = averager.init(tensors, comm)
+        several(state, comm, 0)
+
+    def several(state, comm, start):
+        results = []
+        for step in range(start, start + 2):
+            tensors = tensors_of(comm.rank, step)
+            averager.step(state, tensors, comm).wait()
+            assert averager.commit(state)
+            results += [t for _, t in tensors]
+        return results
+
+    def survive(comm):
+        state = states[(1, 3)[comm.rank]]
+        averager.regroup(state, tensors_of(0, 0), comm, [1, 3])
+        return state, several(state, comm, 2)
+
+    def grow(comm):
+        lone = tw.LocalWorld(1).run(lambda alone: averager.init(tensors_of(7, 0), alone))[0]
+        state = survivors[comm.rank][0] if comm.rank < 2 else lone
+        shared = averager.shared(survivors[0][0])
+        comm.barrier()
+        if comm.rank >= 2:
+            averager.adopt(state, shared)
+            assert averager.own_norm(state) == 0
+        averager.regroup(state, tensors_of(0, 0), comm, [0, 1, None, None])
+        return several(state, comm, 4)
+
+    tw.LocalWorld(4).run(begin)
+    survivors = tw.LocalWorld(2).run(survive)
+    assert averager.own_norm(survivors[0][0]) > 0
+    for results in (*[[r for _, r in survivors]], tw.LocalWorld(4).run(grow)):
+        assert all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [
+        tw.Mix(tw.Exponential()),
+        tw.Mix(tw.Torus()),
+        tw.PushSum(tw.Exponential()),
+        tw.Choco(tw.Ring(), tw.TopK(0.5), step_size=0.3),
+        tw.DeepSqueeze(tw.Ring(), tw.QSGD(bits=8, bucket_size=8), step_size=0.3),
+        tw.PowerGossip(tw.Ring(), rank=1, iterations=2),
+        tw.Moniqua(tw.Ring(), theta=8.0, bits=8),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:.*cannot connect:UserWarning")
+def test_gossip_goes_on_among_the_living_and_keeps_their_mean(averager):
+    states, values = {}, {}
+
+    def begin(comm):
+        values[comm.rank] = tensors = tensors_of(comm.rank, 0)
+        states[comm.rank] = averager.init(tensors, comm)
+        several(comm, states[comm.rank], tensors)
+
+    def several(comm, state, tensors, times=3):
+        for _ in range(times):
+            averager.step(state, tensors, comm).wait()
+            averager.commit(state)
+
+    def survive(comm, ranks, old, times):
+        """`ranks` go on; those of them that are not among the `old` are new."""
+        me = ranks[comm.rank]
+        before = [old.index(r) if r in old else None for r in ranks]
+        if before[comm.rank] is None:
+            values[me] = [(name, t.clone()) for name, t in tensors_of(me, 0)]
+            states[me] = tw.LocalWorld(1).run(lambda alone: averager.init(values[me], alone))[0]
+            averager.adopt(states[me], averager.shared(states[old[0]]))
+        comm.barrier()
+        state, tensors = states[me], values[me]
+        for _, t in tensors:  # strategies hold the estimate z between rounds
+            t.mul_(averager.debias_factor(state))
+        averager.regroup(state, tensors, comm, before)
+        weight = state.weight
+        for _, t in tensors:
+            t.mul_(weight)
+        start = torch.cat([t.reshape(-1) for _, t in tensors])
+        several(comm, state, tensors, times)
+        end = torch.cat([t.reshape(-1) for _, t in tensors])
+        return start, end, weight
+
+    tw.LocalWorld(6).run(begin)
+    for ranks, old in ([0, 2, 5], [0, 1, 2, 3, 4, 5]), ([0, 2, 5, 6, 7], [0, 2, 5]):
+        results = tw.LocalWorld(len(ranks)).run(survive, ranks, old, 30)
+        starts, ends = (torch.stack([r[i] for r in results]) for i in (0, 1))
+        assert sum(r[2] for r in results) == pytest.approx(len(ranks))
+        torch.testing.assert_close(ends.mean(0), starts.mean(0), rtol=1e-3, atol=2e-2)
+        assert (ends - ends.mean(0)).norm() < 0.7 * (starts - starts.mean(0)).norm()
