@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test test-gpu bench-gpu docs lint wheel clean
+.PHONY: help setup demo test test-gpu bench-gpu sanitize docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run all tests"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure every codec on a GPU, as a share of a device copy"
+	@echo "make sanitize   run the C++ kernels under ThreadSanitizer, AddressSanitizer and UBSan, on damaged payloads too"
 	@echo "make docs    build the docs site into site/, and fail on any warning"
 	@echo "make lint    check style and types"
 	@echo "make wheel   build a wheel into dist/, and test it in an environment of its own"
@@ -39,6 +40,9 @@ test-gpu: $(READY)
 
 bench-gpu: $(READY)
 	@$(BIN)/python scripts/gpu.py bench
+
+sanitize:
+	scripts/sanitize.sh
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

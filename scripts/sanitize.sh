@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Runs the C++ kernels from several threads at once under ThreadSanitizer, then under AddressSanitizer and UBSan.
-# Builds in a temporary folder. Skips a sanitizer whose runtime the compiler lacks. Returns 1 if one finds something.
+# Runs the C++ kernels from several threads at once under ThreadSanitizer, then under AddressSanitizer and UBSan, and
+# there gives 10,000 damaged payloads to the decoders. Builds in a temporary folder. Skips a sanitizer whose runtime the
+# compiler lacks. Returns 1 if one finds something.
+# `scripts/sanitize.sh fuzz INPUTS [SEED]` instead gives more damaged payloads to the decoders.
 # `scripts/sanitize.sh binding` instead calls the kernels from Python threads, with the binding under ThreadSanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,19 +12,30 @@ trap 'rm -rf "$work"' EXIT
 main() {
     command -v cmake > /dev/null || { echo "sanitize: skipped: there is no cmake"; exit 0; }
     if [ "${1:-}" = binding ]; then check_binding; return; fi
-    check thread thread
-    check address address,undefined
+    if [ "${1:-}" = fuzz ]; then
+        build address address,undefined && run address fuzz "${@:2}"
+        return
+    fi
+    if build thread thread; then run thread sanitize; fi
+    if build address address,undefined; then run address sanitize && run address fuzz 10000; fi
 }
 
-check() {
+# Builds the programs under a sanitizer; returns 1 if there is no runtime for it.
+build() {
     local kind=$1 flags=$2
     if ! runs "$flags"; then
         echo "sanitize $kind: skipped: ${CXX:-c++} has no runtime for -fsanitize=$flags"
-        return
+        return 1
     fi
     cmake -S . -B "$work/$kind" -DTHINWIRE_SANITIZE="$kind" > "$work/log" || { cat "$work/log"; exit 1; }
-    cmake --build "$work/$kind" --parallel 2 > "$work/log" || { cat "$work/log"; exit 1; }
-    echo "sanitize $kind: $(TSAN_OPTIONS=halt_on_error=1 "$work/$kind/native/sanitize/sanitize")"
+    cmake --build "$work/$kind" --parallel 2 > "$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+}
+
+# Runs one of the programs; exits with 1 if it fails.
+run() {
+    local kind=$1 program=$2 said
+    said=$(TSAN_OPTIONS=halt_on_error=1 "$work/$kind/native/sanitize/$program" "${@:3}") || exit 1
+    echo "sanitize $kind: $said"
 }
 
 # Python itself is not built for ThreadSanitizer, but its locks are seen. PyTorch's libraries are left out.

@@ -15,6 +15,7 @@
 
 #include "../indices.hpp"
 #include "../kernels.hpp"
+#include "buffers.hpp"
 
 namespace {
 
@@ -25,40 +26,6 @@ constexpr float kWeight = 0.25f;
 const Counts kNumels = {12345, 1, 0, 517, 6000};
 const Counts kCounts = {123, 1, 0, 500, 600};  // selected of each segment
 const Keys kKeys = {7, 8, 9, 10, 11};
-
-using Data = std::vector<uint8_t>;  // bytes of a result
-
-// ---- buffers of exactly their size, so that a sanitizer sees the first byte beyond ----
-
-struct Floats {
-    std::vector<std::vector<float>> segments;
-
-    explicit Floats(const Counts& numels, float value = 0.0f) {
-        for (const int64_t n : numels) segments.emplace_back(static_cast<size_t>(n), value);
-    }
-    Inputs inputs() const {
-        Inputs views;
-        for (const auto& s : segments) views.push_back({s.data(), s.size()});
-        return views;
-    }
-    Outputs outputs() {
-        Outputs views;
-        for (auto& s : segments) views.push_back({s.data(), s.size()});
-        return views;
-    }
-};
-
-// Bytes at an odd address, as payloads inside a larger message may be.
-struct Message {
-    Data memory;
-
-    explicit Message(size_t nbytes) : memory(nbytes + 1) {}
-    explicit Message(const Data& bytes) : Message(bytes.size()) {
-        if (!bytes.empty()) std::memcpy(memory.data() + 1, bytes.data(), bytes.size());
-    }
-    Bytes bytes() { return {memory.data() + 1, memory.size() - 1}; }
-    Payload payload() const { return {memory.data() + 1, memory.size() - 1}; }
-};
 
 struct Selected {
     std::vector<int32_t> indices;

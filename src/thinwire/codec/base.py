@@ -22,6 +22,10 @@ gives the same bytes from every kernel backend.
 
 Not finite. An infinite or NaN element makes at least one decoded element infinite or NaN; it is never lost.
 
+Damage. A payload may hold any bytes. A decoder refuses them with a ValueError that names the codec, or decodes them to
+some numbers, which may be infinite or NaN. It reads and writes nothing else, and allocates no more than a payload of
+`nbytes` takes. `thinwire.testing.fuzz_codec` checks this.
+
 Votes. With `votes`, workers do not average. The result is `combine` of the sum of all decodings, such as the sign of
 a sum of signs. It does not grow with the input, so it is not divided by a loss scale.
 
@@ -159,7 +163,10 @@ class Codec(Algorithm, ABC):
         outs = as_list(out)
         self._check_decoding([payload], outs)
         keys = self._decoding_keys(key, len(outs))
-        self.decode_add_segments(payload, self._as_seen(outs, outs), weight, keys)
+        try:
+            self.decode_add_segments(payload, self._as_seen(outs, outs), weight, keys)
+        except ValueError as error:
+            raise self._undecodable([payload], _numel_of(outs), error) from error
 
     def decode_sum(
         self,
@@ -185,7 +192,10 @@ class Codec(Algorithm, ABC):
         outs = as_list(out)
         self._check_decoding(payloads, outs)
         keys = self._decoding_keys(key, len(outs))
-        return self.decode_sum_segments(payloads, self._as_seen(outs, outs), weight, keys)
+        try:
+            return self.decode_sum_segments(payloads, self._as_seen(outs, outs), weight, keys)
+        except ValueError as error:
+            raise self._undecodable(payloads, _numel_of(outs), error) from error
 
     def nbytes(self, size: Size | Sequence[Size]) -> int:
         """Size of the payload in bytes for segments of `size`: exact, or a bound where not `fixed_size`.
@@ -315,13 +325,25 @@ class Codec(Algorithm, ABC):
                 raise ValueError(
                     f"{self}: decoding needs contiguous float32 tensors, got {o.dtype} with strides {o.stride()}"
                 )
-        expected = self.nbytes([o.shape for o in outs]) if self.fixed_size else None
+        expected = self.nbytes([o.shape for o in outs])
         for payload in payloads:
-            if expected is not None and payload.numel() != expected:
+            if payload.dtype != torch.uint8 or payload.dim() != 1:
                 raise ValueError(
-                    f"{self}: a payload for {sum(o.numel() for o in outs)} elements has {expected} bytes, "
-                    f"got {payload.numel()}; were sender and receiver configured alike?"
+                    f"{self}: a payload is a vector of uint8, got {payload.dtype} of shape {tuple(payload.shape)}"
                 )
+            if payload.numel() > expected or (self.fixed_size and payload.numel() != expected):
+                raise ValueError(
+                    f"{self}: a payload for {_numel_of(outs)} elements has "
+                    f"{'' if self.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; "
+                    "were sender and receiver configured alike?"
+                )
+
+    def _undecodable(self, payloads: Sequence[Tensor], numel: int, error: ValueError) -> ValueError:
+        """The error of payloads that a kernel refuses: it names the codec and the sizes."""
+        sizes = ", ".join(str(p.numel()) for p in payloads[:8]) + (", ..." if len(payloads) > 8 else "")
+        return ValueError(
+            f"{self}: cannot decode {sizes} bytes into {numel} elements: {str(error).removeprefix(f'{self}: ')}"
+        )
 
     def _decoding_keys(self, key: Key | Sequence[Key] | None, num_segments: int) -> list[int]:
         """Mixed keys, one for each segment; none where they are not needed."""
@@ -331,6 +353,10 @@ class Codec(Algorithm, ABC):
         keys = [k.mixed() for k in as_list(key)]
         require(len(keys) == num_segments, f"{num_segments} segments need as many keys, got {len(keys)}")
         return keys
+
+
+def _numel_of(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
 
 
 def _float32(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ need only PyTorch, so they work with any test runner.
 from .averager import check_averager
 from .codec import check_codec, check_encoding
 from .communicator import check_communicator
+from .fuzz import fuzz_codec
 from .memory import check_memory
 
-__all__ = ["check_averager", "check_codec", "check_communicator", "check_encoding", "check_memory"]
+__all__ = ["check_averager", "check_codec", "check_communicator", "check_encoding", "check_memory", "fuzz_codec"]

@@ -61,7 +61,10 @@ class Chain(Codec):
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
     ) -> Selection:
-        return self.sparsifier.support(payload, size, key)
+        try:
+            return self.sparsifier.support(payload, size, key)
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}") from error
 
     def sparse_parts(self) -> SparseParts | None:
         parts = self.sparsifier.sparse_parts()

@@ -80,7 +80,11 @@ class Sparsifier(Codec):
             tensor([1, 3], dtype=torch.int32)
         """
         sizes = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
-        indices, counts, _ = self.read_support(payload, sizes, self._decoding_keys(key, len(sizes)))
+        keys = self._decoding_keys(key, len(sizes))
+        try:
+            indices, counts, _ = self.read_support(payload, sizes, keys)
+        except ValueError as error:
+            raise self._undecodable([payload], sum(sizes), error) from error
         return Selection(indices, torch.empty(0, device=payload.device), counts)
 
     # ---- how the support is coded; a sparsifier with another layout overrides all of it ----
