@@ -188,7 +188,7 @@ def open_among(strangers, timeout_seconds):
         began = time.monotonic()
         try:
             with contextlib.closing(
-                connect.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted)
+                connect.open_sockets(rank, [1 - rank], partial(gather, rank), timeout_seconds, noted, 1000)
             ):
                 return time.monotonic() - began
         except CommunicationError as error:

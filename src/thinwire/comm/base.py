@@ -39,10 +39,11 @@ from .. import debug
 from . import check
 from .agreement import fingerprint, raise_disagreement
 from .buffers import as_bytes, flat_like
-from .channel import Channel
+from .channel import MAX_BYTES, Channel
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_children, ring_all_reduce_bytes
 
+MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
 
 
@@ -75,7 +76,9 @@ class Communicator(ABC):
         start = partial(self._start_all_reduce, tensor.detach())
         return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes))
 
-    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False) -> Handle:
+    def all_gather(
+        self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
+    ) -> Handle:
         """Send `tensor` to all workers: `wait()` returns a list of W tensors in rank order.
 
         Sends (W-1) n bytes per worker, in one step. Worker r sends to r+1, r+2, ..., which spreads the load on receivers.
@@ -85,9 +88,10 @@ class Communicator(ABC):
             sizes: number of elements on each worker; None if all are the same.
             variable: whether each worker knows its own size only. The issuing thread then sends sizes first, 8 bytes to
                 each worker, and waits for those of the others before it issues anything else.
+            limit: with `variable`, how many elements a worker may send; more is a `CommunicationError`.
         """
         if variable:
-            return self._gather_variable(tensor, sizes)
+            return self._gather_variable(tensor, sizes, limit)
         sizes = check.gather_sizes(self, tensor, sizes)
         return self._gather("all_gather", tensor, sizes)
 
@@ -156,8 +160,8 @@ class Communicator(ABC):
         payload = torch.tensor(list(text), dtype=torch.uint8, device=self._object_device)
         length = torch.tensor([len(text)], device=self._object_device)
         lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
-        texts = self._gather("gather_objects", payload, lengths).wait()
-        return [json.loads(bytes(text.tolist())) for text in texts]
+        texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
+        return [_parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
 
     def check_agreement(self, what: dict[str, Any]) -> None:
         """Check that all workers passed in equal dictionaries, by keys and the `repr` of values. Blocks.
@@ -173,15 +177,16 @@ class Communicator(ABC):
         if any(other.tolist() != digest.tolist() for other in digests):
             raise_disagreement(self.gather_objects(described))
 
-    def open_channel(self, peers: Iterable[int]) -> Channel:
+    def open_channel(self, peers: Iterable[int], max_bytes: int = MAX_BYTES) -> Channel:
         """Connect this worker with some peers for messages in no common order; see `channel.py`. All workers call it.
 
         Args:
             peers: other ranks; if worker a names b, b must name a.
+            max_bytes: of the payload of a message, the same on all workers.
         """
         peers = sorted(set(peers))
         check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0)))
-        return self._open_channel(peers)
+        return self._open_channel(peers, max_bytes)
 
     @abstractmethod
     def close(self) -> None:
@@ -216,7 +221,7 @@ class Communicator(ABC):
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]: ...
 
     @abstractmethod
-    def _open_channel(self, peers: list[int]) -> Channel: ...
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel: ...
 
     # ---- shared by the operations ----
 
@@ -246,25 +251,25 @@ class Communicator(ABC):
             {peer: own for peer in others if own.numel()}, {peer: part for peer, part in others.items() if part.numel()}
         )
 
-    def _gather_variable(self, tensor: Tensor, sizes: list[int] | None) -> Handle:
+    def _gather_variable(self, tensor: Tensor, sizes: list[int] | None, limit: int) -> Handle:
         """Sizes, then tensors: two messages to each worker, started as one operation to keep the order."""
         check.flat(self, "all_gather", tensor)
         if sizes is not None:
             raise ValueError(f"rank {self.rank}: all_gather got sizes and variable=True. Leave one of them out.")
         result: list[Tensor] = []
-        start = partial(self._start_gather_variable, tensor.detach(), result)
+        start = partial(self._start_gather_variable, tensor.detach(), result, limit)
         others, num_bytes = self.size - 1, check.num_bytes(tensor)
         messages = others * (2 if num_bytes else 1)
         traffic = (messages, others * (8 + num_bytes), 8 * others)
         handle = self._submit("all_gather", [tensor], start, result, traffic, [tensor])
         return Handle(partial(self._count_received, handle))
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         """Fill the empty `result` with one tensor per worker, once their sizes are known."""
         length = torch.tensor([tensor.numel()], device=tensor.device)
         lengths = [length if rank == self.rank else debug.empty_like(length) for rank in range(self.size)]
         self._start_all_gather([as_bytes(part) for part in lengths])()
-        sizes = torch.cat(lengths).tolist()
+        sizes = check.announced_sizes(torch.cat(lengths).tolist(), limit)
         result += [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
         return self._start_all_gather([as_bytes(part) for part in result])
 
@@ -324,3 +329,10 @@ class Communicator(ABC):
                     f"{messages[i].numel()} bytes, checksum {expected:08x} at the call and {got:08x} at the end. Call "
                     f"wait() before writing to it, or send a copy."
                 )
+
+
+def _parsed(text: bytes, rank: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CommunicationError(f"rank {rank} sent {len(text)} bytes that are no JSON: {error}") from error

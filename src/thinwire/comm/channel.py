@@ -4,8 +4,11 @@ A communicator's operations are collectives in call order. A channel is for work
 to any of its `peers` at any time, and receives what comes next from whomever. `Communicator.open_channel(peers)` is itself
 a collective; afterwards each worker uses its channel from one thread of its own, but for `wake`, which any thread may call.
 
-Messages  A kind, which the user of the channel chooses from 1 on, and a payload of bytes, of any size. From one worker to
-          another they arrive in the order in which they were sent. `send` returns when the payload may be written to.
+Messages  A kind, which the user of the channel chooses from 1 on, and a payload of at most `max_bytes` bytes. From one
+          worker to another they arrive in the order in which they were sent. `send` returns when the payload may be
+          written to.
+Peers     Only workers that know the run's secret are connected; see `handshake.py`. A peer that announces a larger payload,
+          or takes longer than the time limit for a message that it has begun, counts as failed.
 Errors    `receive` names the peers from which messages are still expected, and raises a `CommunicationError` that names the
           peer if one of these has died or hung up, or gave no sign of life for the communicator's time limit. A worker gives
           signs of life while it is in `receive`, whatever its other threads do, so that a peer may take as long as it likes
@@ -23,6 +26,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 HEADER_BYTES = 9  # int64 number of bytes of the payload, uint8 kind
+MAX_BYTES = 1 << 30  # of a payload, unless the user of a channel knows better
 
 
 class Message(NamedTuple):
@@ -47,6 +51,7 @@ class Channel(ABC):
             payload: a contiguous CPU tensor, of which the bytes are sent; None for no bytes.
 
         Raises:
+            ValueError: the payload is larger than the channel's `max_bytes`.
             CommunicationError: the peer has died or hung up, or did not take the message within the time limit.
         """
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .handle import CommunicationError
+
 if TYPE_CHECKING:
     from .base import Communicator
 
@@ -106,3 +108,27 @@ def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int, r
             f"rank {comm.rank}: {operation} got sizes[{own}] = {sizes[own]}, but this worker's own tensor "
             f"has {numel} elements. Pass the same sizes on every worker."
         )
+
+
+def message(rank: int, peer: int, num_bytes: int, max_bytes: int) -> None:
+    """A message of a channel fits its limit."""
+    if num_bytes > max_bytes:
+        raise ValueError(
+            f"rank {rank}: a message of {num_bytes} bytes to rank {peer} exceeds the channel's limit of {max_bytes}; "
+            "give open_channel a larger max_bytes on all workers."
+        )
+
+
+def announced_sizes(sizes: list[int], limit: int) -> list[int]:
+    """Sizes that came from other workers, by rank; none chooses more memory than `limit` elements.
+
+    Raises:
+        CommunicationError: a size is below zero or above the limit.
+    """
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= limit:
+            raise CommunicationError(
+                f"rank {rank} announced {size} elements, expected 0 to {limit}; do all workers run the same version and "
+                "configuration?"
+            )
+    return sizes

@@ -1,13 +1,15 @@
 """Connects the sockets of a `SocketChannel`.
 
-Every worker listens on a port. Its address and a random secret travel through the communicator. Of two peers, the one with
-the higher rank connects; it first sends the listener's secret and its own rank. The listener reads all connections at once
-and closes those that do not send the secret. One deadline holds for all of them.
+Every worker listens on a port of the chosen interface. Rank 0 makes a secret for the channel; it travels through the
+communicator, with the addresses of all workers. Of two peers, the one with the higher rank connects, and both prove that
+they know the secret (`handshake.py`). The listener reads all connections at once. It closes those that do not know the
+secret, with a line in the log, and goes on. One deadline holds for all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
@@ -18,10 +20,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .handle import CommunicationError
+from .handshake import SECRET_BYTES, Greeting, introduce
 from .sockets import SocketChannel
 
-SECRET_BYTES = 16
-HELLO = struct.Struct(f"<{SECRET_BYTES}sq")
+MAX_STRANGERS = 64  # that may be greeting at the same time; the oldest has to go
+log = logging.getLogger("thinwire")
 
 
 def open_sockets(
@@ -30,38 +33,45 @@ def open_sockets(
     gather: Callable[[list[Any]], list[Any]],
     timeout_seconds: float,
     record: Callable[[int, int, int], None],
+    max_bytes: int,
 ) -> SocketChannel:
     """Connect this worker with its peers. All workers call it.
 
     Args:
-        rank, timeout_seconds, record: see `SocketChannel`.
+        rank, timeout_seconds, record, max_bytes: see `SocketChannel`.
         peers: the ranks to connect with; if a names b, b must name a.
         gather: returns what all workers passed in, in rank order.
 
     Raises:
         CommunicationError: a peer could not be reached, or did not connect within the time limit.
     """
-    secret, higher = secrets.token_bytes(SECRET_BYTES), {peer for peer in peers if peer > rank}
+    own_secret, higher = secrets.token_bytes(SECRET_BYTES), {peer for peer in peers if peer > rank}
     sockets: dict[int, socket.socket] = {}
     try:
         with _listen() as listener:
             host, port = listener.getsockname()[:2]
-            addresses: list[tuple[str, int, str]] = gather([host, port, secret.hex()])
+            addresses: list[tuple[str, int, str]] = gather([host, port, own_secret.hex() if rank == 0 else ""])
+            secret = bytes.fromhex(addresses[0][2])
             deadline = time.monotonic() + timeout_seconds
             for peer in sorted(set(peers) - higher):
-                sockets[peer] = _connect(rank, peer, *addresses[peer], max(0.01, deadline - time.monotonic()))
+                host, port, _ = addresses[peer]
+                sockets[peer] = _connect(rank, peer, host, port, secret, deadline)
             sockets |= _accept_peers(rank, listener, secret, higher, deadline)
-        return SocketChannel(rank, sockets, timeout_seconds, record)
+        return SocketChannel(rank, sockets, timeout_seconds, record, max_bytes)
     except BaseException:
         for connection in sockets.values():
             connection.close()
         raise
 
 
-def _connect(rank: int, peer: int, host: str, port: int, secret: str, timeout_seconds: float) -> socket.socket:
+def _connect(rank: int, peer: int, host: str, port: int, secret: bytes, deadline: float) -> socket.socket:
     try:
-        connection = socket.create_connection((host, port), timeout_seconds)
-        connection.sendall(HELLO.pack(bytes.fromhex(secret), rank))
+        connection = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
+        try:
+            introduce(connection, rank, peer, secret, deadline)
+        except BaseException:
+            connection.close()
+            raise
         return connection
     except OSError as error:
         raise CommunicationError(
@@ -79,10 +89,17 @@ def _accept_peers(
         CommunicationError: peers are missing at the deadline.
     """
     accepted: dict[int, socket.socket] = {}
-    greeting: dict[int, tuple[socket.socket, bytearray]] = {}  # descriptor -> connection and what it has said so far
+    greetings: dict[int, Greeting] = {}  # by descriptor, the oldest first
     poll = select.poll()
     listener.setblocking(False)
     poll.register(listener, select.POLLIN)
+
+    def turn_away(descriptor: int, why: str) -> None:
+        connection = greetings.pop(descriptor).connection
+        poll.unregister(descriptor)
+        log.warning("thinwire: rank %d closed a connection from %s, which %s", rank, _name_of(connection), why)
+        connection.close()
+
     try:
         while missing := expected - accepted.keys():
             left = deadline - time.monotonic()
@@ -91,49 +108,36 @@ def _accept_peers(
             for descriptor, _ in poll.poll(1000 * left):
                 if descriptor == listener.fileno():
                     with contextlib.suppress(OSError):  # it hung up at once
-                        connection, _ = listener.accept()
-                        connection.setblocking(False)
-                        greeting[connection.fileno()] = connection, bytearray()
-                        poll.register(connection, select.POLLIN)
+                        greeting = Greeting(listener.accept()[0], rank, secret)
+                        greetings[greeting.connection.fileno()] = greeting
+                        poll.register(greeting.connection, select.POLLIN)
+                    if len(greetings) > len(expected) + MAX_STRANGERS:
+                        turn_away(next(iter(greetings)), "was silent for too long")
                     continue
-                connection, said = greeting[descriptor]
-                if _is_greeting(connection, said):
+                if descriptor not in greetings or (greeting := greetings[descriptor]).goes_on():
                     continue
-                poll.unregister(descriptor)
-                del greeting[descriptor]
-                peer = _peer_of(said, secret)
+                peer = greeting.accept()
                 if peer in missing and peer not in accepted:
-                    accepted[peer] = connection
+                    accepted[peer] = greeting.connection
+                    poll.unregister(descriptor)
+                    del greetings[descriptor]
                 else:
-                    connection.close()
+                    turn_away(descriptor, "does not know the run's secret")
         return accepted
     except BaseException:
         for connection in accepted.values():
             connection.close()
         raise
     finally:
-        for connection, _ in greeting.values():
-            connection.close()
+        for greeting in greetings.values():
+            greeting.connection.close()
 
 
-def _is_greeting(connection: socket.socket, said: bytearray) -> bool:
-    """Read without waiting; return whether more of the greeting may still come."""
-    try:
-        part = connection.recv(HELLO.size - len(said))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    said += part
-    return bool(part) and len(said) < HELLO.size
-
-
-def _peer_of(said: bytes | bytearray, secret: bytes) -> int | None:
-    """The rank that a greeting names, or None if it does not hold the secret."""
-    if len(said) != HELLO.size:
-        return None
-    shown, rank = HELLO.unpack(said)
-    return int(rank) if secrets.compare_digest(shown, secret) else None
+def _name_of(connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        host, port = connection.getpeername()[:2]
+        return f"{host}:{port}"
+    return "an address that is gone"
 
 
 def _listen() -> socket.socket:
@@ -149,7 +153,7 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface and (found := _interface_address(interface)):
-        return socket.AF_INET, found
+        return found
     master = os.environ.get("MASTER_ADDR") or socket.gethostname()
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -159,13 +163,13 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     return socket.AF_INET, "127.0.0.1"
 
 
-def _interface_address(interface: str) -> str | None:
+def _interface_address(interface: str) -> tuple[socket.AddressFamily, str] | None:
     try:
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             SIOCGIFADDR = 0x8915
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+        return socket.AF_INET, socket.inet_ntoa(answer[20:24])
     except (ImportError, OSError):
-        return None  # not Linux, or no such interface
+        return None  # not Linux, no such interface, or one without an IPv4 address

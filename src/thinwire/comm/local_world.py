@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import check
 from .base import Communicator, Start
 from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
@@ -190,11 +191,17 @@ class LocalCommunicator(Communicator):
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._gather_by_exchange(gathered)
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         # A mailbox takes messages of any size, so that the call need not wait for sizes.
         others = self._others([tensor.clone()] * self.size)
         take = self._post(others, list(others))
-        return lambda: result.extend(part for _, part in sorted({**take(), self.rank: tensor}.items()))
+
+        def finish() -> None:
+            parts = [part for _, part in sorted({**take(), self.rank: tensor}.items())]
+            check.announced_sizes([part.numel() for part in parts], limit)
+            result.extend(parts)
+
+        return finish
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         copies = {id(tensor): tensor.clone() for tensor in sends.values()}
@@ -211,9 +218,9 @@ class LocalCommunicator(Communicator):
             return self._start_exchange(self._others([tensor] * self.size), {})
         return self._start_exchange({}, {root: tensor})
 
-    def _open_channel(self, peers: list[int]) -> Channel:
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         self._num_channels += 1
-        return LocalChannel(self.rank, self._num_channels, self._mail, self._record_channel)
+        return LocalChannel(self.rank, self._num_channels, self._mail, self._record_channel, max_bytes)
 
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
@@ -235,11 +242,13 @@ class LocalCommunicator(Communicator):
 class LocalChannel(Channel):
     """A channel between threads. A worker is alive until its function returns, or one of them raises."""
 
-    def __init__(self, rank: int, number: int, mail: Mail, record: Callable[[int, int, int], None]):
+    def __init__(self, rank: int, number: int, mail: Mail, record: Callable[[int, int, int], None], max_bytes: int):
         self._rank, self._number, self._mail, self._record = rank, number, mail, record
+        self._max_bytes = max_bytes
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = torch.empty(0, dtype=torch.uint8) if payload is None else as_bytes(payload).clone()
+        check.message(self._rank, peer, body.numel(), self._max_bytes)
         self._mail.post((self._number, peer), Message(self._rank, kind, body))
         self._record(1, HEADER_BYTES + body.numel(), 0)
 

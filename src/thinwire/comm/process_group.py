@@ -182,8 +182,10 @@ class ProcessGroupCommunicator(Communicator):
         staged = debug.empty_like(tensor, device="cpu")
         return staged.copy_(tensor) if copied else staged
 
-    def _open_channel(self, peers: list[int]) -> Channel:
-        return open_sockets(self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel)
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
+        return open_sockets(
+            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes
+        )
 
     def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import debug
+from . import check
 from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
 
@@ -36,6 +37,7 @@ class SocketChannel(Channel):
         sockets: a connected socket for each peer.
         timeout_seconds: how long a peer may be silent.
         record: called with (messages, bytes_sent, bytes_received) for everything that is sent or received.
+        max_bytes: of the payload of a message; a peer that announces more is treated as one that has failed.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class SocketChannel(Channel):
         sockets: dict[int, socket.socket],
         timeout_seconds: float,
         record: Callable[[int, int, int], None],
+        max_bytes: int,
     ):
         self._rank, self._sockets, self._timeout, self._record = rank, sockets, timeout_seconds, record
+        self._max_bytes = max_bytes
         self._ready: deque[int] = deque()
         self._broken: set[int] = set()  # a message was cut short; later bytes would be read as its rest
         self._silent_seconds = dict.fromkeys(sockets, 0.0)
@@ -59,6 +63,7 @@ class SocketChannel(Channel):
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = memoryview(b"") if payload is None else _memory(payload)
+        check.message(self._rank, peer, len(body), self._max_bytes)
         try:
             if peer in self._broken:
                 raise BrokenPipeError("an earlier message was cut short")
@@ -154,12 +159,21 @@ class SocketChannel(Channel):
                 self.send(peers[descriptor], SIGN_OF_LIFE)
 
     def _read(self, peer: int) -> Message:
+        """The next message of a peer, which must be whole within the time limit."""
+        connection, deadline = self._sockets[peer], time.monotonic() + self._timeout
         try:
-            num_bytes, kind = HEADER.unpack(_read_exactly(self._sockets[peer], bytearray(HEADER_BYTES)))
+            num_bytes, kind = HEADER.unpack(_read_exactly(connection, bytearray(HEADER_BYTES), deadline))
+            if not 0 <= num_bytes <= (0 if kind == SIGN_OF_LIFE else self._max_bytes):
+                raise CommunicationError(
+                    f"rank {peer} announced a message of kind {kind} and {num_bytes} bytes, expected at most "
+                    f"{self._max_bytes}; do all workers run the same version and configuration?"
+                )
             payload = debug.empty(num_bytes, dtype=torch.uint8)
-            _read_exactly(self._sockets[peer], _memory(payload))
+            _read_exactly(connection, _memory(payload), deadline)
         except OSError as error:
             raise self._failed("receive from", peer, error) from error
+        finally:
+            connection.settimeout(self._timeout)
         self._record(0, 0, HEADER_BYTES + num_bytes)
         return Message(peer, kind, payload)
 
@@ -169,10 +183,11 @@ class SocketChannel(Channel):
         return CommunicationError(f"rank {peer} has hung up or died ({error.strerror or error})")
 
 
-def _read_exactly(connection: socket.socket, buffer: bytearray | memoryview) -> bytearray | memoryview:
-    """Fill `buffer`, and return it."""
+def _read_exactly(connection: socket.socket, buffer: bytearray | memoryview, deadline: float) -> bytearray | memoryview:
+    """Fill `buffer`, and return it; a peer that sends a byte now and then does not prolong the wait."""
     rest = memoryview(buffer)
     while rest:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         count = connection.recv_into(rest)
         if count == 0:
             raise ConnectionResetError("end of the connection")

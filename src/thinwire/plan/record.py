@@ -30,7 +30,7 @@ from ..average import Averager
 from ..average.base import NamedTensors
 from ..comm import Communicator, Handle, Ledger, check
 from ..comm.base import Start
-from ..comm.channel import Channel
+from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
 from .network import Network
 from .sized import PRODUCTS, Work, reads_values, sized
@@ -196,9 +196,11 @@ class Recorder(Communicator):
     def close(self) -> None:
         self._closed = True
 
-    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False) -> Handle:
+    def all_gather(
+        self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
+    ) -> Handle:
         """As that of a communicator; every worker has what this one has."""
-        return _alike(super().all_gather(tensor, sizes, variable), tensor)
+        return _alike(super().all_gather(tensor, sizes, variable, limit), tensor)
 
     def all_to_all(
         self, tensors: list[Tensor], sizes: list[int] | None = None, ranks: Sequence[int] | None = None
@@ -225,7 +227,7 @@ class Recorder(Communicator):
                 part.copy_(gathered[self.rank])
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor]) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
         num_bytes = 8 + tensor.numel() * tensor.element_size()
         messages = tuple((peer, num_bytes) for peer in self._others(result))
@@ -254,5 +256,5 @@ class Recorder(Communicator):
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         raise NotImplementedError("no averager broadcasts in a round, but for adaptive codecs")
 
-    def _open_channel(self, peers: list[int]) -> Channel:
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise NotImplementedError("asynchronous averaging has no rounds to record")

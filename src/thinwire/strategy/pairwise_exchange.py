@@ -31,6 +31,7 @@ from ..average.pairwise import Pairwise, PairwiseState
 from ..comm import CommunicationError, Communicator, Message
 
 LINGER_SECONDS = 5.0  # at most, so that partners can read why this worker stops; they hang up once they have read it
+MAX_REASON_BYTES = 10_000  # of the message with the reason why a worker stops
 DEFAULT_PACE_SECONDS = 0.1  # for a worker that has made fewer than two steps
 
 
@@ -56,7 +57,8 @@ class PairwiseExchange:
     def __init__(self, averager: Pairwise, state: PairwiseState, comm: Communicator):
         self._averager, self._state, self._rank, self._size = averager, state, comm.rank, comm.size
         self._partners = averager.partners(comm.rank, comm.size)
-        self._channel = comm.open_channel(self._partners)
+        vector_bytes = state.layout.numel * state.layout.dtype.itemsize
+        self._channel = comm.open_channel(self._partners, max_bytes=max(vector_bytes, MAX_REASON_BYTES))
         self._serve = self._serve_active if averager.is_active(comm.rank) else self._serve_passive
         self._error: CommunicationError | None = None
         self._abort_reason: str | None = None
@@ -140,7 +142,9 @@ class PairwiseExchange:
             self._ended.set()  # the training raises the error now, while partners read why
             for peer in self._partners:
                 with contextlib.suppress(CommunicationError):
-                    self._channel.send(peer, Kind.FAILURE, torch.tensor(list(reason.encode()), dtype=torch.uint8))
+                    self._channel.send(
+                        peer, Kind.FAILURE, torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8)
+                    )
             self._channel.linger(LINGER_SECONDS)
             if self._is_dropped:
                 self._channel.close()
@@ -162,11 +166,12 @@ class PairwiseExchange:
                 self._has_stepped = self._has_stepped or (self._is_finished and self._state.published is not None)
             elif message.kind == Kind.FINISHED:
                 done.add(message.source)
-            else:
-                assert sent is not None, f"rank {message.source} answered, and nothing was asked"
-                self._state.absorb(sent, message.payload.view(sent.dtype))
+            elif message.kind == Kind.ANSWER and sent is not None:
+                self._state.absorb(sent, self._vector(message))
                 sent = None
                 self._land()
+            else:
+                raise _unexpected(message)
         self._tell_all(Kind.GOODBYE)
 
     def _take_off(self) -> bool:
@@ -198,13 +203,25 @@ class PairwiseExchange:
                 asks.append(message)
             elif message.kind == Kind.FINISHED:
                 finished.add(message.source)
-            else:
+            elif message.kind == Kind.GOODBYE:
                 left.remove(message.source)
+            else:
+                raise _unexpected(message)
             while asks and self._state.published is not None:
                 ask = asks.pop(0)
-                self._send(ask.source, Kind.ANSWER, self._state.answer(ask.payload.view(self._state.layout.dtype)))
+                self._send(ask.source, Kind.ANSWER, self._state.answer(self._vector(ask)))
             if self._is_finished and len(finished) == len(self._partners) and not was_told:
                 was_told = self._tell_all(Kind.FINISHED)
+
+    def _vector(self, message: Message) -> Tensor:
+        """The values of a message, which has as many as this worker."""
+        layout = self._state.layout
+        expected, got = layout.numel * layout.dtype.itemsize, message.payload.numel()
+        if got != expected:
+            raise CommunicationError(
+                f"rank {message.source} sent {got} bytes, expected {expected}, {layout.numel} elements"
+            )
+        return message.payload.view(layout.dtype)
 
     def _tell_all(self, kind: Kind) -> bool:
         for peer in self._partners:
@@ -219,10 +236,17 @@ class PairwiseExchange:
         with self._state.clock("wait"):
             message = self._channel.receive(sources, timeout_seconds)
         if message is not None and message.kind == Kind.FAILURE:
-            raise Told(bytes(message.payload.tolist()).decode())
+            raise Told(bytes(message.payload.tolist()).decode(errors="replace"))
         if self._abort_reason is not None:
             raise Told(self._abort_reason)
         return message
+
+
+def _unexpected(message: Message) -> CommunicationError:
+    return CommunicationError(
+        f"rank {message.source} sent a message of kind {message.kind} and {message.payload.numel()} bytes that does not "
+        "belong here; do all workers run the same version?"
+    )
 
 
 class Told(Exception):

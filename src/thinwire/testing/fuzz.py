@@ -7,6 +7,7 @@ two payloads joined. All of it follows from a seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def fuzz_codec(codec: Codec, num_inputs: int, seed: int = 0, num_compared: int =
         payload = torch.from_numpy(damage(valid[int(rng.integers(len(valid)))], valid, rng))
         where = f"{codec}, input {number} of seed {seed} ({damage.__name__}, {payload.numel()} bytes)"
         memory.fill_(GUARD)
-        refused = _refuses(lambda payload=payload: codec.decode_add(payload, outs, 0.5, KEYS), codec, where)
+        refused = _refuses(partial(codec.decode_add, payload, outs, 0.5, KEYS), codec, where)
         num_refused += refused
         _check_guard(memory, outs, where)
         added = [out.clone() for out in outs]

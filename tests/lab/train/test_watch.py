@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.lab.train import RunConfig, WorkerError, spawn
+from thinwire.lab.train.connect import meeting_store
+from thinwire.lab.train.environment import Environment
 from thinwire.lab.train.strategy import attach
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
@@ -112,15 +116,44 @@ def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
     )
 
 
-def test_the_store_listens_on_the_loopback_alone():
-    store = spawn.loopback_store(0)
-    port = f":{store.port:04X}"
+def listening(port):
+    """The addresses of this machine where a port listens, as Linux writes them."""
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    listening = [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"]
-    assert listening == ["0100007F" + port]
+    return [row[1].split(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+
+
+def test_the_store_listens_on_the_loopback_alone():
+    store = spawn.loopback_store(0)
+    assert listening(store.port) == ["0100007F"]
     dist.TCPStore("127.0.0.1", store.port, is_master=False).set("met", "yes")
     assert store.get("met") == b"yes"
+
+
+def test_under_a_launcher_the_store_listens_at_its_address_alone(monkeypatch, capfd):
+    """It listened on all interfaces."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    place = Environment("srun", 0, 2, 0, 2, "localhost", port)
+    store = meeting_store(place)
+    assert listening(port) == ["0100007F"]
+    with pytest.raises(ValueError, match=f"port {port} of localhost is taken"):
+        meeting_store(place)
+    del store
+    # On several nodes the others could not reach the loopback.
+    for name, value in replace(place, local_size=1, local_rank=0).variables().items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    other = threading.Thread(target=dist.TCPStore, args=("127.0.0.1", port, 2, False), daemon=True)
+    other.start()  # PyTorch waits for it
+    joined = meeting_store(replace(place, local_size=1, master_port=port))
+    assert set(listening(port)) <= {"0" * 8, "0" * 32}
+    assert "the store listens on all interfaces, because localhost is 127.0.0.1 here" in capfd.readouterr().err
+    other.join()
+    del joined
 
 
 def test_a_port_that_is_taken_is_one_line():

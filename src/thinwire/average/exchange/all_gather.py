@@ -15,7 +15,8 @@ def all_gather(job: Job) -> Finish:
     """The result is `1/W sum_i C(x_i)`, for any codec; each worker encodes once."""
     message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
     with job.clock("exchange"):
-        handle = job.comm.all_gather(message, variable=not job.codec.fixed_size)
+        limit = job.message_nbytes(job.tensors, job.dense)
+        handle = job.comm.all_gather(message, variable=not job.codec.fixed_size, limit=limit)
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
+from ...algorithm import require
 from ...clock import Clock
 from ...codec import Codec, Key, Selection
 from ...comm import Communicator, Handle
+from ...comm.check import announced_sizes
 from ...kernels import Flag
 from ...memory import ErrorFeedbackState
 
@@ -194,11 +196,18 @@ class Team(Protocol):
         """As of a communicator."""
 
 
-def gather_messages(team: Team, message: Tensor, sizes: list[int] | None) -> Generator[Handle, Any, Handle]:
-    """All-gather messages of the given sizes; with None, sizes travel first. Returns the handle of the messages."""
-    if sizes is None:
+def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) -> Generator[Handle, Any, Handle]:
+    """All-gather messages; returns their handle.
+
+    Args:
+        team: the workers that take part.
+        message: of this worker.
+        sizes: of all workers' messages, or an upper bound of each.
+        fixed: whether `sizes` are exact; if not, the exact ones travel first.
+    """
+    if not fixed:
         length = torch.tensor([message.numel()], device=message.device)
-        sizes = torch.cat((yield team.all_gather(length))).tolist()
+        sizes = announced_sizes(torch.cat((yield team.all_gather(length))).tolist(), max(sizes))
     return team.all_gather(message, sizes)
 
 
@@ -232,10 +241,17 @@ def pack(dense: Tensor, payload: Tensor) -> Tensor:
 def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
     """Split a message into its dense vector and its payload. The message may start at any address.
 
+    Raises:
+        ValueError: the message is shorter than its dense vector.
+
     Example:
         >>> unpack(pack(torch.ones(2), torch.tensor([7], dtype=torch.uint8)), 2)
         (tensor([1., 1.]), tensor([7], dtype=torch.uint8))
     """
+    require(
+        message.numel() >= 4 * dense_numel,
+        f"a message begins with {dense_numel} dense elements, {4 * dense_numel} bytes, got {message.numel()} bytes",
+    )
     return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 

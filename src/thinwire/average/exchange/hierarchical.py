@@ -46,7 +46,7 @@ def hierarchical(job: Job) -> Stages:
     result = debug.empty_like(own)
     if node.is_leader:
         message = _encode(job, node_sum)
-        messages = yield from node.meet(message, num_bytes if job.codec.fixed_size else None)
+        messages = yield from node.meet(message, num_bytes, fixed=job.codec.fixed_size)
         if not forward:
             *totals, dense_total = split_like(result, [*job.tensors, job.dense])
             _decode(job, messages, totals, dense_total.zero_())
@@ -128,16 +128,17 @@ class Node:
             total += part
         return total
 
-    def meet(self, message: Tensor, num_bytes: int | None) -> Generator[Handle, Any, list[Tensor]]:
+    def meet(self, message: Tensor, num_bytes: int, fixed: bool) -> Generator[Handle, Any, list[Tensor]]:
         """Exchange messages between leaders. Returns those of all nodes in order.
 
         Args:
             message: of this node.
-            num_bytes: size of all messages; None if it varies, and then sizes travel first.
+            num_bytes: size of all messages, or an upper bound.
+            fixed: whether it is exact; if not, the exact sizes travel first.
         """
         team = Leaders(self)
-        sizes = None if num_bytes is None else [num_bytes] * team.size
-        messages: list[Tensor] = yield (yield from gather_messages(team, message, sizes))
+        gathering = gather_messages(team, message, [num_bytes] * team.size, fixed)
+        messages: list[Tensor] = yield (yield from gathering)
         return messages
 
     def pass_on(self, tensors: list[Tensor]) -> list[Handle]:

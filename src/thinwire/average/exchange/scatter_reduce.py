@@ -29,6 +29,7 @@ from torch import Tensor
 from ... import debug
 from ...codec import Codec, Key
 from ...comm import Communicator, Handle
+from ...comm.check import announced_sizes
 from ...kernels.flags import Flag, both
 from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
@@ -61,7 +62,7 @@ def scatter_reduce(job: Job) -> Stages:
 
     x = _compensate(job, shards[me].positions, mean)
     message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], SUMMED)))
-    handle = yield from gather_messages(comm, message, sizes if job.codec.fixed_size else None)
+    handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.fixed_size)
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
@@ -192,10 +193,10 @@ def _piece_keys(job: Job, shard: Shard, part: int) -> list[Key]:
 def _all_to_all(
     comm: Communicator, codec: Codec, messages: list[Tensor], num_bytes: int
 ) -> Generator[Handle, Any, list[Tensor]]:
-    """The messages of all workers; sizes travel first where they are not fixed."""
+    """The messages of all workers, of `num_bytes`; if this is only a bound, sizes travel first."""
     sizes = [num_bytes] * comm.size
     if not codec.fixed_size:
         lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
-        sizes = torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist()
+        sizes = announced_sizes(torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist(), num_bytes)
     received: list[Tensor] = yield comm.all_to_all(messages, sizes)
     return received

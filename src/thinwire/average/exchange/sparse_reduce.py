@@ -129,13 +129,27 @@ class Round:
         numel = self.dense.tensor_split(team.size)[team.rank].numel()
         table = yield team.all_to_all(headers, [1 + len(layout.pieces[team.rank])] * team.size)
         rows: list[list[int]] = torch.stack(table).tolist()
+        self._check_headers(rows)
         received = yield team.all_to_all(messages, [4 * numel + row[0] for row in rows])
         with self.job.clock("decode"):
             dense, sums = self._add(received, [row[1:] for row in rows], numel)
         with self.job.clock("encode"):
             message = self._encode_sum(dense, sums)
-        sizes = message_sizes(self.parts, layout, self.dense.numel()) if self.parts.fixed_size else None
-        return (yield from gather_messages(team, message, sizes))
+        sizes = message_sizes(self.parts, layout, self.dense.numel())
+        return (yield from gather_messages(team, message, sizes, fixed=self.parts.fixed_size))
+
+    def _check_headers(self, rows: list[list[int]]) -> None:
+        """No worker sends more coordinates than a piece has, or more bytes than so many coordinates take."""
+        region = self.layout.pieces[self.team.rank]
+        numels = [p.numel for p in region]
+        for sender, (num_bytes, *counts) in enumerate(rows):
+            fits = all(0 <= k <= n for k, n in zip(counts, numels, strict=True))
+            most = self.parts.nbytes(counts, numels) if region and fits else 0
+            require(
+                fits and 0 <= num_bytes <= most,
+                f"worker {sender} of {self.team.size} announced {num_bytes} bytes for {counts} coordinates of pieces of "
+                f"{numels}, expected at most {most} bytes; do all workers run the same version and configuration?",
+            )
 
     def _encode(self) -> tuple[Selected, list[Tensor], list[Tensor]]:
         """What is selected, and for each owner the header of its message and the message."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -44,13 +47,56 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     else:
         rank, size = environment.rank, environment.size
         if store is None:
-            store = fresh(next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS))[0], rank, size)
+            store = fresh(meeting_store(environment), rank, size)
         with same_error_on_all():
             backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
     with ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
         yield comm
     dist.destroy_process_group()
+
+
+def meeting_store(environment: Environment) -> dist.Store:
+    """The store at the environment's address, which rank 0 makes unless torchrun has one.
+
+    It has no authentication, so it listens at that address only. If rank 0 cannot listen there (its name means the loopback,
+    or an address that is translated on the way), it listens on all interfaces, and says so.
+    """
+    rank, host, port = environment.rank, environment.master_address, environment.master_port
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+            if environment.one_node or not ipaddress.ip_address(address).is_loopback:
+                return listening_store(str(address), port)
+            why = f"{host} is {address} here"
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port} of {host} is taken; choose another with MASTER_PORT") from None
+            why = f"{host}: {error.strerror or error}"
+        print(f"thinwire: the store listens on all interfaces, because {why}", file=sys.stderr, flush=True)
+    return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
+
+
+def listening_store(address: str, port: int) -> dist.TCPStore:
+    """A store that listens at one address; port 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken, or this machine does not have the address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=RENDEZVOUS,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:

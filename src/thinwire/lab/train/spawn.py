@@ -12,7 +12,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from ...comm.process_world import worker_context
 from . import loop
 from .checkpoint import latest
 from .config import RunConfig
-from .connect import RENDEZVOUS, connected
+from .connect import RENDEZVOUS, connected, listening_store
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
 from .parent_death import end_with_parent
@@ -83,23 +82,11 @@ def loopback_store(port: int) -> dist.TCPStore:
     Raises:
         ValueError: the port is taken, or this user may not listen there.
     """
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, port))
-            listener.listen(1024)
-        except OSError as error:
-            reason = f"port {port} cannot be used: {error.strerror}"
-            raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=RENDEZVOUS,
-            master_listen_fd=listener.detach(),
-        )
+    try:
+        return listening_store(LOOPBACK, port)
+    except OSError as error:
+        reason = f"port {port} cannot be used: {error.strerror}"
+        raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
 
 
 @contextmanager

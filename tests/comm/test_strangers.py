@@ -1,0 +1,221 @@
+"""Channels and collectives against peers that do not know the secret, and against peers that lie about sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.spawn import WORLDS
+
+import thinwire as tw
+from thinwire.average.exchange import base
+from thinwire.average.exchange.sparse_reduce import Round
+from thinwire.comm import CommunicationError, connect
+from thinwire.comm.handshake import HELLO, Greeting, introduce, proof
+from thinwire.comm.sockets import HEADER, SocketChannel
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+# ---- who knows the secret ----
+
+
+def open_pair(strangers):
+    """Two workers in threads open a channel and talk, while `strangers(host, port)` is at rank 0's door."""
+    addresses, ready, heard = [None, None], threading.Barrier(2), {}
+
+    def worker(rank):
+        def gather(own):
+            addresses[rank] = own
+            if rank == 0:
+                strangers(own[0], own[1])
+            ready.wait()
+            return addresses
+
+        with contextlib.closing(connect.open_sockets(rank, [1 - rank], gather, 20.0, lambda *_: None, 1000)) as channel:
+            channel.send(1 - rank, 5)
+            heard[rank] = channel.receive([1 - rank]).kind
+            ready.wait()
+
+    threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return heard
+
+
+def test_strangers_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    doors = []
+
+    def strangers(host, port):
+        for said in (b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO.size), HELLO.pack(1, b"n" * 32, b"p" * 32)):
+            doors.append(socket.create_connection((host, port)))
+            doors[-1].sendall(said)
+        # As it was before: the rank, and a secret of another run.
+        knows_another = socket.create_connection((host, port))
+        doors.append(knows_another)
+        knows_another.sendall(HELLO.pack(1, b"n" * 32, proof(OTHER, b"connect", 1, 0, b"?" * 64)))
+
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert open_pair(strangers) == {0: 5, 1: 5}
+    lines = [line for line in caplog.messages if "does not know the run's secret" in line]
+    assert len(lines) == len(doors) == 3
+    assert all("\n" not in line and "rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
+
+
+def test_a_crowd_of_silent_strangers_is_sent_away(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    doors = []
+    crowd = connect.MAX_STRANGERS + 20
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        heard = open_pair(lambda *address: doors.extend(socket.create_connection(address) for _ in range(crowd)))
+    assert heard == {0: 5, 1: 5}
+    assert sum("was silent for too long" in line for line in caplog.messages) >= 19
+
+
+def test_a_recorded_proof_is_of_no_use_and_a_listener_must_know_the_secret_too():
+    ours, theirs = socket.socketpair()
+    greeting = Greeting(ours, rank=0, secret=SECRET)
+    recorded = threading.Thread(target=introduce, args=(theirs, 1, 0, SECRET, time.monotonic() + 10), daemon=True)
+    recorded.start()
+    while greeting.goes_on():
+        time.sleep(0.01)
+    assert greeting.accept() == 1
+    recorded.join(10)
+    door, replayer = socket.socketpair()
+    replayed = Greeting(door, rank=0, secret=SECRET)
+    replayed._said = greeting._said
+    assert replayed.accept() is None
+    replayer.close()
+
+    impostor, visitor = socket.socketpair()
+    impostor.sendall(b"n" * 32 + b"p" * 32)
+    with pytest.raises(ConnectionError, match="does not know the run's secret"):
+        introduce(visitor, 1, 0, SECRET, time.monotonic() + 10)
+
+
+def listening_addresses():
+    """Addresses on which this process listens, from Linux's tables."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(descriptor.readlink()))
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def test_a_channel_listens_on_the_chosen_interface_only(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    before, during = listening_addresses(), []
+    open_pair(lambda *_: during.extend(listening_addresses()))
+    new = list(during)
+    for address in before:
+        new.remove(address)
+    assert new
+    assert set(new) == {"0100007F"}  # 127.0.0.1
+
+
+# ---- sizes that a sender chooses ----
+
+
+def channel_to(timeout_seconds=5.0):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    return SocketChannel(0, {1: ours}, timeout_seconds, lambda *_: None, max_bytes=1000), theirs
+
+
+@pytest.mark.parametrize(("num_bytes", "kind"), [(1001, 1), (2**60, 7), (-1, 1), (5, 0)])
+def test_a_header_chooses_no_memory(num_bytes, kind):
+    channel, peer = channel_to()
+    peer.sendall(struct.pack("<qB", num_bytes, kind))
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match=rf"rank 1 announced .*{kind} and {num_bytes} bytes, expected at most"):
+        channel.receive([1])
+    assert time.monotonic() - began < 2
+    with pytest.raises(ValueError, match="exceeds the channel's limit of 1000"):
+        channel.send(1, 1, torch.zeros(251))
+
+
+def test_a_peer_that_trickles_does_not_prolong_the_time_limit():
+    channel, peer = channel_to(timeout_seconds=1.0)
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            for byte in HEADER.pack(1000, 1) + bytes(1000):
+                peer.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    threading.Thread(target=trickle, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="receive from rank 1 took more than 1 seconds"):
+        channel.receive([1])
+    assert time.monotonic() - began < 4
+    channel.close()
+
+
+def gathers_too_much(comm):
+    try:
+        comm.all_gather(torch.zeros(5 + 20 * comm.rank, dtype=torch.uint8), variable=True, limit=10).wait()
+    except CommunicationError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_announced_size_has_a_limit(world):
+    for said in WORLDS[world](2, gathers_too_much):
+        assert "rank 1 announced 25 elements, expected 0 to 10" in said
+
+
+def test_text_that_is_no_json_names_its_sender(monkeypatch):
+    def worker(comm):
+        if comm.rank == 1:
+            monkeypatch.setattr("thinwire.comm.base.json.dumps", lambda obj: "[" * 100_000)
+        comm.barrier()
+        return comm.gather_objects([1])
+
+    with pytest.raises(CommunicationError, match="rank 0 sent 100000 bytes that are no JSON"):
+        tw.LocalWorld(2).run(worker)
+
+
+@pytest.mark.parametrize("lie", [(0, 2**30), (0, -1), (1, 2**30), (1, -5)])
+def test_headers_of_a_sparse_all_reduce_choose_no_memory(lie, monkeypatch):
+    place, value = lie
+    original = Round._encode
+
+    def lying(self):
+        selected, headers, messages = original(self)
+        if self.team.rank == 1:
+            headers[0] = headers[0].clone()
+            headers[0][place] = value
+        return selected, headers, messages
+
+    monkeypatch.setattr(Round, "_encode", lying)
+
+    def worker(comm):
+        averager = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), exchange="sparse_reduce")
+        gradients = [("w", torch.randn(50, 40))]
+        state = averager.init(gradients, comm)
+        averager.step(state, gradients, comm).wait()
+
+    with pytest.raises(ValueError, match=r"rank 0: worker 1 of 2 announced .*expected at most"):
+        tw.LocalWorld(2).run(worker)
+
+
+def test_a_message_shorter_than_its_dense_part_is_refused():
+    with pytest.raises(ValueError, match="begins with 3 dense elements, 12 bytes, got 4 bytes"):
+        base.unpack(torch.zeros(4, dtype=torch.uint8), 3)
