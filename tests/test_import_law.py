@@ -19,6 +19,7 @@ FLOORS = {
     "debug": 0,
     "streams": 0,
     "schedule": 1,
+    "network": 1,
     "kernels": 1,
     "codec": 2,
     "memory": 2,

@@ -7,6 +7,7 @@ from .ledger import Ledger
 from .local_world import LocalWorld
 from .process_group import ProcessGroupCommunicator
 from .process_world import ProcessWorld
+from .virtual import VirtualClock
 
 __all__ = [
     "Channel",
@@ -18,4 +19,5 @@ __all__ = [
     "Message",
     "ProcessGroupCommunicator",
     "ProcessWorld",
+    "VirtualClock",
 ]

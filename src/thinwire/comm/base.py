@@ -36,12 +36,15 @@ import torch
 from torch import Tensor
 
 from .. import debug
+from ..algorithm import require
+from ..network import Messages, Moves, Relay, Ring
 from . import check
 from .agreement import fingerprint, raise_disagreement
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .handle import CommunicationError, Handle
-from .ledger import Ledger, broadcast_children, ring_all_reduce_bytes
+from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from .virtual import VirtualClock, messages_of, traced
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
@@ -54,12 +57,14 @@ class Communicator(ABC):
         rank: this worker, 0..W-1.
         size: number of workers, W.
         ledger: counts the bytes that this worker has sent and received.
+        virtual: traces the operations for a network that is not there; None for no such network.
     """
 
     def __init__(self, rank: int, size: int):
         self.rank = rank
         self.size = size
         self.ledger = Ledger(size)
+        self.virtual: VirtualClock | None = None
         self._lock = threading.Lock()  # the ledger counts in the order of the calls
         self._closed = False
 
@@ -74,7 +79,8 @@ class Communicator(ABC):
         num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))
         messages = 2 * (self.size - 1) if num_bytes else 0
         start = partial(self._start_all_reduce, tensor.detach())
-        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes))
+        traffic, moves = (messages, num_bytes, num_bytes), Ring(check.num_bytes(tensor))
+        return self._submit("all_reduce", [tensor], start, tensor, traffic, lambda: moves)
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
@@ -138,11 +144,12 @@ class Communicator(ABC):
         check.tensor(self, "broadcast", tensor)
         check.rank(self, "broadcast", "root", root)
         num_bytes = check.num_bytes(tensor)
-        children = broadcast_children(self.size, self.rank, root) if num_bytes else 0
-        traffic = (children, children * num_bytes, num_bytes * (self.rank != root))
+        parents, children = broadcast_tree(self.size, self.rank, root) if num_bytes else ([], [])
+        traffic = (len(children), len(children) * num_bytes, len(parents) * num_bytes)
+        moves = Relay(tuple((peer, num_bytes) for peer in parents), tuple((peer, num_bytes) for peer in children))
         start = partial(self._start_broadcast, as_bytes(tensor), root)
         sent = [tensor] if self.rank == root else []
-        return self._submit("broadcast", [tensor], start, tensor, traffic, sent)
+        return self._submit("broadcast", [tensor], start, tensor, traffic, lambda: moves, sent)
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
@@ -184,9 +191,42 @@ class Communicator(ABC):
             peers: other ranks; if worker a names b, b must name a.
             max_bytes: of the payload of a message, the same on all workers.
         """
+        require(self.virtual is None, f"rank {self.rank}: messages in no common order have no virtual seconds")
         peers = sorted(set(peers))
         check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0)))
         return self._open_channel(peers, max_bytes)
+
+    # ---- on a network that is not there; without one they do nothing ----
+
+    def compute(self, seconds: float) -> None:
+        """Count so many seconds of computation of the calling thread, beside what is measured."""
+        if self.virtual is not None:
+            self.virtual.trace.compute(seconds)
+
+    def mark(self) -> int | None:
+        """Mark where the calling thread is, for `after` in another thread of this worker."""
+        return None if self.virtual is None else self.virtual.trace.mark()
+
+    def after(self, mark: int | None) -> None:
+        """Say that the calling thread has waited for another one of this worker to get to a mark."""
+        if self.virtual is not None and mark is not None:
+            self.virtual.trace.wait(mark)
+
+    def virtual_seconds(self) -> float:
+        """Seconds of all workers so far on the network that is not there. Blocks.
+
+        All workers call it, from their first threads, with nothing under way in other threads. They go on from the
+        slowest one's time.
+
+        Raises:
+            ValueError: there is no such network.
+        """
+        require(
+            self.virtual is not None,
+            f"rank {self.rank}: virtual_seconds needs a network, such as LocalWorld(4, network=Network(4))",
+        )
+        assert self.virtual is not None
+        return self.virtual.seconds()
 
     @abstractmethod
     def close(self) -> None:
@@ -237,12 +277,13 @@ class Communicator(ABC):
     def _gather(self, operation: str, tensor: Tensor, sizes: list[int]) -> Handle:
         # One allocation each, so that every message is aligned and may be viewed as floats.
         gathered = [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
-        others = self._others(gathered).values()
-        num_bytes, received = check.num_bytes(tensor), sum(map(check.num_bytes, others))
+        others = self._others(gathered)
+        num_bytes, received = check.num_bytes(tensor), sum(map(check.num_bytes, others.values()))
         messages = self.size - 1 if num_bytes else 0
         start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
         traffic = (messages, messages * num_bytes, received)
-        return self._submit(operation, gathered, start, gathered, traffic, [tensor])
+        moves = partial(messages_of, dict.fromkeys(others, tensor), others)
+        return self._submit(operation, gathered, start, gathered, traffic, moves, [tensor])
 
     def _gather_by_exchange(self, gathered: list[Tensor]) -> Callable[[], Any]:
         """`_start_all_gather` as one exchange with all others; nothing empty is sent."""
@@ -261,7 +302,9 @@ class Communicator(ABC):
         others, num_bytes = self.size - 1, check.num_bytes(tensor)
         messages = others * (2 if num_bytes else 1)
         traffic = (messages, others * (8 + num_bytes), 8 * others)
-        handle = self._submit("all_gather", [tensor], start, result, traffic, [tensor])
+        messages_by_peer = tuple((peer, 8 + num_bytes) for peer in self._others([tensor] * self.size))
+        moves = Messages(messages_by_peer, messages_by_peer)  # the model does not use the sizes of receives
+        handle = self._submit("all_gather", [tensor], start, result, traffic, lambda: moves, [tensor])
         return Handle(partial(self._count_received, handle))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
@@ -290,8 +333,9 @@ class Communicator(ABC):
         wire_receives = {peer: as_bytes(tensor) for peer, tensor in receives.items() if tensor.numel()}
         sent, received = (sum(t.numel() for t in side.values()) for side in (wire_sends, wire_receives))
         start = partial(self._start_exchange, wire_sends, wire_receives)
-        tensors = [*sends.values(), *receives.values()]
-        return self._submit(operation, tensors, start, result, (len(wire_sends), sent, received), list(sends.values()))
+        tensors, moves = [*sends.values(), *receives.values()], partial(messages_of, wire_sends, wire_receives)
+        traffic = (len(wire_sends), sent, received)
+        return self._submit(operation, tensors, start, result, traffic, moves, list(sends.values()))
 
     def _submit(
         self,
@@ -300,9 +344,12 @@ class Communicator(ABC):
         start: Start,
         result: Any,
         traffic: tuple[int, int, int],
+        moves: Callable[[], Moves],
         sent: Sequence[Tensor] = (),
     ) -> Handle:
-        """Issue and count one operation; `sent` are the tensors whose checksums debug mode compares."""
+        """Issue, count and trace one operation; `sent` are the tensors whose checksums debug mode compares."""
+        trace = None if self.virtual is None else self.virtual.trace
+        number = None if trace is None else trace.issue(moves())
         messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
         before = debug.checksums(messages)
         with self._lock:
@@ -311,6 +358,9 @@ class Communicator(ABC):
             wait = self._issue(tensors, start)
             self.ledger.record(operation, *traffic)
         unchanged = partial(self._check_unchanged, operation, messages, before)
+        if trace is not None and number is not None:
+            trace.skip()
+            wait = partial(traced, wait, trace, number)
         return Handle(partial(self._finish, operation, wait, result, unchanged))
 
     def _finish(self, operation: str, wait: Callable[[], Any], result: Any, check_unchanged: Callable[[], None]) -> Any:

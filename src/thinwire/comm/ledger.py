@@ -166,13 +166,17 @@ def ring_all_reduce_bytes(size: int, num_bytes: int) -> int:
     return 2 * (size - 1) * num_bytes // size
 
 
-def broadcast_children(size: int, rank: int, root: int) -> int:
-    """To how many others `rank` passes the message on in a binomial tree: in round i, worker v < 2^i sends to v + 2^i,
-    where workers are counted from the root.
+def broadcast_tree(size: int, rank: int, root: int) -> tuple[list[int], list[int]]:
+    """From whom `rank` gets the message in a binomial tree, nobody for the root, and to whom it passes it on, in this order.
+
+    In round i, worker v < 2^i sends to v + 2^i, where workers are counted from the root.
 
     Example:
-        >>> [broadcast_children(size=4, rank=rank, root=0) for rank in range(4)]
-        [2, 1, 0, 0]
+        >>> [broadcast_tree(size=4, rank=rank, root=0) for rank in range(4)]
+        [([], [1, 2]), ([0], [3]), ([0], []), ([1], [])]
     """
     virtual_rank = (rank - root) % size
-    return sum(virtual_rank < 1 << i and virtual_rank + (1 << i) < size for i in range(size.bit_length()))
+    steps = [1 << i for i in range(size.bit_length())]
+    children = [virtual_rank + step for step in steps if virtual_rank < step and virtual_rank + step < size]
+    parent = [virtual_rank - max(step for step in steps if step <= virtual_rank)] if virtual_rank else []
+    return [(v + root) % size for v in parent], [(v + root) % size for v in children]

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..network import Network
 from . import check
 from .base import Communicator, Start
 from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
+from .virtual import VirtualClock
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
+Position = tuple[int, int]  # the number of a conversation, and of a message in it
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class LocalWorld:
     Args:
         size: number of workers, W.
         timeout_seconds: how long a worker waits for a message before it gives up.
+        network: a network that is not there; `comm.virtual_seconds()` says how long the workers would have taken on it.
+        measures: with a network, whether the processor time of each thread counts as computation. If not, only what
+            `comm.compute(seconds)` declares counts, and two runs take the same virtual seconds.
+
+    Raises:
+        ValueError: no workers, or a network of another number of workers.
 
     Example:
         >>> import torch
@@ -39,14 +48,30 @@ class LocalWorld:
         ...     return comm.all_reduce(torch.tensor([float(comm.rank)])).wait() / comm.size
         >>> LocalWorld(4).run(mean)
         [tensor([1.5000]), tensor([1.5000]), tensor([1.5000]), tensor([1.5000])]
+
+        A ring all-reduce of 4 MB on a link of 1 MB/s sends 4 MB in each direction, after half a second of computation:
+
+        >>> from thinwire.network import Link, Network
+        >>> def seconds(comm):
+        ...     comm.compute(0.5)
+        ...     comm.all_reduce(torch.ones(1_000_000)).wait()
+        ...     return comm.virtual_seconds()
+        >>> LocalWorld(2, network=Network(2, outer=Link(1e6)), measures=False).run(seconds)
+        [4.5, 4.5]
     """
 
     size: int
     timeout_seconds: float = 60.0
+    network: Network | None = None
+    measures: bool = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"LocalWorld needs at least one worker, got size={self.size}.")
+        if self.network is not None and self.network.workers != self.size:
+            raise ValueError(
+                f"LocalWorld({self.size}) got a network of {self.network.workers} workers; give both the same number."
+            )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
@@ -56,7 +81,7 @@ class LocalWorld:
                 at once.
         """
         mail, results = Mail(self.timeout_seconds), [None] * self.size
-        work = partial(_work, mail, self.size, results, fn, args)
+        work = partial(_work, mail, self, results, fn, args)
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -70,9 +95,14 @@ class LocalWorld:
         return results
 
 
-def _work(mail: Mail, size: int, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
+def _work(
+    mail: Mail, world: LocalWorld, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int
+) -> None:
     try:
-        with LocalCommunicator(rank, size, mail) as comm:
+        with LocalCommunicator(rank, world.size, mail) as comm:
+            if world.network is not None:
+                side = LocalCommunicator(rank, world.size, mail, conversation=1)
+                comm.virtual = VirtualClock(world.network, side, world.measures)
             results[rank] = fn(comm, *args)
     except BaseException as error:
         mail.fail(rank, error)
@@ -95,17 +125,17 @@ class Mail:
         self.timeout_seconds = timeout_seconds
         self.error: BaseException | None = None
         self.failed_rank: int | None = None
-        self._messages: dict[tuple[int, int, int], Tensor] = {}
+        self._messages: dict[tuple[int, int, Position], Tensor] = {}
         self._boxes: defaultdict[Box, list[Message | None]] = defaultdict(list)
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
-    def put(self, source: int, target: int, position: int, message: Tensor) -> None:
+    def put(self, source: int, target: int, position: Position, message: Tensor) -> None:
         with self._changed:
             self._messages[source, target, position] = message
             self._changed.notify_all()
 
-    def take(self, source: int, target: int, position: int) -> Tensor:
+    def take(self, source: int, target: int, position: Position) -> Tensor:
         key = (source, target, position)
         with self._changed:
             self._changed.wait_for(
@@ -159,10 +189,17 @@ class Mail:
 
 
 class LocalCommunicator(Communicator):
-    """One worker of a `LocalWorld`."""
+    """One worker of a `LocalWorld`.
 
-    def __init__(self, rank: int, size: int, mail: Mail):
+    Args:
+        rank, size: as of a communicator.
+        mail: delivers the messages.
+        conversation: tells communicators of the same workers apart.
+    """
+
+    def __init__(self, rank: int, size: int, mail: Mail, conversation: int = 0):
         super().__init__(rank, size)
+        self._conversation = conversation
         self._mail = mail
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
@@ -225,9 +262,9 @@ class LocalCommunicator(Communicator):
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
         for peer, message in messages.items():
-            self._mail.put(self.rank, peer, self._num_sent[peer], message)
+            self._mail.put(self.rank, peer, (self._conversation, self._num_sent[peer]), message)
             self._num_sent[peer] += 1
-        positions = {source: self._num_received[source] for source in sources}
+        positions = {source: (self._conversation, self._num_received[source]) for source in sources}
         self._num_received.update(sources)
         return lambda: {source: self._mail.take(source, self.rank, position) for source, position in positions.items()}
 

@@ -10,8 +10,8 @@ these programs on a model of the network. So the message schedules stand in one 
 
 from __future__ import annotations
 
+from ..network import Link, Network, parse_rate, parse_seconds
 from .methods import Method, methods
-from .network import Link, Network, parse_rate, parse_seconds
 from .predict import Prediction, Workload, ddp_buckets, predict, predict_method, tensors_of
 from .record import Program, record
 from .simulate import simulate

@@ -9,7 +9,7 @@ import torch
 
 from ..algorithm import require
 from ..comm import Communicator
-from .network import Link
+from ..network import Link
 
 _LARGE_BYTES = 4_000_000
 

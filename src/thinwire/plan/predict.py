@@ -12,8 +12,8 @@ import torch
 
 from ..algorithm import require
 from ..average import Averager
+from ..network import Network
 from .methods import BF16, DDP, Method, methods
-from .network import Network
 from .record import Program, record
 from .simulate import Bucket, simulate
 from .speeds import Speeds

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -32,28 +33,9 @@ from ..comm import Communicator, Handle, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
-from .network import Network
+from ..network import Messages, Network, Ring
+from .shapes import Shapes
 from .sized import PRODUCTS, Work, reads_values, sized
-
-
-@dataclass(frozen=True)
-class Messages:
-    """One operation of single messages, in the order in which they are sent; bytes by peer."""
-
-    sends: tuple[tuple[int, int], ...]
-    receives: tuple[tuple[int, int], ...]
-
-    def shifted(self, by: int, size: int) -> Messages:
-        """The same with peers whose rank is `by` higher."""
-        sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
-        return Messages(sides[0], sides[1])
-
-
-@dataclass(frozen=True)
-class Ring:
-    """An all-reduce of `num_bytes`."""
-
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +105,8 @@ def record(
     mail: Mail = defaultdict(deque)
     device = "cpu" if reads_values(averager) else "meta"
     tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
-    return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]
+    with Shapes() if device == "meta" else nullcontext():
+        return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]
 
 
 def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:
@@ -207,7 +190,16 @@ class Recorder(Communicator):
     ) -> Handle:
         """As that of a communicator; every worker sends what this one keeps."""
         own = tensors[list(ranks or range(self.size)).index(self.rank)]
-        return _alike(super().all_to_all(tensors, sizes, ranks), own)
+        with torch._C.DisableTorchFunction():
+            return _alike(super().all_to_all(tensors, sizes, ranks), own)
+
+    def _submit(self, *args: Any, **kwargs: Any) -> Handle:
+        with torch._C.DisableTorchFunction():  # no operation in here needs `Shapes`
+            return super()._submit(*args, **kwargs)
+
+    def _gather(self, operation: str, tensor: Tensor, sizes: list[int]) -> Handle:
+        with torch._C.DisableTorchFunction():
+            return super()._gather(operation, tensor, sizes)
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()

@@ -114,6 +114,10 @@ class Strategy(ABC):
         for state in self._states:
             self.averager.set_epoch(state, epoch)
 
+    def settle(self) -> None:
+        """Wait until nothing of this worker is in flight. Changes no parameters."""
+        self._ready()
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, under a key with its rank. Workers differ, and each saves and loads its own state.
 

@@ -102,6 +102,7 @@ class Fragment:
         statistics: of the norms of its changes.
         flight: the round in flight; its result is whether it was finite. None if the last round is merged.
         finite: the result of the flight, once it has ended and was waited for.
+        landed: the communicator's mark at the end of the last flight.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
         gave_up: under gossip, whether this worker's changes in the present round were not finite.
@@ -115,6 +116,7 @@ class Fragment:
     state: Any = None
     statistics: NormStatistics = field(default_factory=NormStatistics)
     flight: Flight[bool] | None = None
+    landed: int | None = None
     finite: bool | None = None
     steps_to_merge: int = 0
     has_moved: bool = False
@@ -128,7 +130,8 @@ class Fragment:
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""
         if self.flight is not None:
-            self.finite, self.flight = self.flight.wait(), None
+            self.finite = self.flight.wait()
+            self.landed, self.flight = self.flight.landed, None
 
     def named_changes(self) -> NamedTensors:
         """The pseudo-gradients by parameter name."""

@@ -49,11 +49,12 @@ class GradientRounds:
         self._work = WorkStream(torch.device("cpu"))
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
-        self._finishing: list[Future[None]] = []
+        self._finishing: list[Future[int | None]] = []
         self._scale = 1.0
         self._is_open = self._is_broken = self._is_abandoned = False
         self._is_finite = True
         self._all_sent = threading.Event()
+        self._last_mark: int | None = None
         self._culprit: str | None = None
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
@@ -107,18 +108,21 @@ class GradientRounds:
         tensors = [pair for bucket, _, _ in held for pair in bucket]
         with self._work.after_caller():
             handle = self._averager.step(self._state, tensors, self._comm, self._scale)
-        self._finishing.append(self._finisher.submit(self._finish, handle, held, last))
+        self._finishing.append(self._finisher.submit(self._finish, handle, held, last, self._comm.mark()))
         if last:
+            self._last_mark = self._comm.mark()
             self._all_sent.set()
 
-    def _finish(self, handle: Handle, held: list[Bucket], last: bool) -> None:
-        """In the finishing thread: decode a step; after the last one, commit."""
+    def _finish(self, handle: Handle, held: list[Bucket], last: bool, mark: int | None) -> int | None:
+        """In the finishing thread, after `mark`: decode a step; after the last one, commit. Returns a mark at its end."""
+        self._comm.after(mark)
         with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
             try:
                 if self._averager.sends_at_once(self._state) and self._waits_late():
                     self._all_sent.wait()
+                    self._comm.after(self._last_mark)
                 if self._is_abandoned:
-                    return
+                    return None
                 handle.wait()
                 if last and not self._is_broken:
                     self._is_finite = self._averager.commit(self._state)
@@ -129,6 +133,7 @@ class GradientRounds:
             finally:  # DDP must not wait for ever; `_end_backward` raises the error
                 for _, future, buffer in held:
                     future.set_result(buffer)
+        return self._comm.mark()
 
     def _waits_late(self) -> bool:
         """Whether waiting begins when all buckets are sent: to spare CPUs, or to keep the order of collectives."""
@@ -139,7 +144,7 @@ class GradientRounds:
         with self._state.clock("blocked"):
             try:
                 for task in self._finishing:
-                    task.result()
+                    self._comm.after(task.result())
             finally:
                 self._work.join()
         if self._is_open:
@@ -158,12 +163,12 @@ class Finisher:
         self._thread: threading.Thread | None = None
         self.close = finalize(self, self._tasks.put, None)
 
-    def submit(self, task: Any, *args: Any) -> Future[None]:
+    def submit(self, task: Any, *args: Any) -> Future[Any]:
         """Run `task(*args)` after those before it; the future has its result or error."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._tasks,), name="thinwire-finish", daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
+        future: Future[Any] = Future()
         self._tasks.put((future, task, args))
         return future
 

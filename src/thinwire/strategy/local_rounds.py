@@ -267,7 +267,7 @@ class LocalUpdates(Strategy):
         refuse_capture(self._device)
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
-        flight = Flight(lambda: self._exchange(fragment), self._work, after=self._last_flight)
+        flight = Flight(lambda: self._exchange(fragment), self._work, self.comm, after=self._last_flight)
         fragment.flight = self._last_flight = flight
         fragment.steps_to_merge = delay
 
@@ -307,6 +307,7 @@ class LocalUpdates(Strategy):
         if fragment.flight is not None:
             with self._clock("blocked"):
                 fragment.settle()
+        self.comm.after(fragment.landed)
         finite, fragment.finite = bool(fragment.finite), None
         if self.averager.gives_one_mean or self._options.pull is not None:
             if finite:

@@ -80,7 +80,7 @@ class ParameterRounds:
             handle = self.averager.step(self.state, self._changes, self.comm)
             for _, change in self._changes:
                 change.zero_()  # the round adds its change to this zero
-        self._flight = Flight(handle.wait, self._work)
+        self._flight = Flight(handle.wait, self._work, self.comm)
 
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
@@ -92,6 +92,7 @@ class ParameterRounds:
         if self._flight is None:
             return
         self.settle()
+        self.comm.after(self._flight.landed)
         self.to_biased()
         for (_, p), (_, change) in zip(self.live.tensors(), self._changes, strict=True):
             p.copy_(p + change)  # the sum of half precision and float32 is float32

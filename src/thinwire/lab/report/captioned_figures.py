@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .bar_figures import scaling, step_times
 from .consensus import FLOOR, best_of_each, error_lines, experiment
 from .groups import Group, what_was_run
-from .line_figures import along_bytes, along_epochs, along_seconds, levels, lines
+from .line_figures import along_bytes, along_epochs, along_seconds, along_virtual_seconds, levels, lines
 from .mean_curve import Row
 from .metrics import Metric, metric
 from .style import styled
@@ -63,6 +63,7 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
             ("metric-epochs", f"against {epochs.label}", epochs, "", main.key),
             ("metric-bytes", "against bytes sent", along_bytes(), BYTES, "bytes_sent above 0"),
             ("metric-seconds", "against time", along_seconds(), SECONDS, "seconds"),
+            ("metric-virtual-seconds", "against virtual time", along_virtual_seconds(), VIRTUAL, "virtual_seconds"),
         ):
             figure = lines(compared, axis, main)
             yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
@@ -79,6 +80,7 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
 
 
 BYTES = "Bytes are those handed to the network, in MB (10⁶ bytes), mean over the workers. "
+VIRTUAL = "Virtual seconds are those that the steps would take on the network that --network describes. "
 SECONDS = "Seconds are those measured on the machine of the run, tests and checkpoints included. "
 CURVES = (
     ("loss", "loss", "Training loss", "Mean over the workers' batches since the row before; logarithmic."),

@@ -51,6 +51,11 @@ def along_seconds() -> Axis:
     return Axis("time since the first step, measured (s)", reading("seconds"))
 
 
+def along_virtual_seconds() -> Axis:
+    """Seconds on the network that `--network` describes."""
+    return Axis("time on the network that --network describes (s)", reading("virtual_seconds"))
+
+
 def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -> Figure | None:
     """Draw one line per method: the mean over seeds, with a band of one standard deviation to either side.
 

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+SECONDS = ("seconds", "virtual_seconds")
 BYTES = ("bytes_sent_per_worker", "compression_vs_fp32", "compression_vs_bf16")
 
 
@@ -78,9 +80,16 @@ def _columns(runs: Sequence[Run], main: Metric | None) -> list[Column]:
         Column(Metric("bytes_sent_per_worker", "MB per worker", "", 1e-6, False), _sent),
         Column(Metric("compression_vs_fp32", "vs fp32", "×", 1, True), lambda run: _fewer(run, "dense_fp32_bytes")),
         Column(Metric("compression_vs_bf16", "vs bf16", "×", 1, True), lambda run: _fewer(run, "dense_bf16_bytes")),
-        Column(Metric("seconds", "seconds", "", 1, False), lambda run: _number(run.summary, "seconds")),
+        *(
+            Column(Metric(key, words, "", 1, False), partial(_of_summary, key))
+            for key, words in (("seconds", "seconds"), ("virtual_seconds", "virtual seconds"))
+        ),
         *map(_of_metric, others),
     ]
+
+
+def _of_summary(key: str, run: Run) -> float | None:
+    return _number(run.summary, key)
 
 
 def _of_metric(shown: Metric) -> Column:
@@ -160,7 +169,7 @@ def heads(table: Comparison) -> list[str]:
 def as_rich(table: Comparison, title: str) -> Table:
     """A table for the terminal: the first metric, bytes and seconds; the files have all columns."""
     shown = _new_table(title)
-    places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES[:2], "seconds")]
+    places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES[:2], *SECONDS)]
     shown.add_column("method", overflow="fold")
     for head in [heads(table)[1], *(heads(table)[2 + i] for i in places)]:
         shown.add_column(head, justify="right", no_wrap=True)
@@ -200,9 +209,10 @@ _MEGABYTES = {"bytes_sent_per_worker": "megabytes_sent_per_worker"}
 def summary_table(runs: Sequence[Run], title: str) -> Table:
     """A row per run: its main metric, bytes, and how many times fewer they are than in a dense ring all-reduce."""
     table, main = _new_table(title), main_metric(runs, None)
+    seconds = [key for key in SECONDS if any(key in run.summary for run in runs)]
     table.add_column("method", overflow="fold")
-    for column in ([main.words] if main else []) + ["MB per worker", "vs fp32", "vs bf16", "seconds"]:
-        table.add_column(column, justify="right")
+    for column in ([main.words] if main else []) + ["MB per worker", "vs fp32", "vs bf16", *seconds]:
+        table.add_column(column.replace("_", " "), justify="right")
     for run in runs:
         summary = run.summary
         sent = summary["bytes_sent_per_worker"]
@@ -212,7 +222,7 @@ def summary_table(runs: Sequence[Run], title: str) -> Table:
             f"{sent / 1e6:,.2f}",
             times(summary["dense_fp32_bytes"], sent),
             times(summary["dense_bf16_bytes"], sent),
-            f"{summary['seconds']:.1f}",
+            *(f"{summary[key]:.1f}" if key in summary else "-" for key in seconds),
         )
     return table
 

@@ -11,6 +11,7 @@ import tyro
 
 from ...algorithm import require
 from ...average import Averager, Pairwise
+from ...network import Link, Network
 from ...notation import parse
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
 from .loss import CrossEntropy
@@ -109,6 +110,12 @@ class RunConfig:
     wandb: str | None = None
     """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
 
+    network: str | None = None
+    """Also count virtual seconds: those of the steps on a network of RATE,LATENCY that is not there, such as "1gbit,0.5ms"."""
+    per_node: int = 1
+    """With network, the number of consecutive ranks that share a node, and its line to the other nodes."""
+    compute: float | None = None
+    """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """Communication backend. "auto" is NCCL if every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that was
     built with MPI; the others work under mpirun too."""
@@ -127,7 +134,7 @@ class RunConfig:
     def __post_init__(self):
         for name in (
             *("workers", "epochs", "batch_size", "accumulate", "log_every", "threads"),
-            *("max_nonfinite", "evaluate_every", "test_batch_size", "keep"),
+            *("max_nonfinite", "evaluate_every", "test_batch_size", "keep", "per_node"),
         ):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("max_steps", "checkpoint_every"):
@@ -138,6 +145,10 @@ class RunConfig:
         both = self.resume and self.overwrite
         require(not both, "resume goes on with the run of this name, and overwrite replaces it; leave one of them out")
         require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
+        require(self.compute is None or self.compute >= 0, f"compute must be 0 seconds or more, got {self.compute}")
+        alone = self.network is None and (self.compute is not None or self.per_node > 1)
+        require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
+        self.parsed_network()
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
         require(
@@ -170,6 +181,10 @@ class RunConfig:
             isinstance(averager, (Averager, Pairwise)),
             f"averager must be an averager, got {averager!r}; did you mean 'Mean({self.averager.strip()})'?",
         )
+        require(
+            averager.has_rounds or self.network is None,
+            f"{averager!r} has no rounds, and so no virtual seconds; leave --network out",
+        )
         late = self.overlap or self.staleness or self.order != "combine_then_adapt"
         require(
             (averager.has_rounds and not averager.gives_one_mean) or not late,
@@ -177,6 +192,18 @@ class RunConfig:
             + ("averages gradients, always during the backward pass" if averager.has_rounds else "has no rounds"),
         )
         return averager
+
+    def parsed_network(self) -> Network | None:
+        """The network of `network`, or None.
+
+        Raises:
+            ValueError: the text cannot be read, or `per_node` does not divide the workers.
+        """
+        if self.network is None:
+            return None
+        rate, comma, latency = self.network.partition(",")
+        require(bool(comma), f"network is written RATE,LATENCY such as 1gbit,0.5ms; got {self.network!r}")
+        return Network(self.workers, self.per_node, outer=Link.of(rate, latency))
 
     @property
     def default_name(self) -> str:

@@ -68,7 +68,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     for warning in warnings if comm.rank == 0 else []:
         print(f"thinwire: {warning}", file=sys.stderr, flush=True)
     torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # from here on workers draw different numbers (dropout)
-    meter = Meter(data, training.strategy, comm)
+    meter = Meter(data, training.strategy, comm, training.virtual)
     checkpoints = folder / "checkpoints"
     loaded = checkpoint.load_latest(checkpoints, training, meter, comm)
     done, row, origin = loaded.step, loaded.row, loaded.origin
@@ -82,6 +82,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
 
     if done >= num_steps and f"test_{data.best_metric}" not in row:  # what is left makes no step for this many workers
         row |= {"step": num_steps} | evaluate(config, data, training.model, training.strategy, comm)
+    training.virtual.begin(training.strategy.handle.comm, comm, meter.virtual_seconds)
 
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
     watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
@@ -99,7 +100,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
             collecting: AbstractContextManager[dict[str, Tensor]] = (
                 own_gradients(training.model) if watched else nullcontext({})
             )
-            with meter.clock("step"), collecting as gradients:
+            with meter.clock("step"), training.virtual.step(), collecting as gradients:
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
@@ -183,4 +184,4 @@ def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: 
         "dense_bf16_bytes": ledger.dense_bf16_bytes,
         "compression_vs_fp32": ledger.dense_fp32_bytes / bytes_sent if bytes_sent else None,
         "seconds": last["seconds"],
-    }
+    } | {key: value for key, value in last.items() if key == "virtual_seconds"}

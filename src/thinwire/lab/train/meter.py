@@ -13,6 +13,7 @@ from ...comm import Communicator
 from ...strategy import AsynchronousGossip, ParameterGossip
 from .data import Dataset
 from .strategy import Strategy
+from .virtual import VirtualTime
 
 COUNTS = ("bytes_sent", "bytes_received", "messages")
 
@@ -24,10 +25,14 @@ class Meter:
         data: turns sums into metrics.
         strategy: has the ledger and the clock.
         comm: sums the metrics over the workers.
+        virtual: the clock of the network that is not there.
     """
 
-    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator):
+    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator, virtual: VirtualTime | None = None):
         self._data, self._strategy, self._comm = data, strategy, comm
+        self._virtual = virtual or VirtualTime()
+        self.virtual_seconds = 0.0
+        """Of the run before a resume."""
         self._began = time.perf_counter()
         self._skipped_before = 0
         self.clock = Clock()
@@ -59,7 +64,7 @@ class Meter:
         skips = round(totals[8].item())  # where models are equal, all workers skip together
         row["skipped_steps"] = skips if self._strategy.models_differ else skips // self._comm.size
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
-        row |= self._seconds_by_phase()
+        row |= self._all_virtual_seconds() | self._seconds_by_phase()
         if self._strategy.models_differ:
             # Models differ only under gossip.
             gossip = cast(ParameterGossip | AsynchronousGossip, self._strategy.handle)
@@ -76,7 +81,7 @@ class Meter:
             "phase_seconds": self._phases_of_row(),
         }
         sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
-        return took | sums | {"ledger": ledger.state_dict()}
+        return took | sums | {"ledger": ledger.state_dict()} | self._all_virtual_seconds()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the result of `state_dict`. Bytes sent for the restart do not count."""
@@ -86,6 +91,14 @@ class Meter:
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
         self._skipped_before = saved["num_skipped"]
         self._strategy.handle.ledger.load_state_dict(saved["ledger"])
+        self.virtual_seconds = saved.get("virtual_seconds", 0.0)
+
+    def _all_virtual_seconds(self) -> dict[str, float]:
+        """Virtual seconds since the start, before a resume too; nothing without a network. All workers call it together."""
+        if self._virtual.network is not None:
+            self._strategy.handle.settle()  # what is under way leaves its trace
+        seconds = self._virtual.seconds()
+        return {} if seconds is None else {"virtual_seconds": seconds}
 
     def deal(self, saved: list[dict[str, Any]], rank: int, size: int, together: bool) -> dict[str, Any]:
         """The part of worker `rank` of `size`, from those of all workers before: sums are kept, and means of bytes.

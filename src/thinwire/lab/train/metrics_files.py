@@ -45,6 +45,7 @@ COLUMNS = {
     "messages": "sent by a worker, likewise",
     "examples_per_second": "of all workers together, since the last row",
     "seconds": "since the first step began",
+    "virtual_seconds": "with --network: seconds of the steps so far on that network, of the slowest worker",
     "data_seconds": "seconds that rank 0 waited for batches or made them, since the last row",
     "compute_seconds": "seconds in rank 0's steps since the last row, without averaging; these phases may overlap",
     "encode_seconds": "compensate and encode: of gradients in the backward pass, of parameters in the optimizer's step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from .config import RunConfig
 from .data import Batch, Dataset
 from .models import apply
 from .strategy import Strategy, attach
+from .virtual import VirtualTime
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,6 +32,7 @@ class Training:
         scaler: the loss scaler; enabled only for fp16.
         strategy: the averager attached to the model.
         carried: the state of a recurrent model after the last batch; None at the start of an epoch.
+        virtual: the clock of the network that is not there.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class Training:
     scaler: torch.amp.GradScaler
     strategy: Strategy
     carried: Any = None
+    virtual: VirtualTime = field(default_factory=VirtualTime)
 
     def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
         """One step on these batches of this worker; returns the scores and labels of each.
@@ -72,6 +75,7 @@ class Training:
         with self._autocast():
             scores, self.carried = apply(self.forward, batch.inputs, self.carried)
             loss = self.config.loss(scores, batch.labels)
+        self.virtual.pass_forward()
         self.scaler.scale(loss * weight).backward()  # gradients are averaged in here
         return scores.detach(), batch.labels
 
@@ -189,10 +193,11 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
     optimizer = config.optimizer.build(model)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
+    virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
     strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None)
     # A compiled module is a module, although `torch.compile` promises only a callable.
     compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
-    return Training(config, model, compiled, optimizer, scaler, strategy)
+    return Training(config, model, compiled, optimizer, scaler, strategy, virtual=virtual)
 
 
 def check_clipping(config: RunConfig) -> None:

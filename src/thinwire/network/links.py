@@ -1,4 +1,4 @@
-"""The network of a prediction: W workers on nodes of N, a link inside a node and one between nodes."""
+"""A network: W workers on nodes of N, a link inside a node and one between nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,12 @@ def _number(digits: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex line: a message of n bytes takes `latency_seconds + n / bytes_per_second`.
+    """A full-duplex line: a message of n bytes takes `latency_seconds + n / bytes_per_second + message_seconds`.
+
+    Args:
+        bytes_per_second: the rate.
+        latency_seconds: until a message begins to arrive.
+        message_seconds: how long each message holds up the next one, beside its bytes: the processor's time for it.
 
     Example:
         >>> Link.of("1gbit", "0.1ms").seconds(125_000)
@@ -63,10 +68,12 @@ class Link:
 
     bytes_per_second: float
     latency_seconds: float = 0.0
+    message_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.bytes_per_second > 0, f"a link's rate must be positive, got {self.bytes_per_second}")
         require(self.latency_seconds >= 0, f"a link's latency must be 0 or more, got {self.latency_seconds}")
+        require(self.message_seconds >= 0, f"message_seconds must be 0 or more, got {self.message_seconds}")
 
     @classmethod
     def of(cls, rate: str, latency: str = "0s") -> Link:
@@ -75,7 +82,7 @@ class Link:
 
     def seconds(self, num_bytes: float) -> float:
         """Time of one message on an idle link."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
+        return self.latency_seconds + num_bytes / self.bytes_per_second + self.message_seconds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""A discrete-event model of a network of FIFO lines.
+
+    threads    generators that yield seconds of work, or operations to wait for; each has a core of its own
+    lines      one line out and one in for each worker inside its node, and for each node between nodes. A line serves
+               messages in the order of arrival, for bytes/rate seconds each, and `message_seconds` more. A sender hands
+               over its next message when the line has taken the last. A message arrives one latency after it leaves.
+
+Folded, node 0 stands for all nodes, which must be alike: a message that leaves it for node +d comes back in as one from
+node -d. So time does not grow with the square of the number of nodes. Unfolded, every worker is simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from .links import Link, Network
+from .operations import Messages, Ring
+
+EVENTS = 64
+"""Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
+
+
+@dataclass
+class Operation:
+    """An operation under way at one worker: ends when nothing is left to be sent or received."""
+
+    left: int
+    end: float = 0.0
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def is_under_way(self, now: float) -> bool:
+        """Whether it ends later than `now`."""
+        return self.left > 0 or self.end > now
+
+    def finish_part(self, now: float, engine: Engine) -> None:
+        """One part of it ends at `now`, which may lie ahead; wakes those who wait after the last."""
+        self.left -= 1
+        self.end = max(self.end, now)
+        if self.left == 0:
+            engine.at(self.end, self._wake)
+
+    def _wake(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for wake in waiting:
+            wake()
+
+
+@dataclass
+class _RingState:
+    """One worker's part of one ring: the operation, its link to the next worker, and how many pieces came."""
+
+    operation: Operation | None = None
+    arrived: int = 0
+    sent: int = 0
+
+
+@dataclass
+class _Line:
+    free: float = 0.0
+
+
+class Engine:
+    """The clock, the lines and what is under way.
+
+    Args:
+        network: the links.
+        fold: whether node 0 stands for all nodes.
+    """
+
+    def __init__(self, network: Network, fold: bool):
+        self.network = network
+        self.workers = network.workers_per_node if fold else network.workers
+        self.now = 0.0
+        """Seconds since the start."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._lines: defaultdict[tuple[str, int], _Line] = defaultdict(_Line)
+        self._arrived: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
+        self._expected: defaultdict[tuple[int, int, int], list[Operation]] = defaultdict(list)
+        self._rings: defaultdict[tuple[int, int], _RingState] = defaultdict(_RingState)
+        self._num_rings = [0] * self.workers
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        """Have `act` run at `time`; those of one time in the order of the calls."""
+        self._number += 1
+        heapq.heappush(self._events, (time, self._number, act))
+
+    def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Process events in the order of time, until none is left or `is_done`."""
+        while self._events and not is_done():
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+    # ---- operations ----
+
+    def issue(self, rank: int, action: Messages | Ring) -> Operation:
+        """Start an operation of worker `rank` now."""
+        if isinstance(action, Ring):
+            return self._issue_ring(rank, action)
+        operation = Operation(len(action.sends) + len(action.receives))
+        for source, _ in action.receives:
+            self._expect(self._key(source, rank), operation)
+        self._send_next(rank, iter(self._groups(rank, action.sends)), operation)
+        if operation.left == 0:
+            operation.end = self.now
+        return operation
+
+    def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """The messages one by one; where one line takes many, several together."""
+        size = 1 if self.workers == self.network.workers else -(-len(sends) // EVENTS)
+        of_node = rank // self.network.workers_per_node
+        for leaves, run in groupby(sends, lambda send: send[0] // self.network.workers_per_node != of_node):
+            messages = list(run)
+            step = size if leaves else 1
+            yield from (messages[i : i + step] for i in range(0, len(messages), step))
+
+    def _send_next(self, rank: int, groups: Iterator[list[tuple[int, int]]], operation: Operation) -> None:
+        group = next(groups, None)
+        if group is None:
+            return
+        keys = [self._key(rank, peer) for peer, _ in group]
+
+        def left() -> None:
+            for _ in keys:
+                operation.finish_part(self.now, self)
+            self._send_next(rank, groups, operation)
+
+        def arrived(end: float) -> None:
+            for key in keys:
+                self._arrive(key, end)
+
+        num_bytes = sum(num_bytes for _, num_bytes in group)
+        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), arrived), left)
+
+    def _transmit(
+        self,
+        rank: int,
+        peer: int,
+        num_bytes: float,
+        messages: float,
+        arrived: Callable[[float], None],
+        hops: float = 1,
+    ) -> float:
+        """Put a message on the lines now; returns when it has left. `arrived` gets the time at which all of it came."""
+        link, out, into = self._path(rank, peer)
+        service = num_bytes / link.bytes_per_second + messages * link.message_seconds
+        start = max(self.now, out.free)
+        out.free = start + service
+
+        def begin_to_arrive() -> None:
+            into.free = max(self.now, into.free) + service
+            arrived(into.free)
+
+        self.at(start + hops * link.latency_seconds, begin_to_arrive)
+        return out.free
+
+    def _arrive(self, key: tuple[int, int, int], end: float) -> None:
+        if self._expected[key]:
+            self._expected[key].pop(0).finish_part(end, self)
+        else:
+            self._arrived[key].append(end)
+
+    def _expect(self, key: tuple[int, int, int], operation: Operation) -> None:
+        if self._arrived[key]:
+            operation.finish_part(max(self.now, self._arrived[key].pop(0)), self)
+        else:
+            self._expected[key].append(operation)
+
+    # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
+
+    def _issue_ring(self, rank: int, action: Ring) -> Operation:
+        size = self.network.workers
+        number = self._num_rings[rank]
+        self._num_rings[rank] += 1
+        steps = 2 * (size - 1)
+        events = min(steps, EVENTS)
+        operation = Operation(events)
+        if events == 0 or action.num_bytes == 0:
+            operation.left, operation.end = 0, self.now
+            return operation
+        state = self._rings[rank, number]
+        state.operation = operation
+        piece, hops = steps / events * action.num_bytes / size, steps / events
+        self._advance_ring(rank, number, piece, hops)
+        for _ in range(state.arrived):
+            operation.finish_part(self.now, self)
+        return operation
+
+    def _advance_ring(self, rank: int, number: int, piece: float, hops: float) -> None:
+        state, target = self._rings[rank, number], (rank + 1) % self.workers
+        events = min(2 * (self.network.workers - 1), EVENTS)
+
+        def arrived() -> None:
+            state = self._rings[target, number]
+            state.arrived += 1
+            if state.operation is not None:
+                state.operation.finish_part(self.now, self)
+            self._advance_ring(target, number, piece, hops)
+            if state.sent == state.arrived == events:
+                del self._rings[target, number]
+
+        while state.operation is not None and state.sent <= state.arrived and state.sent < events:
+            state.sent += 1
+            self._transmit(rank, rank + 1, piece, hops, lambda end: self.at(end, arrived), hops)
+
+    # ---- the fold ----
+
+    def _key(self, source: int, target: int) -> tuple[int, int, int]:
+        """What a message is matched by: both ends, as ranks of node 0, and how many nodes lie between them."""
+        per_node, nodes = self.network.workers_per_node, self.network.nodes
+        if self.workers == self.network.workers:
+            return (source, 0, target)
+        return (source % per_node, (target // per_node - source // per_node) % nodes, target % per_node)
+
+    def _path(self, rank: int, peer: int) -> tuple[Link, _Line, _Line]:
+        """The link from a worker to a peer, with the sender's line and the receiver's."""
+        per_node, peer = self.network.workers_per_node, peer % self.network.workers
+        node, other = rank // per_node, peer // per_node
+        if node == other:
+            return self.network.inner, self._lines["inner out", rank], self._lines["inner in", peer]
+        if self.workers != self.network.workers:
+            other = 0
+        return self.network.outer, self._lines["outer out", node], self._lines["outer in", other]
+
+
+class Thread:
+    """Runs a generator that yields seconds of work, operations to wait for, or None to pause until `resume`."""
+
+    def __init__(self, engine: Engine, steps: Iterator[float | Operation | None]):
+        self._engine, self._steps = engine, steps
+        self.is_idle, self.end = False, 0.0
+        engine.at(engine.now, self._advance)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        if self.is_idle:
+            self.is_idle = False
+            self._engine.at(self._engine.now, self._advance)
+
+    def _advance(self) -> None:
+        for step in self._steps:
+            if step is None:
+                break
+            if isinstance(step, Operation):
+                if step.is_under_way(self._engine.now):
+                    step.waiting.append(self._advance)
+                    return
+            elif step > 0:
+                self._engine.at(self._engine.now + step, self._advance)
+                return
+        self.is_idle, self.end = True, self._engine.now

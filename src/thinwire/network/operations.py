@@ -1,0 +1,37 @@
+"""What workers send: the operations that an engine plays on a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Messages:
+    """One operation of single messages, in the order in which they are sent; bytes by peer."""
+
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+
+    def shifted(self, by: int, size: int) -> Messages:
+        """The same with peers whose rank is `by` higher."""
+        sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
+        return Messages(sides[0], sides[1])
+
+
+@dataclass(frozen=True)
+class Ring:
+    """An all-reduce of `num_bytes`: 2 (W-1) steps, in each of which a worker sends num_bytes / W to the next."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Relay:
+    """One worker's part of a broadcast: it receives the message, if it is not the first, and then sends it on."""
+
+    receives: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, int], ...]
+
+
+Moves = Messages | Ring | Relay
+"""What one call of a communicator sends and receives."""
