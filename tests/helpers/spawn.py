@@ -4,7 +4,7 @@
     run_threads(size, fn, *args)  -> the same, in threads of a LocalWorld
 
 `fn` and `args` must be picklable for processes: a function at the top level of a test file. Processes are reused by
-later calls, unless the function failed or left threads behind.
+later calls, unless the function failed, left threads behind, or made a device mesh.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ PRELOADED = [
     *("torch", "torch.distributed", "torch._dynamo"),  # optimizers import the last one
     *("thinwire.strategy", "thinwire.codec", "pytest", "hypothesis.strategies"),
 ]
+
+# PyTorch caches meshes by value, and with them process groups: a process that made one cannot make an equal one again.
+_has_mesh = False
 
 _idle: list[tuple[BaseProcess, Connection]] = []  # workers of earlier calls, which have imported the test files already
 
@@ -78,6 +81,13 @@ def spawn(
 
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list:
     return LocalWorld(size, timeout_seconds=30).run(fn, *args)
+
+
+def device_mesh(*sizes: int, names: tuple[str, ...] = ("replicate", "shard")) -> dist.DeviceMesh:
+    """A mesh over all workers of `spawn`; their processes then serve no other call."""
+    global _has_mesh
+    _has_mesh = True
+    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
 
 
 WORLDS = {"threads": run_threads, "processes": spawn}
@@ -141,7 +151,7 @@ def _serve(connection: Connection) -> None:
             os.environ.clear()
             os.environ.update(environment)
             gc.collect()
-            if threading.active_count() > 1:
+            if threading.active_count() > 1 or _has_mesh:
                 return  # what the task left running would disturb the next
             connection.send_bytes(b"free")
 

@@ -81,6 +81,20 @@ def difference(after: dict[tuple, tuple[int, int]], before: dict[tuple, tuple[in
     return sum(new[0] - old[0] for new, old in pairs), sum(new[1] - old[1] for new, old in pairs)
 
 
+def bytes_sent_to(comm) -> list[int]:
+    """Bytes that this process has sent to each of the others so far, over all of its connections. All workers call it."""
+    comm.barrier()
+    counted = tcp_bytes()
+    owner = {}
+    for rank, own_ends in enumerate(comm.gather_objects([list(own) for own, _ in counted])):
+        owner |= {tuple(end): rank for end in own_ends}
+    sent = [0] * comm.size
+    for (_, other_end), (num_bytes, _) in counted.items():
+        if other_end in owner:
+            sent[owner[other_end]] += num_bytes
+    return sent
+
+
 def measure(comm, name: str) -> dict:
     """The ledger and the counters of this worker's connections, for one operation."""
     comm.barrier()

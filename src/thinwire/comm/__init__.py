@@ -5,7 +5,7 @@ from .channel import Channel, Message
 from .handle import CommunicationError, Handle
 from .ledger import Ledger
 from .local_world import LocalWorld
-from .process_group import ProcessGroupCommunicator
+from .process_group import Group, ProcessGroupCommunicator
 from .process_world import ProcessWorld
 from .virtual import VirtualClock
 
@@ -13,6 +13,7 @@ __all__ = [
     "Channel",
     "CommunicationError",
     "Communicator",
+    "Group",
     "Handle",
     "Ledger",
     "LocalWorld",

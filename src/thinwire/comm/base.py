@@ -58,7 +58,10 @@ class Communicator(ABC):
         size: number of workers, W.
         ledger: counts the bytes that this worker has sent and received.
         virtual: traces the operations for a network that is not there; None for no such network.
+        global_ranks: the rank of each worker in torch.distributed; empty where workers are no processes of it.
     """
+
+    global_ranks: Sequence[int] = ()
 
     def __init__(self, rank: int, size: int):
         self.rank = rank
@@ -169,6 +172,11 @@ class Communicator(ABC):
         lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
         texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
         return [_parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
+
+    def all_true(self, flag: bool) -> bool:
+        """Return whether every worker passed True. Blocks; sends a byte to each worker."""
+        token = torch.tensor([flag], dtype=torch.uint8, device=self._object_device)
+        return all(int(t) for t in self._gather("all_true", token, [1] * self.size).wait())
 
     def check_agreement(self, what: dict[str, Any]) -> None:
         """Check that all workers passed in equal dictionaries, by keys and the `repr` of values. Blocks.

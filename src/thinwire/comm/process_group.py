@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from .channel import Channel
 from .connect import open_sockets
 from .handle import CommunicationError
 
+Group = dist.ProcessGroup | dist.DeviceMesh
+"""Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
+
 HANG_UP_TAG = 1  # all messages have tag 0
 
 
@@ -38,12 +42,14 @@ class ProcessGroupCommunicator(Communicator):
     """A communicator over the ranks of a process group.
 
     Args:
-        group: whose ranks to connect; None for all. It is not used itself: a new group of the same backend is made over
-            the same ranks, so every worker of `group` must construct its communicators in the same order.
+        group: whose ranks to connect, or a device mesh of one dimension; None for all. It is not used itself: a new group of
+            the same backend is made over the same ranks, so every worker of `group` must construct its communicators in the
+            same order.
         timeout_seconds: how long an operation may take before it fails.
 
     Raises:
-        ValueError: when torch.distributed is not initialised, or this process is not in `group`.
+        ValueError: when torch.distributed is not initialised, this process is not in `group`, or a mesh has several
+            dimensions.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -54,19 +60,21 @@ class ProcessGroupCommunicator(Communicator):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_seconds: float = 300.0):
+    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0):
         if not dist.is_initialized():
             raise ValueError("ProcessGroupCommunicator needs torch.distributed. Call dist.init_process_group() first.")
-        group = dist.group.WORLD if group is None else group
+        group = dist.group.WORLD if group is None else _process_group(group)
         if dist.get_rank(group) < 0:
             raise ValueError(f"global rank {dist.get_rank()} is not in the group. Construct it on the group's ranks.")
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
         self._backends = dict(part.split(":") for part in config.split(","))
-        self._global_ranks = dist.get_process_group_ranks(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
         # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
         name = config if len(set(self._backends.values())) > 1 else next(iter(self._backends.values()))
-        self._group = _new_group(self._global_ranks, name, timeout_seconds)
+        self._groups = _groups_over(self.global_ranks, name, timeout_seconds)
+        self._group = self._groups.take()
+        self._has_failed = False
         self._timeout_seconds = timeout_seconds
         # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
@@ -86,8 +94,7 @@ class ProcessGroupCommunicator(Communicator):
             self._closed = True
         self._issuer.shutdown(wait=True)
         if dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
-                dist.destroy_process_group(self._group)
+            self._groups.give_back(self._group, self._has_failed)
 
     # ---- issuing ----
 
@@ -110,6 +117,7 @@ class ProcessGroupCommunicator(Communicator):
         try:
             issued.result()()
         except RuntimeError:
+            self._has_failed = True
             self._hang_up()
             raise
 
@@ -124,7 +132,7 @@ class ProcessGroupCommunicator(Communicator):
         A receive that runs into its timeout closes them all; on Gloo, `ProcessGroup.abort()` closes none. Its tag is its own:
         a message that the peer has sent already would not fit, and Gloo ends the process over that.
         """
-        for peer in self._global_ranks:
+        for peer in self.global_ranks:
             if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
                 with contextlib.suppress(RuntimeError, ValueError):
                     receive = dist.irecv(torch.empty(1), peer, group=self._group, tag=HANG_UP_TAG)
@@ -162,7 +170,7 @@ class ProcessGroupCommunicator(Communicator):
             return partial(_wait, [])
         is_root = self.rank == root
         sent = self._sendable(tensor, copied=is_root)
-        work = dist.broadcast(sent, self._global_ranks[root], group=self._group, async_op=True)
+        work = dist.broadcast(sent, self.global_ranks[root], group=self._group, async_op=True)
         return partial(_wait, [(f"from rank {root}", work)], [] if is_root else [(tensor, sent)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
@@ -189,26 +197,68 @@ class ProcessGroupCommunicator(Communicator):
 
     def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:
-            work = operation(tensor, self._global_ranks[peer], group=self._group)
+            work = operation(tensor, self.global_ranks[peer], group=self._group)
         except RuntimeError as error:
             raise CommunicationError(f"{operation.__name__} with rank {peer}: {error}") from error
         assert work is not None, "this process is in the group"
         return work
 
     def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], self._group) for p, t in receives.items()]
-        operations += [dist.P2POp(dist.isend, t, self._global_ranks[p], self._group) for p, t in sends.items()]
+        operations = [dist.P2POp(dist.irecv, t, self.global_ranks[p], self._group) for p, t in receives.items()]
+        operations += [dist.P2POp(dist.isend, t, self.global_ranks[p], self._group) for p, t in sends.items()]
         return partial(_wait, [("", work) for work in dist.batch_isend_irecv(operations)])
 
 
-def _new_group(ranks: list[int], config: str, timeout_seconds: float) -> dist.ProcessGroup:
-    """Only the ranks of the group take part, so that subgroups may be connected independently of each other."""
-    timeout = timedelta(seconds=timeout_seconds)
-    everyone = len(ranks) == dist.get_world_size()
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=config, use_local_synchronization=not everyone
-    )
-    return group
+def _process_group(group: Group) -> dist.ProcessGroup:
+    if not isinstance(group, dist.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"expected a device mesh of one dimension, got dimensions {group.mesh_dim_names} of sizes {tuple(group.shape)}. "
+            "Choose one of them, such as mesh['replicate']."
+        )
+    return group.get_group()
+
+
+class _Groups:
+    """The process groups over some ranks that no communicator uses now.
+
+    Only the ranks of a group take part in making it, so that subgroups may be connected independently of each other. PyTorch
+    names such a subgroup by its ranks and by how many groups there are. After one was destroyed, the next one would get its
+    name, and would find its addresses, at which nobody listens any more. So subgroups are kept, and used again.
+    """
+
+    def __init__(self, ranks: list[int], config: str, timeout_seconds: float):
+        self._ranks, self._config, self._timeout = ranks, config, timedelta(seconds=timeout_seconds)
+        self._everyone = len(ranks) == dist.get_world_size()
+        self._idle: list[dist.ProcessGroup] = []
+
+    def take(self) -> dist.ProcessGroup:
+        """One that was given back, or a new one. All ranks take and give back in the same order."""
+        if self._idle:
+            return self._idle.pop(0)
+        group: dist.ProcessGroup = dist.new_group(
+            self._ranks, timeout=self._timeout, backend=self._config, use_local_synchronization=not self._everyone
+        )
+        return group
+
+    def give_back(self, group: dist.ProcessGroup, has_failed: bool) -> None:
+        """Called once by each communicator; a subgroup that has failed is left alone, for its name must not come again."""
+        if self._everyone:
+            with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
+                dist.destroy_process_group(group)
+        elif not has_failed:
+            self._idle.append(group)
+
+
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Groups]] = WeakKeyDictionary()  # by default group
+
+
+def _groups_over(ranks: list[int], config: str, timeout_seconds: float) -> _Groups:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    of_world = _GROUPS.setdefault(world, {})
+    return of_world.setdefault((*ranks, config, timeout_seconds), _Groups(ranks, config, timeout_seconds))
 
 
 def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Tensor]] = ()) -> None:

@@ -26,7 +26,8 @@ class CompressGradients(pl.Callback):
         on_nonfinite: what to do if the gradients of a step are not finite; see `compress_gradients`.
 
     Raises:
-        ValueError: when training begins, if the model is sharded, or if averager and optimizer both apply momentum.
+        ValueError: when training begins, if Lightning has sharded the model, or if averager and optimizer both apply
+            momentum.
 
     Example:
         >>> import thinwire as tw

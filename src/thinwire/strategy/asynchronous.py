@@ -22,7 +22,7 @@ from ..average.pairwise import Pairwise
 from ..comm import Communicator
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
-from .models import make_equal, refuse_ddp, updated_by
+from .models import make_equal, refuse_ddp, refuse_shards, updated_by
 from .optimizer_step import Arguments, stepping_optimizer
 from .own_gradients import OwnGradients
 from .pairwise_exchange import PairwiseExchange
@@ -44,6 +44,7 @@ class AsynchronousGossip(GossipStrategy):
         max_nonfinite: int,
     ):
         refuse_ddp(self.call, model)
+        refuse_shards(self.call, model)
         optimizer = stepping_optimizer(self.call, optimizer)
         super().__init__(model, updated_by(optimizer, model), averager, comm, on_nonfinite, max_nonfinite)
         self._optimizer = optimizer
@@ -52,7 +53,7 @@ class AsynchronousGossip(GossipStrategy):
         with self._attaching() as comm:
             make_equal(model, comm, averager=averager, parameters=[name for name, _ in self.parameters])
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
             self._state = averager.init(self._live.tensors(), comm)
             self._exchange = PairwiseExchange(averager, self._state, comm)
             # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
@@ -201,7 +202,7 @@ def gossip_asynchronously(
         worker that leaves without it is an error on the others.
 
     Raises:
-        ValueError: nothing to average, a model in DDP or of DTensors, parameters that share memory or belong to another
+        ValueError: nothing to average, a model in DDP or a sharded one, parameters that share memory or belong to another
             strategy; on all workers together, where averagers or the models' tensors differ, or their number is odd.
         CommunicationError: in `optimizer.step()` and in the handle's methods, where another worker has failed; it names it.
         FloatingPointError: in `optimizer.step()`, as `on_nonfinite` says.

@@ -74,5 +74,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments."""
     found = (_STRATEGY_OF.get(id(p)) for group in optimizer.param_groups for p in group["params"])
     for strategy in {id(s): s for s in found if s is not None}.values():
-        args, kwargs = strategy._before_optimizer_step(optimizer, args, kwargs)
+        args, kwargs = strategy.before_step(optimizer, args, kwargs)
     return args, kwargs

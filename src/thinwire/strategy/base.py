@@ -4,6 +4,7 @@ A strategy
     owns its communicator, unless the user gave one;
     attaches to its parameters and detaches again; a parameter belongs to one strategy at most (`attached.py`);
     counts bytes (`ledger`) and time (`seconds`);
+    averages each shard of a sharded model with the same shard of the other replicas (`shards.py`);
     tells schedules the epoch;
     saves its state with the worker's identity, and refuses another worker's state;
     continues the states of all workers on another number of workers;
@@ -35,12 +36,13 @@ from torch import nn
 from ..algorithm import require
 from ..average.base import Averager
 from ..average.pairwise import Pairwise
-from ..comm import Communicator, Ledger, ProcessGroupCommunicator
+from ..comm import Communicator, Group, Ledger, ProcessGroupCommunicator
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .models import NamedParameters, check_model
 from .nonfinite import NonfiniteSteps
 from .optimizer_step import Arguments
+from .shards import Shards
 
 
 class Strategy(ABC):
@@ -51,11 +53,14 @@ class Strategy(ABC):
         parameters: the parameters that take part, with their names.
         averager: how workers agree.
         comm: how to communicate; None makes a new process group, which `detach` closes.
+        replicas: the workers to average with, if no communicator is given; None for all. Of a sharded model, those that hold
+            the same shard of the other replicas.
         on_nonfinite: "skip", "raise" or "apply"; see `nonfinite.py`.
         max_nonfinite: with "skip", how many steps in a row may be skipped before an error.
 
     Raises:
-        ValueError: the model is on the meta device or sharded, its parameters share memory, or an option is wrong.
+        ValueError: the model is on the meta device, its parameters share memory, it is sharded without `replicas`, or an
+            option is wrong.
     """
 
     call: ClassVar[str]
@@ -68,8 +73,13 @@ class Strategy(ABC):
         comm: Communicator | None,
         on_nonfinite: str = "skip",
         max_nonfinite: int = 100,
+        replicas: Group | None = None,
     ):
         check_model(self.call, model)
+        require(comm is None or replicas is None, f"{self.call}: comm and replicas both say which workers; give one")
+        self._shards, self._replicas = Shards(self.call, model), replicas
+        if comm is None and replicas is None:
+            self._shards.require_replicas()
         self.averager, self.parameters = averager, parameters
         self._model, self._comm, self._owns_comm = model, comm, comm is None
         self._nonfinite = NonfiniteSteps(self.call, on_nonfinite, max_nonfinite)
@@ -161,6 +171,7 @@ class Strategy(ABC):
         finally:
             release(self)
             self._undo.close()
+            self._shards.close()
             if self._owns_comm and self._comm is not None:
                 self._comm.close()
 
@@ -198,6 +209,11 @@ class Strategy(ABC):
     def _abandon(self, error: BaseException) -> None:
         """Abort what is in flight because of `error`, without waiting for other workers."""
 
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
+        self._shards.reshard()
+        return self._before_optimizer_step(optimizer, args, kwargs)
+
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
@@ -220,8 +236,9 @@ class Strategy(ABC):
         """
         require_unattached(self.call, self.parameters)
         if self._comm is None:
-            self._comm = ProcessGroupCommunicator(group)
+            self._comm = ProcessGroupCommunicator(group or self._replicas)
         try:
+            self._shards.connect(self._comm)
             yield self._comm
             register(self)
         except BaseException:

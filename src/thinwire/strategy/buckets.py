@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..algorithm import require
 from ..average.base import NamedTensors
 from .models import NamedParameters
+from .shards import local
 
 
 class Launch(Protocol):
@@ -81,9 +82,15 @@ class GradientBuckets:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+            held, expected = local(p.grad).shape, local(p).shape
+            require(
+                held == expected,
+                f"the gradient of {name!r} is laid out differently from the parameter: this worker holds {tuple(held)} of the "
+                f"one and {tuple(expected)} of the other; redistribute the gradient like the parameter",
+            )
             tensors.append((name, p.grad))
         self._num_launched += 1
-        self._launch(tensors, tensors[0][1], first=i == 0, last=i == len(self._buckets) - 1)
+        self._launch(tensors, local(tensors[0][1]), first=i == 0, last=i == len(self._buckets) - 1)
 
     def _finish_backward(self) -> None:
         while self._num_launched < len(self._buckets):
@@ -99,5 +106,5 @@ def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int
             buckets.append([])
             room = bucket_bytes
         buckets[-1].append((name, p))
-        room -= p.numel() * p.element_size()
+        room -= local(p).numel() * p.element_size()
     return buckets

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..average.base import Averager
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from .gossip_steps import ORDERS, ParameterGossip
 
 
@@ -22,6 +22,7 @@ def gossip_parameters(
     averager: Averager,
     *,
     comm: Communicator | None = None,
+    replicas: Group | None = None,
     overlap: bool = False,
     staleness: int = 0,
     order: str = "combine_then_adapt",
@@ -68,6 +69,8 @@ def gossip_parameters(
             `prepare` returned.
         averager: any gossip averager, such as `Choco(Ring(), TopK(0.01))`; or `Mean()`, uncompressed and without overlap.
         comm: how to communicate; by default a process group of its own over all workers.
+        replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
+            `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
         overlap: whether messages travel while the training goes on.
         staleness: updates that a round may miss; higher => slower networks are hidden, rounds are fewer and later.
         order: "combine_then_adapt" or "adapt_then_combine".
@@ -82,8 +85,9 @@ def gossip_parameters(
         `state_dict`, `load_state_dict` and `detach`; also a context manager.
 
     Raises:
-        ValueError: options that exclude each other, a model in DDP or of DTensors, parameters that share memory or belong to
-            another strategy; on all workers together, where averagers, options or the models' tensors differ.
+        ValueError: options that exclude each other, a model in DDP, parameters that share memory or belong to another
+            strategy, shards that do not correspond; on all workers together, where averagers, options or the models'
+            tensors differ.
         FloatingPointError: in `optimizer.step()`, as `on_nonfinite` says.
 
     Source: Lian et al. 2017 (D-PSGD), arXiv 1705.09056; Assran et al. 2019 (SGP, Overlap SGP), arXiv 1811.10792.
@@ -115,6 +119,7 @@ def gossip_parameters(
         on_nonfinite=on_nonfinite,
         max_nonfinite=max_nonfinite,
         seed=seed,
+        replicas=replicas,
     )
 
 

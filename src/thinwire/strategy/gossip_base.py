@@ -33,9 +33,10 @@ class GossipStrategy(Strategy):
         Args:
             comm: over which to measure; by default the strategy's own, whose ledger then counts it.
         """
+        self._shards.reshard()
         self._live.check()
         comm = self._before_look("consensus_distance()", comm)
-        return consensus_distance([p for _, p in self._live.tensors()], self._weight, comm)
+        return consensus_distance([p for _, p in self.parameters], self._weight, comm, self._shards)
 
     @contextmanager
     def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
@@ -47,6 +48,7 @@ class GossipStrategy(Strategy):
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
         """
+        self._shards.reshard()
         self._live.check()
         comm = self._before_look("average_model()", comm)
         parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
@@ -56,6 +58,7 @@ class GossipStrategy(Strategy):
                 yield
             finally:
                 self._holds_mean = False
+                self._shards.reshard()
 
     # ---- what a derived class defines ----
 

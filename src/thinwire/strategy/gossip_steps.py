@@ -22,7 +22,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..average.base import Averager
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .models import NamedParameters, make_equal, refuse_ddp, updated_by
@@ -53,12 +53,13 @@ class ParameterGossip(GossipStrategy):
         on_nonfinite: str,
         max_nonfinite: int,
         seed: int,
+        replicas: Group | None,
     ):
         refuse_ddp(self.call, model)
         optimizer = stepping_optimizer(self.call, optimizer)
         parameters = _taking_part(model, optimizer)
         _require_exact(averager, parameters)
-        super().__init__(model, parameters, averager, comm, on_nonfinite, max_nonfinite)
+        super().__init__(model, parameters, averager, comm, on_nonfinite, max_nonfinite, replicas)
         self._optimizer = optimizer
         self._overlap, self._staleness, self._combines_first = overlap, staleness, order == ORDERS[0]
         self._steps_since_begin = 0
@@ -69,8 +70,8 @@ class ParameterGossip(GossipStrategy):
                 model, comm, averager=averager, overlap=overlap, staleness=staleness, order=order, parameters=names
             )
             self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: _trained(optimizer))
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
-            self._rounds = ParameterRounds(self._live, averager, comm, seed)
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._rounds = ParameterRounds(self._live, averager, comm, seed, self._shards)
             self._state = self._rounds.state
             self._on_detach(self._rounds.to_debiased)
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)

@@ -23,14 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..codec import Codec
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from .base import Strategy
 from .buckets import GradientBuckets
 from .dgc_sgd import check_optimizer
 from .gradient_rounds import GradientRounds
 from .mean_model import holding_mean
-from .models import as_real, kind_of, make_equal, refuse_ddp, trainable
+from .models import kind_of, make_equal, refuse_ddp, trainable, values_of
 from .optimizer_step import Arguments, once_gradients_are_there
+from .shards import is_sharded
 
 
 class GradientCompression(Strategy):
@@ -40,6 +41,7 @@ class GradientCompression(Strategy):
         model: a module, or one in DDP.
         averager: gives all workers one mean.
         comm: how to communicate; None makes a process group.
+        replicas: the workers to average with, if `comm` is None; None for those of DDP, or for all.
         scaler: the `torch.amp.GradScaler` in use, or None.
         seed: seed of the codec's random numbers.
         on_nonfinite: "skip", "raise" or "apply".
@@ -58,6 +60,7 @@ class GradientCompression(Strategy):
         seed: int,
         on_nonfinite: str,
         max_nonfinite: int,
+        replicas: Group | None = None,
     ):
         require(
             isinstance(averager, Averager) and averager.gives_one_mean,
@@ -67,9 +70,16 @@ class GradientCompression(Strategy):
         ddp = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp is None else ddp.module
         refuse_ddp(self.call, module)
+        require(
+            ddp is None or replicas is None,
+            f"{self.call}: replicas={replicas} and a model in DistributedDataParallel, which has workers of its own; give one",
+        )
         self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
-        super().__init__(module, trainable(module, self._ignored), averager, comm, on_nonfinite, max_nonfinite)
+        super().__init__(
+            module, trainable(module, self._ignored), averager, comm, on_nonfinite, max_nonfinite, replicas
+        )
         self._names = {id(p): name for name, p in self.parameters}
+        self._sharded = {name for name, p in self.parameters if is_sharded(p)}
         self._kinds = {name: kind_of(p) for name, p in self.parameters}
         self._scaler, self._seed, self._ddp = scaler, seed, ddp
         self._buckets: GradientBuckets | None = None
@@ -154,7 +164,7 @@ class GradientCompression(Strategy):
 
     def _begin(self, comm: Communicator) -> None:
         self._state = self.averager.init(self._tensors(), comm, self._seed)
-        self._rounds = GradientRounds(self.averager, self._state, comm, self._scaler, self._nonfinite)
+        self._rounds = GradientRounds(self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards)
         if self._saved is not None:
             self.load_state_dict(self._saved)
             self._saved = None
@@ -193,7 +203,7 @@ class GradientCompression(Strategy):
         require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:
             self._check_unchanged()
-        return self._rounds.launch([(name, as_real(g)) for name, g in tensors], buffer, first, last)
+        return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -213,6 +223,8 @@ class GradientCompression(Strategy):
         # This runs twice in every step, so messages are built only when they are raised.
         for name, p in self._model.named_parameters():
             if p.requires_grad and id(p) not in self._names and name not in self._ignored:
+                if name in self._sharded and not is_sharded(p):
+                    continue  # FSDP has gathered it for this backward pass
                 raise ValueError(
                     f"parameter {name!r} was added, replaced or unfrozen after {self.call} attached, so that its gradient "
                     f"would stay local; detach(), and call {self.call} again"
@@ -252,7 +264,7 @@ class GradientCompression(Strategy):
         return self.averager.deal(saved, self._tensors(), self.comm.rank, self.comm.size)
 
     def _tensors(self) -> NamedTensors:
-        return [(name, as_real(p)) for name, p in self.parameters]
+        return [(name, values_of(p)) for name, p in self.parameters]
 
 
 def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and cannot read postponed ones

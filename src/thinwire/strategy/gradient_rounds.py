@@ -28,6 +28,7 @@ from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Handle
 from ..streams import WorkStream, has_streams, refuse_capture
 from .nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
+from .shards import Shards
 
 Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
 
@@ -40,11 +41,20 @@ class GradientRounds:
         comm: connects the workers.
         scaler: the loss scaler in use, if there is one.
         nonfinite: what follows from rounds that are not finite.
+        shards: the workers that hold the other shards of the model; a round is finite if it is so on all of them.
     """
 
-    def __init__(self, averager: Averager, state: Any, comm: Communicator, scaler: Any, nonfinite: NonfiniteSteps):
+    def __init__(
+        self,
+        averager: Averager,
+        state: Any,
+        comm: Communicator,
+        scaler: Any,
+        nonfinite: NonfiniteSteps,
+        shards: Shards,
+    ):
         self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
-        self._nonfinite = nonfinite
+        self._nonfinite, self._shards = nonfinite, shards
         self._finisher = Finisher()
         self._work = WorkStream(torch.device("cpu"))
         self._device = torch.device("cpu")
@@ -125,7 +135,7 @@ class GradientRounds:
                     return None
                 handle.wait()
                 if last and not self._is_broken:
-                    self._is_finite = self._averager.commit(self._state)
+                    self._is_finite = self._shards.commit(self._averager, self._state)
                     self._is_open = False
             except BaseException:
                 self._is_broken = True  # the next round discards this one
@@ -152,7 +162,7 @@ class GradientRounds:
         action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)
         self.skips = action == "skip"
         if action == "raise":  # on all workers, at the same point
-            raise self._nonfinite.error(first_culprit(self._culprit, self._comm))
+            raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
 
 
 class Finisher:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..average.base import Averager
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from .gradient_compression import GradientCompression, ddp_hook
 from .models import refuse_ddp
 
@@ -22,6 +22,7 @@ def compress_gradients(
     averager: Averager,
     *,
     comm: Communicator | None = None,
+    replicas: Group | None = None,
     scaler: Any = None,
     seed: int = 0,
     bucket_bytes: int = 10 * 2**20,
@@ -37,10 +38,15 @@ def compress_gradients(
     `gradient_as_bucket_view` work as usual. A plain module gets our own buckets, and its parameters and buffers are first
     made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others.
 
+    Of a model under `fully_shard(model, mesh=mesh["shard"])` each worker averages the shards of its gradients with those of
+    the other replicas, `replicas=mesh["replicate"]`: HSDP with a thin wire between replicas. Memory has the size of a shard.
+
     Args:
         model: a `DistributedDataParallel` model without another communication hook, or any module.
         averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
         comm: how to communicate; by default a new process group, over DDP's workers or over all.
+        replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
+            `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
         scaler: the `torch.amp.GradScaler` in use, so that memory stays in unscaled units.
         seed: seed of the codec's random numbers; the same on all workers.
         bucket_bytes: size of the buckets of a plain module, before encoding; smaller => sending starts earlier, with more
@@ -54,8 +60,9 @@ def compress_gradients(
         `load_state_dict` and `detach`; also a context manager that detaches at its end.
 
     Raises:
-        ValueError: a parameter takes part in another strategy, or the model is sharded or on the meta device. On all
-            workers together: averagers, tensor shapes, their order or `bucket_bytes` differ. In backward and in the
+        ValueError: a parameter takes part in another strategy, the model is on the meta device, or it is sharded
+            without `replicas`. On all workers together: averagers, tensor shapes, their order, the layouts of shards or
+            `bucket_bytes` differ. In backward and in the
             optimizer's step: a parameter was added, replaced or unfrozen.
         FloatingPointError: in backward, on all workers, as `on_nonfinite` says; it names the first worker and parameter.
 
@@ -70,7 +77,7 @@ def compress_gradients(
         >>> tw.LocalWorld(2).run(worker)
         [[[0.5, 0.5]], [[0.5, 0.5]]]
     """
-    strategy = GradientCompression(model, averager, comm, scaler, seed, on_nonfinite, max_nonfinite)
+    strategy = GradientCompression(model, averager, comm, scaler, seed, on_nonfinite, max_nonfinite, replicas)
     strategy.attach(bucket_bytes)
     return strategy
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from ..average.base import NamedTensors
-from .models import NamedParameters, as_real, kind_of
+from .models import NamedParameters, kind_of, values_of
 
 
 class LiveParameters:
@@ -59,7 +59,7 @@ class LiveParameters:
 
     def tensors(self) -> NamedTensors:
         """The values as they are now, in place: real tensors, complex ones as pairs of real numbers."""
-        return [(name, as_real(p.detach())) for name, p in self._parameters]
+        return [(name, values_of(p)) for name, p in self._parameters]
 
     def check(self) -> None:
         """Raise a ValueError that names the first parameter that averaging cannot follow any more."""

@@ -47,7 +47,7 @@ from .. import kernels
 from ..algorithm import require
 from ..average.base import Averager
 from ..clock import Clock
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from ..membership import mean_of
 from ..streams import WorkStream, refuse_capture
 from .base import Strategy
@@ -56,9 +56,10 @@ from .flight import Flight
 from .fragments import Fragment, make_fragments
 from .live_parameters import LiveParameters
 from .local_options import LocalOptions
-from .models import as_real, make_equal, refuse_ddp, trainable, unexpanded
+from .models import make_equal, refuse_ddp, trainable, unexpanded, values_of
 from .optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from .own_gradients import OwnGradients
+from .shards import local
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
 
@@ -82,10 +83,15 @@ class LocalUpdates(Strategy):
         on_nonfinite: str,
         max_nonfinite: int,
         seed: int,
+        replicas: Group | None,
     ):
         refuse_ddp(self.call, model)
-        super().__init__(model, trainable(model), averager, comm, on_nonfinite, max_nonfinite)
+        super().__init__(model, trainable(model), averager, comm, on_nonfinite, max_nonfinite, replicas)
         self._optimizer, self._options = stepping_optimizer(self.call, optimizer), options
+        require(
+            not self._shards or options.weights is None,
+            f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
+        )
         self._step = self._num_steps = 0
         self._clock = Clock()
         self._last_flight: Flight[bool] | None = None
@@ -93,7 +99,7 @@ class LocalUpdates(Strategy):
             names = [name for name, _ in self.parameters]
             make_equal(model, comm, averager=averager, **options.as_dict(), parameters=names)
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters())
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
             self._anchors = [(name, _anchor(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._device, self._clock.device = WorkStream(device), device, device
@@ -135,6 +141,7 @@ class LocalUpdates(Strategy):
         It merges what is in flight. Fragments that have moved since their last round get a round of their own, without delay.
         Under gossip the exact mean of the anchors follows, dense: 2 (W-1)/W 4n bytes per worker. A new period begins.
         """
+        self._shards.reshard()
         self._live.check()
         self._merge_all()
         for fragment in self._fragments:
@@ -149,7 +156,7 @@ class LocalUpdates(Strategy):
                 for _, anchor in fragment.anchors:
                     anchor.div_(self.averager.debias_factor(fragment.state))
                 self._restart(fragment, alpha=0.0)
-        buffers = [as_real(b.detach()) for b in self._model.buffers()]
+        buffers = [values_of(b) for b in self._model.buffers()]
         _average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
     # ---- what the base asks for ----
@@ -282,7 +289,7 @@ class LocalUpdates(Strategy):
 
     def _apply_own_changes(self, fragment: Fragment) -> None:
         """Under gossip: give up changes that are not finite, and apply the others, unless `pull` mixes them first."""
-        fragment.gave_up = not kernels.flags.read(kernels.all_finite(fragment.changes))
+        fragment.gave_up = not self._shards.all(kernels.flags.read(kernels.all_finite(fragment.changes)))
         if fragment.gave_up:
             self._warn()
             for gradient in fragment.changes:
@@ -298,7 +305,7 @@ class LocalUpdates(Strategy):
         tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
         tensors = tensors if self._options.pull is None else fragment.named_pulled()
         self.averager.step(fragment.state, tensors, comm).wait()
-        finite = self.averager.commit(fragment.state)
+        finite = self._shards.commit(self.averager, fragment.state)
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
         return finite
 
@@ -378,10 +385,11 @@ def _states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], k
 
 def _average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
-    whole = [t.detach().contiguous() for t in tensors]
-    for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(tensors, whole, strict=True)]:
+    held = [local(t) for t in tensors]
+    whole = [t.contiguous() for t in held]
+    for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(held, whole, strict=True)]:
         handle.wait()
-        t.detach().copy_(total.div_(comm.size))
+        t.copy_(total.div_(comm.size))
 
 
 def _rename(saved: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..algorithm import require
 from ..average.base import Averager
 from ..average.inverse_norm import InverseNorm
 from ..average.outer_sgd import OuterSGD
-from ..comm import Communicator
+from ..comm import Communicator, Group
 from .fragments import Fragments
 from .local_options import LocalOptions
 from .local_rounds import LocalUpdates, OuterOptimizer
@@ -36,6 +36,7 @@ def local_updates(
     state_every: Mapping[str, int] | None = None,
     comm: Communicator | None = None,
     scaler: Any = None,
+    replicas: Group | None = None,
     on_nonfinite: str = "skip",
     max_nonfinite: int = 100,
     seed: int = 0,
@@ -86,6 +87,8 @@ def local_updates(
             such as `{"exp_avg": 60, "exp_avg_sq": 120}` (DES-LOC). That costs 2 (W-1)/W 4n bytes each time.
         comm: how to communicate; by default a process group of its own over all workers.
         scaler: the `GradScaler` of the loss, if there is one.
+        replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
+            `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
         on_nonfinite: what a worker does if its own gradient is infinite or NaN in an inner step: "skip" that step, "raise" an
             error, or "apply" it, which loses the changes of the whole period.
         max_nonfinite: with "skip", how many such steps in a row are an error.
@@ -97,8 +100,8 @@ def local_updates(
 
     Raises:
         ValueError: an option out of range, an averager without rounds, momentum in both averager and outer optimizer, a model
-            in DDP or of DTensors, parameters that share memory or belong to another strategy; on all workers together, where
-            options, the outer optimizers, the averagers or the models' tensors differ.
+            in DDP, `weights` for a sharded model, parameters that share memory or belong to another strategy; on all workers
+            together, where options, the outer optimizers, the averagers, the layouts of shards or the models' tensors differ.
         FloatingPointError: in `optimizer.step()`, as `on_nonfinite` says.
 
     Source: Stich 2018, Local SGD, arXiv 1805.09767; Douillard et al. 2023, DiLoCo, arXiv 2311.08105; Douillard et al. 2025,
@@ -144,4 +147,5 @@ def local_updates(
         on_nonfinite=on_nonfinite,
         max_nonfinite=max_nonfinite,
         seed=seed,
+        replicas=replicas,
     )

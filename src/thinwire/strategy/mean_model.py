@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from .models import as_real, broadcast_from_zero, unexpanded
+from .models import broadcast_from_zero, unexpanded, values_of
+from .shards import Shards
 
 
-def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> float:
+def consensus_distance(
+    tensors: Sequence[Tensor], weight: float, comm: Communicator, shards: Shards | None = None
+) -> float:
     """How far workers are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`, with `mean = 1/W sum_i w_i z_i`.
 
     All workers call it and get the same; costs an all-reduce of 8 bytes an element.
@@ -21,6 +24,7 @@ def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communica
         tensors: this worker's z_i.
         weight: w_i, 1.0 but for push-sum.
         comm: connects the workers.
+        shards: the workers that hold the other shards of the tensors; None for none.
 
     Source: Kong et al. 2021, Consensus Control for Decentralized Deep Learning, arXiv 2102.04828.
 
@@ -29,9 +33,15 @@ def consensus_distance(tensors: Sequence[Tensor], weight: float, comm: Communica
         >>> tw.LocalWorld(2).run(lambda comm: consensus_distance([torch.tensor([2.0 * comm.rank])], 1.0, comm))
         [1.0, 1.0]
     """
-    z = torch.cat([as_real(t.detach()).reshape(-1).to(torch.float64) for t in tensors])
+    parts = [values_of(t).reshape(-1).to(torch.float64) for t in tensors]
+    z = torch.cat(parts)
     mean = comm.all_reduce(z * weight).wait() / comm.size
-    squared: float = comm.all_reduce((z - mean).square().sum().view(1)).wait().item()
+    squares = (z - mean).square()
+    own = squares.sum()
+    if shards:  # the squares of all shards; elements that several of its workers hold count once
+        each = squares.split([part.numel() for part in parts])
+        own = own.new_tensor(shards.sum([part.sum() for part in each], tensors))
+    squared: float = comm.all_reduce(own.view(1)).wait().item()
     return float((squared / comm.size) ** 0.5)
 
 
@@ -43,7 +53,7 @@ def holding_mean(
 
     Integer and boolean buffers, such as counters, hold rank 0's values.
     """
-    own = [unexpanded(as_real(t.detach())) for t in [*tensors, *buffers]]
+    own = [unexpanded(values_of(t)) for t in [*tensors, *buffers]]
     before = [t.clone() for t in own]
     statistics = own[len(tensors) :]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..algorithm import require
 from ..comm import Communicator
+from .shards import is_sharded, local, reshard
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -34,7 +34,8 @@ class Kind(NamedTuple):
 
 
 def kind_of(t: Tensor) -> Kind:
-    """Shape, dtype and device of a tensor."""
+    """Shape, dtype and device of a tensor, or of the shard of it that this worker holds."""
+    t = local(t)
     return Kind(t.shape, t.dtype, t.device)
 
 
@@ -44,6 +45,7 @@ def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParamete
     Raises:
         ValueError: there are none.
     """
+    reshard(module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
     require(bool(named), "the model has no parameter that requires a gradient; there is nothing to average")
     return named
@@ -55,6 +57,7 @@ def updated_by(optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedPara
     Raises:
         ValueError: there are none.
     """
+    reshard(module)
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in updated]
     require(bool(named), "the optimizer has no trainable parameter of the model; there is nothing to average")
@@ -65,7 +68,7 @@ def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 
     Raises:
-        ValueError: a tensor has no storage (meta device), is sharded (DTensor), or a parameter's elements share memory.
+        ValueError: a tensor has no storage (meta device), or a parameter's elements share memory.
     """
     for name, t in _tensors(model):
         require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
@@ -74,16 +77,21 @@ def check_model(call: str, model: nn.Module) -> None:
             f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
             "model.to_empty(device=...)",
         )
-        require(
-            not _is_sharded(t),
-            f"{call}: {name!r} is a DTensor, and sharded or tensor-parallel models are not supported; attach before "
-            "sharding, to a model whose workers hold whole parameters",
-        )
     for name, p in model.named_parameters():
         require(
-            not _overlaps(p),
+            not _overlaps(local(p)),
             f"{call}: elements of parameter {name!r}, shape {tuple(p.shape)} and strides {p.stride()}, share memory, so that "
             "no step can update them apart; use a parameter of its own, such as nn.Parameter(p.clone())",
+        )
+
+
+def refuse_shards(call: str, model: nn.Module) -> None:
+    """Raise a ValueError if a tensor of the model is sharded."""
+    for name, t in _tensors(model):
+        require(
+            not is_sharded(t),
+            f"{call}: {name!r} is a DTensor, and {call} needs workers that hold whole parameters, as shards of a "
+            "model must be averaged at the same step; use gossip_parameters or local_updates, with replicas=mesh['replicate']",
         )
 
 
@@ -101,6 +109,8 @@ def refuse_ddp(call: str, model: nn.Module) -> None:
 def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None:
     """Give every worker rank 0's parameters and buffers, once all have the same names, shapes and dtypes.
 
+    Of a sharded model each worker gets the shard that rank 0 of `comm` holds.
+
     Args:
         module: changed in place.
         comm: connects the workers.
@@ -109,7 +119,7 @@ def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None
     Raises:
         ValueError: on all workers together, naming what differs and on which rank.
     """
-    tensors = _tensors(module)
+    tensors = [(name, local(t)) for name, t in _tensors(module)]
     comm.check_agreement({name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors} | options)
     broadcast_from_zero([t for _, t in tensors], comm)
 
@@ -128,12 +138,6 @@ def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _is_sharded(t: Tensor) -> bool:
-    """Where nobody has imported DTensor there is none, and importing it would take a second."""
-    library = sys.modules.get("torch.distributed.tensor")
-    return library is not None and isinstance(t, library.DTensor)
 
 
 def unexpanded(t: Tensor) -> Tensor:
@@ -156,6 +160,7 @@ def _overlaps(t: Tensor) -> bool:
     return False
 
 
-def as_real(t: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, in the same memory; any other as it is."""
+def values_of(t: Tensor) -> Tensor:
+    """The elements of a tensor that this worker holds, in the same memory; complex ones as pairs of real numbers."""
+    t = local(t)
     return torch.view_as_real(t) if t.is_complex() else t

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .models import as_real
+from .models import values_of
 from .nonfinite import NonfiniteSteps, first_nonfinite
 from .optimizer_step import Arguments, once_gradients_are_there
+from .shards import Shards
 
 
 class OwnGradients:
@@ -26,20 +27,22 @@ class OwnGradients:
         steps: counts the steps and says what follows.
         rank: of this worker, for messages.
         names: the model's parameters by name, for messages.
+        shards: the workers that hold the other shards of the model; a step is finite if it is so on all of them.
 
     Example:
         >>> import torch
         >>> p = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([p], lr=1.0)
-        >>> own = OwnGradients(NonfiniteSteps("local_updates", "raise", 1), 0, [("p", p)])
+        >>> shards = Shards("local_updates", torch.nn.Linear(1, 1))  # not sharded
+        >>> own = OwnGradients(NonfiniteSteps("local_updates", "raise", 1), 0, [("p", p)], shards)
         >>> p.grad = torch.tensor([float("nan"), 0.0])
         >>> own.check(optimizer)
         Traceback (most recent call last):
         FloatingPointError: local_updates: a step was not finite; first on rank 0, parameter 'p'. Lower ...
     """
 
-    def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]]):
-        self._steps, self._rank = steps, rank
+    def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]], shards: Shards):
+        self._steps, self._rank, self._shards = steps, rank, shards
         self._names = {id(p): name for name, p in names}
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,9 +53,11 @@ class OwnGradients:
         """
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         values = [(self._names.get(id(p), "(not of this model)"), _values(p.grad)) for p in held]
-        action = self._steps.record(kernels.flags.read(kernels.all_finite([v for _, v in values])))
+        action = self._steps.record(self._shards.all(kernels.flags.read(kernels.all_finite([v for _, v in values]))))
         if action == "raise":
-            raise self._steps.error(f"first on rank {self._rank}, parameter {first_nonfinite(values)!r}")
+            name = first_nonfinite(values)
+            found = self._shards.first(None if name is None else f"first on rank {self._rank}, parameter {name!r}")
+            raise self._steps.error(found)
         if action == "skip":
             for p in held:
                 p.grad = None
@@ -63,5 +68,4 @@ class OwnGradients:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    gradient = gradient.detach()
-    return as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return values_of(gradient.coalesce().values() if gradient.is_sparse else gradient)

@@ -26,6 +26,7 @@ from ..comm import Communicator
 from ..streams import WorkStream, refuse_capture
 from .flight import Flight
 from .live_parameters import LiveParameters
+from .shards import Shards
 
 
 class ParameterRounds:
@@ -36,10 +37,11 @@ class ParameterRounds:
         averager: how to agree.
         comm: connects the workers. While a round is in flight, call `settle` before any other use of it.
         seed: of the averager's random numbers.
+        shards: the workers that hold the other shards of the model.
     """
 
-    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int):
-        self.live, self.averager, self.comm = live, averager, comm
+    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int, shards: Shards):
+        self.live, self.averager, self.comm, self._shards = live, averager, comm, shards
         tensors = live.tensors()
         self.state = averager.init(tensors, comm, seed)
         device = tensors[0][1].device if tensors else torch.device("cpu")
@@ -119,7 +121,7 @@ class ParameterRounds:
         self._debias_factor, self._is_biased = self.averager.debias_factor(self.state), False
 
     def _commit(self) -> None:
-        self.averager.commit(self.state)
+        self._shards.commit(self.averager, self.state)
         self._debias_factor = self.averager.debias_factor(self.state)
 
     def _multiply(self, factor: float) -> None:

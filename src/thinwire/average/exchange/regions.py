@@ -82,7 +82,7 @@ class Regions:
 
     def indices(self, positions: Tensor, counts: list[int]) -> Tensor:
         """Undo `positions`."""
-        inverse = [pow(a, -1, n) for a, n in zip(self.multipliers, self.numels, strict=True)]
+        inverse = [pow(a, -1, n) if n else 0 for a, n in zip(self.multipliers, self.numels, strict=True)]
         of = self._per_coordinate(counts, inverse, positions.device)
         return ((positions - of[2]) * of[1] % of[0]).int()
 

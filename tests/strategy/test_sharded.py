@@ -1,0 +1,195 @@
+"""Strategies on models under `fully_shard`, and on tensor-parallel ones, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.sharded import SPARSE, batch, fingerprint, loss_of, replicas_are_equal, sharded, train
+from helpers.spawn import device_mesh, spawn
+from helpers.traffic import bytes_sent_to
+from torch import nn
+
+import thinwire as tw
+
+
+def between_replicas(comm, mesh, before, after):
+    """Bytes that this worker has sent to other replicas."""
+    replicas = comm.gather_objects(mesh.get_coordinate()[0])
+    own = replicas[comm.rank]
+    return sum(b - a for a, b, replica in zip(before, after, replicas, strict=True) if replica != own)
+
+
+def saving_worker(comm, replicas, shards):
+    torch.set_num_threads(1)
+    mesh = device_mesh(replicas, shards)
+    dense, thin = sharded(mesh, width=192), sharded(mesh["shard"], seed=mesh.get_coordinate()[0], width=192)
+    handle = tw.compress_gradients(thin, SPARSE, replicas=mesh["replicate"])
+    assert replicas_are_equal(comm, mesh, thin)  # different seeds: attaching has made them equal to replica 0's
+    counts, losses = [bytes_sent_to(comm)], []
+    for model in (dense, thin):
+        train(model, comm.rank, steps=24, extra=lambda rank, step: step % 3 > 0)
+        counts.append(bytes_sent_to(comm))
+        losses.append(loss_of(model))
+    assert replicas_are_equal(comm, mesh, thin)
+    dense_bytes, thin_bytes = (between_replicas(comm, mesh, *counts[i : i + 2]) for i in (0, 1))
+    counted = handle.ledger.bytes_sent
+    handle.detach()
+    return losses, dense_bytes, thin_bytes, counted
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_hsdp_sends_25_times_fewer_bytes_between_replicas_for_the_same_loss(shards):
+    results = spawn(2 * shards, saving_worker, 2, shards)
+    dense_loss, thin_loss = results[0][0]
+    assert thin_loss < 1.02 * dense_loss
+    assert sum(r[1] for r in results) > 25 * sum(r[2] for r in results) > 0
+
+
+def gradients(model):
+    return [torch.empty(0) if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+
+
+def backward(model, rank, step, **options):
+    x, y = batch(rank, step)
+    nn.functional.cross_entropy(model(x, **options), y).backward()
+
+
+def memory_of(handle):
+    (state,) = handle.state_dict().values()
+    return {name: part.clone() for name, part in state["memory"].items()}
+
+
+def semantics_worker(comm):
+    """What a shard's average must have in common with that of a whole parameter; one world, for meshes cannot be made twice."""
+    torch.set_num_threads(1)
+    mesh = device_mesh(2, 2)
+    replicas, replica = mesh["replicate"], mesh.get_coordinate()[0]
+    dense, thin = sharded(mesh), sharded(mesh["shard"], seed=replica)
+
+    # The mean over replicas is that of dense HSDP; a layer that one replica leaves out counts as zero there.
+    with tw.compress_gradients(thin, tw.Mean(), replicas=replicas) as handle:
+        for model in (dense, thin):
+            backward(model, comm.rank, 0)
+        for a, b in zip(gradients(dense), gradients(thin), strict=True):
+            torch.testing.assert_close(a, b)
+        thin.zero_grad()
+        backward(thin, comm.rank, 1, extra=replica == 0)
+        assert all(p.grad is not None for p in thin.extra.parameters())
+        thin.zero_grad()
+
+        # Accumulation: unsharded, in shards, and in one pass give the same sum.
+        sums = []
+        for first in (thin.set_requires_gradient_sync, None):
+            if first is not None:
+                first(False)
+                backward(thin, comm.rank, 2)
+                assert all(p.grad is None for p in thin.parameters())
+                first(True)
+            else:
+                with handle.no_sync():
+                    backward(thin, comm.rank, 2)
+            backward(thin, comm.rank, 3)
+            sums.append(gradients(thin))
+            thin.zero_grad()
+        torch.testing.assert_close(*sums)
+
+    # Sparse training with clipping; a loss without gradients of one layer on one replica; evaluation between the steps.
+    with tw.compress_gradients(thin, SPARSE, replicas=replicas) as handle:
+        optimizer = torch.optim.SGD(thin.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            backward(thin, comm.rank, step, extra=(step + replica) % 2 == 0)
+            with torch.no_grad():
+                thin(batch(0, 0)[0])  # leaves the root's parameters gathered
+            norm = nn.utils.clip_grad_norm_(thin.parameters(), 1.0).full_tensor()
+            assert len(set(comm.gather_objects(norm.item()))) == 1
+            optimizer.step()
+            optimizer.zero_grad()
+        assert replicas_are_equal(comm, mesh, thin)
+        held = memory_of(handle)
+        assert sum(m.numel() for m in held.values()) <= sum(p.to_local().numel() for p in thin.parameters())
+        assert any(m.any() for m in held.values())
+
+        # An infinite gradient, in a shard that two workers hold: nobody steps, and no memory changes.
+        before = fingerprint(thin)
+        if mesh.get_coordinate()[1]:
+            backward(thin, comm.rank, 7, poison=comm.rank == 3)
+        else:
+            with pytest.warns(RuntimeWarning, match="not finite and is skipped"):
+                backward(thin, comm.rank, 7)
+        optimizer.step()
+        assert handle.num_skipped == 1 and fingerprint(thin) == before
+        assert all(torch.equal(held[name], m) for name, m in memory_of(handle).items())
+
+    # The same for parameters and their changes; a worker's own step is skipped on all of its shards.
+    for attach in (
+        lambda optimizer: tw.local_updates(thin, optimizer, SPARSE, every=2, replicas=replicas),
+        lambda optimizer: tw.gossip_parameters(thin, optimizer, tw.Mix(), replicas=replicas),
+        lambda optimizer: tw.gossip_parameters(thin, optimizer, tw.Choco(tw.Ring(), tw.TopK(0.2)), replicas=replicas),
+    ):
+        optimizer = torch.optim.AdamW(thin.parameters(), lr=0.01)
+        with attach(optimizer) as handle:
+            train(thin, comm.rank, steps=4, optimizer=optimizer)
+            before = fingerprint(thin)
+            if isinstance(handle, tw.strategy.ParameterGossip):
+                assert len(set(comm.gather_objects(handle.consensus_distance()))) == 1
+                with handle.average_model():
+                    assert replicas_are_equal(comm, mesh, thin)
+                    held_mean = loss_of(thin)
+                assert len(set(comm.gather_objects(held_mean))) == 1
+                assert fingerprint(thin) == before
+            else:
+                assert replicas_are_equal(comm, mesh, thin)
+            backward(thin, comm.rank, 7, poison=comm.rank == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert comm.gather_objects(handle.num_skipped) == [1, 1, 0, 0]
+
+    for options, message in (
+        ({}, r"'bias' is a DTensor over a mesh of \(2,\).*replicas=mesh\['replicate'\]"),
+        ({"replicas": mesh["shard"]}, r"holds rank \[[0-3]\] of another replica"),
+        ({"replicas": mesh}, "a device mesh of one dimension"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tw.compress_gradients(thin, SPARSE, **options)
+    with pytest.raises(ValueError, match=r"gradients are averaged densely already"):
+        tw.compress_gradients(dense, SPARSE, replicas=replicas)
+    with pytest.raises(ValueError, match="'bias' is a DTensor, and gossip_asynchronously needs"):
+        tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
+
+
+def test_shards_are_averaged_as_whole_parameters_are():
+    spawn(4, semantics_worker)
+
+
+def parallel_worker(comm):
+    """Tensor parallelism inside a replica: columns of one layer, rows of the next, a norm that each worker holds whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.set_num_threads(1)
+    mesh = device_mesh(2, 2, names=("replicate", "tensor"))
+    whole = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    torch.manual_seed(mesh.get_coordinate()[0])
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    with tw.compress_gradients(model, SPARSE, replicas=mesh["replicate"]) as handle:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            backward(model, mesh.get_coordinate()[0], step)
+            optimizer.step()
+            optimizer.zero_grad()
+        held = {name: p.to_local().numel() for name, p in model.named_parameters() if p.ndim > 1}
+        assert {name: m.numel() for name, m in memory_of(handle).items()} == held
+        whole_parameters = [p.full_tensor().tolist() for p in model.parameters()]
+        assert all(other == whole_parameters for other in comm.gather_objects(whole_parameters))
+
+    # Layouts that do not correspond: one replica shards by columns, the other by rows.
+    weight = distribute_tensor(whole[0].weight.detach(), mesh["tensor"], [Shard(mesh.get_coordinate()[0])])
+    whole[0].weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=r"(?s)shards of the replicas do not correspond.*layout of '0\.weight'"):
+        tw.compress_gradients(whole, SPARSE, replicas=mesh["replicate"])
+
+
+def test_tensor_parallel_shards_are_averaged_where_they_correspond():
+    spawn(4, parallel_worker)
