@@ -243,6 +243,10 @@ def test_the_recipe_is_its_parts():
     for averager in (tw.dgc(), full):
         assert tw.parse(repr(averager)) == averager
     assert tw.parse("dgc(ratio=0.01, bits=4)") == tw.dgc(ratio=0.01, bits=4)
+    assert tw.dgc(1000) == tw.dgc(0.001), "the original counts in factors of compression"
+    assert tw.dgc(values="float16", warmup_epochs=0).codec == tw.chain(tw.TopK(0.001), tw.Cast("float16"))
+    with pytest.raises(ValueError, match="give bits or values, got bits=4 and values='float16'"):
+        tw.dgc(bits=4, values="float16")
     with pytest.raises(ValueError, match="warmup_epochs must be an integer"):
         tw.dgc(warmup_epochs=2.5)
     with pytest.raises(ValueError, match=r"dgc has no option 'ration'.*did you mean 'ratio'"):

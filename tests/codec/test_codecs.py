@@ -65,7 +65,7 @@ def test_unbiased(codec):
     mean = torch.stack(decoded).double().mean(0)
     step, codec = 0.0, getattr(codec, "codec", codec)  # entropy coding loses nothing
     if isinstance(codec, tw.QSGD):
-        scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size)]
+        scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size or x.numel())]
         step = 2 * max(scales).item() / codec.num_steps
     elif isinstance(codec, (tw.Quantize, tw.NUQSGD, tw.ALQ, tw.AMQ, tw.TernGrad)):
         step = max(b.norm().item() for b in x.split(codec.bucket_size))  # a loose bound; test_quantizers.py has theirs

@@ -210,7 +210,7 @@ def test_qsgd_by_levels(levels, norm):
 
 
 def test_dense_last_bucket_is_exact():
-    x, codec = gaussian(1000), tw.QSGD(bits=2, bucket_size=300, dense_last=True)
+    x, codec = gaussian(1000), tw.DenseLast(tw.QSGD(bits=2, bucket_size=300))
     residual = torch.empty_like(x)
     payload = codec.encode(x, residual=residual)
     assert payload.numel() == tw.QSGD(bits=2, bucket_size=300).nbytes(900) + 4 * 100

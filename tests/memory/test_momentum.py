@@ -341,6 +341,17 @@ def test_the_global_norm_is_that_of_all_workers():
             torch.testing.assert_close(memory[f"{name}.momentum"], g.clamp(-bound, bound))
 
 
+@pytest.mark.parametrize("clip", [tw.ClipByValue(0.1), tw.ClipByNorm(0.2), tw.ClipValueByGlobalNorm(0.3)], ids=repr)
+def test_what_travels_dense_is_clipped_after_averaging(clip):
+    averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(), clip=clip)
+    memories = tw.LocalWorld(3).run(lambda comm: train(comm, averager, 1, 0.05)[1])
+    mean = sum(gradient(rank, "bias", torch.zeros(SHAPES["bias"])) for rank in range(3)) / 3
+    expected = clip.apply(mean, 3, float(mean.norm()))
+    assert not torch.allclose(expected, mean)
+    for memory in memories:
+        torch.testing.assert_close(memory["bias.momentum"], expected)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

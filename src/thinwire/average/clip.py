@@ -1,7 +1,8 @@
-"""Local gradient clipping: the first stage of `Mean`, before gradients enter memory.
+"""Gradient clipping in `Mean`: of what is encoded before it enters memory, of what travels dense after it was averaged.
 
 A sum of many accumulated gradients may explode where a single one does not, so Deep Gradient Compression clips before
-it accumulates. Clips see unscaled gradients, one tensor at a time. An element that is not finite never becomes finite.
+it accumulates. A tensor that travels dense is clipped once its mean is known, as in the authors' implementation. Clips see
+unscaled gradients, one tensor at a time. An element that is not finite never becomes finite.
 """
 
 from __future__ import annotations
@@ -144,6 +145,17 @@ def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale:
         norms = comm.all_reduce(torch.stack(squares).float()).wait().double().sqrt().tolist()
     clipped = [clip.apply(g, comm.size, norm) * scale for g, norm in zip(unscaled, norms, strict=True)]
     return [(name, g) for (name, _), g in zip(tensors, clipped, strict=True)]
+
+
+def clip_means(clip: Clip, means: list[Tensor], num_workers: int, scale: float) -> list[Tensor]:
+    """Clipped means of gradients, which are equal on all workers: new tensors, by the rule for one worker's gradient."""
+    unscaled = [mean.float() / scale for mean in means]
+    norms = [_norm(mean) if clip.needs_norms else None for mean in unscaled]
+    return [clip.apply(mean, num_workers, norm) * scale for mean, norm in zip(unscaled, norms, strict=True)]
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..algorithm import require
-from ..codec import QSGD, TopK, chain
+from ..codec import QSGD, Cast, TopK, chain
 from ..memory import MomentumCorrection
 from ..schedule import GeometricWarmup, Schedule
 from .clip import Clip
@@ -18,6 +18,7 @@ def dgc(
     warmup_epochs: int = 5,
     clip: Clip | None = None,
     bits: int | None = None,
+    values: str | None = None,
     sample: float | None = None,
     exchange: str = "auto",
     min_ndim: int = 2,
@@ -33,22 +34,25 @@ def dgc(
     `bits` p = k (bits + 12)/8 and the scales.
 
     Args:
-        ratio: fraction of the coordinates that is sent after the warm-up; lower => smaller messages. A schedule, such
-            as `Values((0.25, 0.063, 0.015, 0.004, 0.001))`, is its own warm-up.
+        ratio: fraction of the coordinates that is sent after the warm-up; lower => smaller messages. A number above 1
+            is a factor of compression, as in the original: 1000 means 1/1000. A schedule, such as
+            `Values((0.25, 0.063, 0.015, 0.004, 0.001))`, is its own warm-up.
         momentum: m, in [0, 1).
         nesterov: whether momentum is Nesterov's.
         masking: whether momentum becomes 0 at every coordinate that was sent.
         warmup_epochs: over how many epochs the ratio falls from 1; call `handle.set_epoch(epoch)` as each begins, or
             the ratio stays that of epoch 0.
         clip: how a worker clips its gradients first, such as `ClipByNorm(1.0)`; None does not.
-        bits: where given, values are sent in so many bits each, `QSGD(bits)`, else as float32.
+        bits: where given, values are sent in so many bits each, `QSGD(bits)`.
+        values: where given, the type in which values are sent: "float16" as in the original, "bfloat16" or an 8-bit
+            float, `Cast(values)`. Without `bits` and `values` they are float32.
         sample: where given, the threshold is estimated from this fraction of the elements, as published (0.01 there);
             by default the selection is exact, which is faster here.
         exchange: as in `Mean`.
         min_ndim: tensors of fewer dimensions travel dense.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or both `bits` and `values`.
 
     Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887.
 
@@ -74,11 +78,15 @@ def dgc(
         isinstance(warmup_epochs, int) and warmup_epochs >= 0,
         f"dgc: warmup_epochs must be an integer, 0 or more, got {warmup_epochs!r}",
     )
+    require(bits is None or values is None, f"dgc: give bits or values, got bits={bits!r} and values={values!r}")
+    if not isinstance(ratio, Schedule) and ratio > 1:
+        ratio = 1 / ratio
     if warmup_epochs > 0 and not isinstance(ratio, Schedule):
         ratio = GeometricWarmup(ratio, num=warmup_epochs)
     sparsifier = TopK(ratio, sample=sample)
+    link = QSGD(bits=bits) if bits is not None else Cast(values) if values is not None else None
     return Mean(
-        sparsifier if bits is None else chain(sparsifier, QSGD(bits=bits)),
+        sparsifier if link is None else chain(sparsifier, link),
         MomentumCorrection(momentum, nesterov, masking),
         exchange=exchange,
         min_ndim=min_ndim,

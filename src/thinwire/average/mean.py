@@ -31,7 +31,7 @@ from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve
 from .base import Averager, NamedTensors, check_agreement
-from .clip import Clip, clip_gradients
+from .clip import Clip, clip_gradients, clip_means
 from .exchange import (
     EXCHANGES,
     NODES,
@@ -78,7 +78,8 @@ class Mean(Averager):
             keeps biases and norms dense, as Deep Gradient Compression does; 0 encodes everything.
         workers_per_node: how many consecutive ranks share a fast node, for hierarchical exchanges and "auto". None reads
             the launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
-        clip: clips each worker's own gradients first: `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
+        clip: clips each worker's own gradients before they are encoded, and the means of what travels dense:
+            `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
 
     Raises:
         ValueError: an unknown word, or an all-reduce of payloads that cannot be added. In `init`: workers that cannot
@@ -223,8 +224,8 @@ class Mean(Averager):
         comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
 
         with state.clock("compensate"):
-            clipped = targets if self.clip is None else clip_gradients(self.clip, targets, comm, scale)
-            encoded, dense = self._split(clipped, codec)
+            encoded, dense = self._split(targets, codec)
+            encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         job = Job(
             comm=comm,
@@ -388,6 +389,7 @@ class Mean(Averager):
         finite = flight.finish(totals, dense_total)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
+            means = means if self.clip is None else clip_means(self.clip, means, job.comm.size, scale)
             if self.memory is not None:
                 for (name, _), total in zip(encoded, totals, strict=True):
                     self.memory.decoded(state.memory, name, total, scale)

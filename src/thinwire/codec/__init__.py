@@ -3,7 +3,7 @@
 from .adaptive import ALQ, AMQ, AdaptiveCodec, TruncatedNormal, TruncatedNormalMixture
 from .agreed import AgreedCodec
 from .base import Codec
-from .compose import Huffman, Rice, chain
+from .compose import DenseLast, Huffman, Rice, chain
 from .dense import SVD, Cast, Identity
 from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad
 from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, SparseParts, Threshold, TopK
@@ -23,6 +23,7 @@ __all__ = [
     "Cast",
     "CoarseGrainedTopK",
     "Codec",
+    "DenseLast",
     "Huffman",
     "Identity",
     "Key",

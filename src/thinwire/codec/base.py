@@ -71,6 +71,7 @@ class Codec(Algorithm, ABC):
 
     needs_shape: ClassVar[bool] = False
     votes: ClassVar[bool] = False
+    bucket_size: int | None = None
 
     @property
     def sends_floats(self) -> bool:

@@ -70,6 +70,7 @@ def bucket_scales(x: Tensor, bucket_size: int, norm: str, least: float = MIN_SCA
     """The scale of each bucket of a segment, as it is stored; scales below `least` become 0."""
     if x.numel() == 0:
         return x
+    bucket_size = min(bucket_size, x.numel())
     rows = pad(x, bucket_size).view(-1, bucket_size)
     if norm == "max":
         scales = magnitude(rows).amax(-1).view(torch.float32)

@@ -140,12 +140,9 @@ class _Evenly(Sparsifier):
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)
 
-    def target(self, numel: int) -> int:
-        return self.sparsifier.target(numel)
-
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         self.sized.note("encode", sum(s.numel() for s in segments))
-        counts = [self.target(s.numel()) for s in segments]
+        counts = [self.count(s.numel()) for s in segments]
         return Selection(_evenly(counts, [s.numel() for s in segments]), torch.zeros(sum(counts)), counts)
 
 

@@ -96,7 +96,7 @@ def test_weight_decay_spares_norms_and_biases_unless_told_otherwise():
     vectors = {name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
     assert {names[id(p)].rsplit(".", 1)[0] for p in spared["params"]} == {*vectors, "6"}  # 6: the linear layer's bias
     assert len(decayed["params"]) + len(spared["params"]) == len(names)
-    (everything,) = SGD(weight_decay=0.1, decay_vectors=True).groups(model)
+    (everything,) = SGD(weight_decay=0.1, undecayed=()).groups(model)
     assert len(everything["params"]) == len(names) and everything["weight_decay"] == 0.1
 
 

@@ -284,7 +284,7 @@ def parts_of(codec: Codec) -> SparseParts:
 
 def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
     """The regions of `size` workers for segments of `numels` elements."""
-    return regions(tuple(numels), tuple(parts.sparsifier.target(n) for n in numels), size)
+    return regions(tuple(numels), tuple(parts.sparsifier.count(n) for n in numels), size)
 
 
 def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list[int]:

@@ -90,9 +90,6 @@ class GapCoded(Sparsifier):
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)
 
-    def target(self, numel: int) -> int:
-        return self.sparsifier.target(numel)
-
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         return self.sparsifier.select(segments, keys)
 

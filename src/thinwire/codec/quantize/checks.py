@@ -11,6 +11,11 @@ def check_buckets(codec: str, bucket_size: int, norm: str) -> None:
         isinstance(bucket_size, int) and bucket_size >= 1,
         f"{codec}: bucket_size must be a positive integer, got {bucket_size!r}",
     )
+    check_norm(codec, norm)
+
+
+def check_norm(codec: str, norm: str) -> None:
+    """Raise ValueError unless `norm` is known; `codec` is its name."""
     require(norm in ("max", "l2"), f"{codec}: norm must be 'max' or 'l2', got {norm!r}")
 
 

@@ -110,6 +110,8 @@ class Quantize(LevelCodec):
 class NUQSGD(LevelCodec):
     """Stochastic quantization to levels spaced by a factor: `0, +-p^s, ..., +-p^2, +-p, +-1`, times the scale.
 
+    Without `zero`, the levels are `+-p^s, ..., +-p, +-1` with `s + 1 = 2^(b-1)`, as in the ALQ paper's experiments.
+
     `b` bits can name `s + 1 = 2^(b-1) - 1` magnitudes and zero. Most elements of a gradient are near zero, where these
     levels are dense. Check, for p = 1/2, the L2 scale and bucket size d: an element between two magnitudes has variance
     at most r^2 / 8, one below all of them at most p^(2s) / 4, so `E|C(x)-x|^2 <= (1/8 + d p^(2s) / 4) |x|^2`.
@@ -119,6 +121,7 @@ class NUQSGD(LevelCodec):
         multiplier: p, in (0, 1); lower => levels reach closer to zero, and are farther apart.
         bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise.
         norm: "l2" as in the paper, or "max".
+        zero: whether zero is a level.
 
     Raises:
         ValueError: a field out of range, or so many levels that the smallest are not distinct in float32.
@@ -135,6 +138,7 @@ class NUQSGD(LevelCodec):
     multiplier: float = 0.5
     bucket_size: int = 512
     norm: str = "l2"
+    zero: bool = True
 
     unbiased: ClassVar[bool] = True
 
@@ -154,5 +158,6 @@ class NUQSGD(LevelCodec):
     @property
     def level_values(self) -> tuple[float, ...]:
         """The levels, ascending in [-1, 1]."""
-        magnitudes = [self.multiplier**j for j in range(2 ** (number(self.bits) - 1) - 1)]
-        return (*(-m for m in magnitudes), 0.0, *reversed(magnitudes))
+        magnitudes = [self.multiplier**j for j in range(2 ** (number(self.bits) - 1) - int(self.zero))]
+        zeros = [0.0] if self.zero else []
+        return (*(-m for m in magnitudes), *zeros, *reversed(magnitudes))

@@ -13,10 +13,11 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
+from ...kernels.checks import MAX_SEGMENT_NUMEL
 from ...schedule import Schedule
 from ..base import Codec
 from ..types import Symbols, number
-from .checks import check_buckets
+from .checks import check_bucket_size, check_norm
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,11 +42,11 @@ class QSGD(Codec):
 
     Args:
         bits: bits an element, 1 to 8; lower => smaller messages, more noise. May be a schedule.
-        bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise.
+        bucket_size: elements that share a scale; larger => fewer scale bytes (4 a bucket), more noise. None: all elements
+            of a segment, which at `granularity="model"` is the entire model.
         norm: "max" or "l2".
         zero: whether zero is a level.
         levels: s, in place of `bits`: 1 to 32767. May be a schedule.
-        dense_last: whether an incomplete last bucket of a segment is sent as float32.
 
     Raises:
         ValueError: a field out of range, or both or neither of `bits` and `levels`.
@@ -62,11 +63,10 @@ class QSGD(Codec):
     """
 
     bits: int | Schedule | None = None
-    bucket_size: int = 512
+    bucket_size: int | None = 512
     norm: str = "max"
     zero: bool = True
     levels: int | Schedule | None = None
-    dense_last: bool = False
 
     unbiased: ClassVar[bool] = True
 
@@ -81,7 +81,8 @@ class QSGD(Codec):
                 value is None or isinstance(value, Schedule) or (isinstance(value, int) and 1 <= value <= most),
                 f"QSGD: {name} must be an integer from 1 to {most}, got {value!r}",
             )
-        check_buckets("QSGD", self.bucket_size, self.norm)
+        check_bucket_size("QSGD", self.bucket_size)
+        check_norm("QSGD", self.norm)
         require(self.bits != 1 or not self.zero, "QSGD: one bit has no room for a zero level; add zero=False")
         require(
             self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"
@@ -102,49 +103,25 @@ class QSGD(Codec):
 
     @cached_property
     def _quantizer(self) -> kernels.quantize.Quantizer:
-        return kernels.quantize.Quantizer(self.code_bits, self.num_steps, self.bucket_size, self.norm)
+        bucket_size = MAX_SEGMENT_NUMEL if self.bucket_size is None else self.bucket_size
+        return kernels.quantize.Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm)
 
     def symbols(self, numels: list[int]) -> Symbols | None:
-        return None if self.code_bits > 8 or self.dense_last else Symbols(self.code_bits, numels)
+        return None if self.code_bits > 8 else Symbols(self.code_bits, numels)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        numels = [s.numel() for s in segments]
-        payload = debug.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
-        whole = [self._whole(n) for n in numels]
-        size = self._quantized_nbytes(numels)
-        kept = None if residuals is None else [r[:n] for r, n in zip(residuals, whole, strict=True)]
-        bodies = [s[:n] for s, n in zip(segments, whole, strict=True)]
-        kernels.quantize.encode(bodies, payload[:size], keys, self._quantizer, kept)
-        if size < payload.numel():
-            tails = [s[n:] for s, n in zip(segments, whole, strict=True)]
-            payload[size:] = torch.cat(tails).view(torch.uint8)
-        for r, n in zip(residuals or [], whole, strict=False):
-            r[n:] = 0
+        size = self.segments_nbytes([s.numel() for s in segments])
+        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        kernels.quantize.encode(segments, payload, keys, self._quantizer, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        numels = [o.numel() for o in outs]
-        whole, size = [self._whole(n) for n in numels], self._quantized_nbytes(numels)
-        bodies = [o[:n] for o, n in zip(outs, whole, strict=True)]
-        kernels.quantize.decode_add(payload[:size], bodies, weight, self._quantizer)
-        tails = kernels.payload_as(payload[size:], torch.float32)
-        rests = tails.split([numel - n for numel, n in zip(numels, whole, strict=True)])
-        for out, n, rest in zip(outs, whole, rests, strict=True):
-            out[n:].add_(rest, alpha=weight)
+        kernels.quantize.decode_add(payload, outs, weight, self._quantizer)
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
     ) -> Flag:
-        if self.dense_last:
-            return super().decode_sum_segments(payloads, outs, weight, keys)
         return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return self._quantized_nbytes(numels) + 4 * sum(n - self._whole(n) for n in numels)
-
-    def _quantized_nbytes(self, numels: list[int]) -> int:
-        return self._quantizer.nbytes([self._whole(n) for n in numels])
-
-    def _whole(self, numel: int) -> int:
-        """Elements of a segment that are quantized: all, or those of complete buckets."""
-        return numel - numel % self.bucket_size if self.dense_last else numel
+        return self._quantizer.nbytes(numels)

@@ -45,10 +45,6 @@ class Sparsifier(Codec):
     def count(self, numel: int) -> int:
         """How many of `numel` coordinates are kept; an upper bound if `counts_travel`."""
 
-    def target(self, numel: int) -> int:
-        """How many of `numel` coordinates it aims at."""
-        return self.count(numel)
-
     @abstractmethod
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         """Choose coordinates of float32 vectors; `keys` has a 64-bit random key for each."""

@@ -17,8 +17,8 @@ from .base import Sparsifier, check_ratio
 from .parts import SparseParts
 from .payload import with_length, without_length
 
-# From Deep Gradient Compression: the accepted range of counts, in units of k, and how the threshold is lowered.
-_TOO_MANY, _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 1.3, 0.8, 0.8, 10
+# From Deep Gradient Compression: the fewest coordinates, in units of k, and how the threshold is lowered.
+_TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 0.8, 0.8, 10
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,12 +28,12 @@ class TopK(Sparsifier):
     Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 <= (1 - k/n) |x|^2`. An index costs about
     `log2(1/ratio) + 2` bits: 12 at ratio 0.001, 8.6 at 0.01.
 
-    With `sample` it keeps about k coordinates: those that reach a threshold, estimated as in Deep Gradient Compression.
+    With `sample` it keeps 0.8 k to k coordinates: those that reach a threshold, estimated as in Deep Gradient Compression.
 
         1. sample     every (1/sample)-th element from a random start, at least 2/ratio of them
         2. estimate   the threshold: the ceil(ratio * num_samples)-th largest magnitude of the sample
         3. select     all elements that reach it
-        4. adapt      more than 1.3 k: keep the k largest of them; fewer than 0.8 k: multiply the threshold by 0.8 and
+        4. adapt      more than k: keep the k largest of them; fewer than 0.8 k: multiply the threshold by 0.8 and
                       repeat step 3, ten times at most
 
     The exact selection is about as fast here; use `sample` to compare with the published method.
@@ -93,10 +93,6 @@ class TopK(Sparsifier):
         return self.ratio == 1
 
     def count(self, numel: int) -> int:
-        k = num_kept(self.ratio, numel)
-        return k if self.sample is None else min(numel, int(_TOO_MANY * k))
-
-    def target(self, numel: int) -> int:
         return num_kept(self.ratio, numel)
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
@@ -154,7 +150,7 @@ def _adapted(segments: list[Tensor], thresholds: list[float], targets: list[int]
                 break
             thresholds[i] *= _LOWER_BY
             parts[0][i], parts[1][i], (counts[i],) = kernels.select.above([x], [thresholds[i]])
-        if counts[i] > _TOO_MANY * targets[i]:
+        if counts[i] > targets[i]:
             at, parts[1][i] = kernels.select.topk([parts[1][i]], [targets[i]])
             parts[0][i], counts[i] = parts[0][i][at.long()], targets[i]
     return Selection(torch.cat(parts[0]), torch.cat(parts[1]), counts)

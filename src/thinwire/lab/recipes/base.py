@@ -94,16 +94,18 @@ def _recipe(name: str, about: str, base: RunConfig, averager: str, changes: Mapp
 def momentum_applied_once(config: RunConfig) -> Any:
     """The optimizer, with no momentum of its own for gradients if the averager applies momentum to them.
 
+    The optimizer's Nesterov form stays in the momentum of weight decay, also where the averager's momentum is plain.
+
     Raises:
-        ValueError: the averager's momentum is not the optimizer's.
+        ValueError: the averager's momentum factor is not the optimizer's.
     """
     averager, optimizer = config.parsed_averager(), config.optimizer
     if not (averager.has_momentum and isinstance(optimizer, SGD)):
         return optimizer
     memory: Any = cast(Mean | PowerSGD, averager).memory  # only these have a memory, and with it momentum
-    same = (optimizer.momentum, optimizer.nesterov)
     require(
-        (memory.momentum, memory.nesterov) == same, f"{config.recipe}: {memory} must have the momentum of {optimizer}"
+        memory.momentum == optimizer.momentum,
+        f"{config.recipe}: {memory} must have the momentum of {optimizer}",
     )
-    fields = ("learning_rate", "weight_decay", "decay_vectors", "schedule", "momentum", "nesterov")
+    fields = ("learning_rate", "weight_decay", "undecayed", "schedule", "momentum", "nesterov")
     return DGCSGD(**{name: getattr(optimizer, name) for name in fields})

@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..train import RunConfig
-from ..train.data import CIFAR10, Augmentation
+from ..train.data import CIFAR10, PER_IMAGE_STD, Augmentation
 from ..train.models import VGG16, AlexNet, CIFARResNet, ResNet9
 from ..train.optimize import SGD, LearningRateSchedule
 from . import adaptive, dgc, layerwise, power_gossip
 from .base import Task
+
+NORMS_OF_BLOCKS = ("*.residual.1.*", "*.residual.4.*")  # the norms of the stem and of shortcuts are not among them
 
 SMALL_SGD = SGD(0.05, 1e-4, schedule=LearningRateSchedule(1 / 3, "linear", scale_by_workers=True))
 
@@ -32,7 +34,7 @@ def small(full: RunConfig, batch_size: int = 64, **changes: Any) -> RunConfig:
 def _layerwise(prefix: str, model) -> RunConfig:
     """A batch of 512 over all workers, so that four take as many steps as the single worker of DAWNBench's 94 %."""
     schedule = LearningRateSchedule(5 / 24, "linear")
-    optimizer = SGD(0.4, 5e-4, decay_vectors=True, schedule=schedule)
+    optimizer = SGD(0.4, 5e-4, undecayed=(), schedule=schedule, momentum=0.0, nesterov=False)
     data = CIFAR10(augmentation=Augmentation(padding=4, flip=True, cutout=8, border="reflect"))
     return RunConfig(prefix, workers=4, epochs=24, batch_size=128, data=data, model=model, optimizer=optimizer)
 
@@ -42,18 +44,20 @@ def _layerwise_tasks() -> tuple[Task, ...]:
     for name, model, twin in (
         ("ResNet-9", ResNet9(), ResNet9(16)),
         ("AlexNet", AlexNet(), None),
-        ("VGG-16", VGG16(), None),
+        ("VGG-16", VGG16("imagenet", batch_norm=False), VGG16()),
     ):
         full = _layerwise(f"cifar10-{name.lower().replace('-', '')}", model)
         slow = replace(full.optimizer, schedule=replace(full.optimizer.schedule, warmup_fraction=5 / 40))
-        methods = layerwise.methods({"epochs": 40, "optimizer": slow})
-        tasks.append(Task(f"{name} on CIFAR-10: {layerwise.SOURCE}", full, methods, small(full, model=twin or model)))
+        methods = layerwise.methods({"epochs": 40, "optimizer": slow}, summed_over=512)
+        small_config = small(full, model=twin or model)
+        small_config = replace(small_config, optimizer=SMALL_SGD)  # three epochs without momentum would hardly learn
+        tasks.append(Task(f"{name} on CIFAR-10: {layerwise.SOURCE}", full, methods, small_config))
     return tuple(tasks)
 
 
 def _dgc_task(depth: int) -> Task:
     schedule = LearningRateSchedule(5 / 200, "cosine", scale_by_workers=True)
-    optimizer = SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule, nesterov=False)
+    optimizer = SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False)
     full = RunConfig(
         f"cifar10-resnet{depth}",
         workers=4, epochs=200, batch_size=128, data=CIFAR10(), model=CIFARResNet(depth), optimizer=optimizer,
@@ -62,25 +66,25 @@ def _dgc_task(depth: int) -> Task:
     return Task(f"ResNet-{depth} on CIFAR-10: {dgc.SOURCE}", full, dgc.methods(), twin)
 
 
-def _adaptive_task(depth: int, num_buckets: int, bucket_size: int, dense: str) -> Task:
+def _adaptive_task(depth: int, bucket_size: int, dense: str) -> Task:
     schedule = LearningRateSchedule(0.0, "steps", drops=(0.5, 0.75))
-    optimizer = SGD(0.1, 1e-4, decay_vectors=True, schedule=schedule, nesterov=False)
+    optimizer = SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False)
     full = RunConfig(
         f"cifar10-resnet{depth}",
         workers=4, epochs=825, max_steps=80_000, batch_size=128,
-        data=CIFAR10(), model=CIFARResNet(depth), optimizer=optimizer,
+        data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(depth, "identity"), optimizer=optimizer,
     )  # fmt: skip
-    methods = adaptive.methods(num_buckets, bucket_size, dense)
-    twin = small(full, model=CIFARResNet(min(depth, 32)))
+    methods = adaptive.methods(bucket_size, dense)
+    twin = small(full, model=CIFARResNet(min(depth, 32), "identity"))
     return Task(f"ResNet-{depth} on CIFAR-10: {adaptive.SOURCE}", full, methods, twin)
 
 
 def _power_gossip_task() -> Task:
-    schedule = LearningRateSchedule(5 / 300, "steps", drops=(0.5, 0.75), scale_by_workers=True)
+    schedule = LearningRateSchedule(5 / 300, "steps", drops=(0.5, 0.75), scale_by_workers=True, warmup_start=0.1)
     full = RunConfig(
         "cifar10-resnet20",
-        workers=8, epochs=300, batch_size=128, data=CIFAR10(), model=CIFARResNet(20),
-        optimizer=SGD(1.13 / 8, 1e-4, schedule=schedule),
+        workers=8, epochs=300, batch_size=128, data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(20),
+        optimizer=SGD(1.13 / 8, 1e-4, schedule=schedule, undecayed=NORMS_OF_BLOCKS),
     )  # fmt: skip
     twin = small(full, batch_size=32)
     twin = replace(twin, optimizer=replace(twin.optimizer, learning_rate=SMALL_SGD.learning_rate / 2))
@@ -91,7 +95,7 @@ TASKS = (
     *_layerwise_tasks(),
     _dgc_task(20),
     _dgc_task(110),
-    _adaptive_task(32, num_buckets=50, bucket_size=8192, dense="dense"),
-    _adaptive_task(110, num_buckets=350, bucket_size=16384, dense="alq-dense"),
+    _adaptive_task(32, bucket_size=8192, dense="dense"),
+    _adaptive_task(110, bucket_size=16384, dense="alq-dense"),
     _power_gossip_task(),
 )

@@ -7,18 +7,16 @@ from .base import Method
 SOURCE = "Lin et al. 2018, DGC, arXiv 1712.01887"
 
 
-def methods(dense: str = "dense", nesterov: bool = False, warmup_epochs: int = 5) -> dict[str, Method]:
+def methods(dense: str = "dense", warmup_epochs: int = 5) -> dict[str, Method]:
     """A thousandth of the coordinates, and the baseline.
 
     Args:
         dense: end of the baseline's name.
-        nesterov: whether momentum is Nesterov's.
         warmup_epochs: epochs in which the ratio falls to 0.001; at most 2 in the small recipe.
     """
 
     def averager(epochs: int) -> str:
-        options = ", nesterov=True" * nesterov
-        return f"dgc(0.001, warmup_epochs={epochs}{options})"
+        return f"dgc(0.001, warmup_epochs={epochs})"
 
     about = f"0.1 % of the coordinates{', after a warm-up' * (warmup_epochs > 0)}; momentum is corrected and masked"
     return {

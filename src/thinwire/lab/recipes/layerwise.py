@@ -12,25 +12,34 @@ SOURCE = "Dutta et al. 2020, layer-wise study, arXiv 1911.08250"
 _COMPRESSORS = {
     "topk": ("a tenth of the coordinates, the largest", "TopK(0.1)"),
     "randomk": ("a tenth of the coordinates, at random", "RandomK(0.1)"),
-    "threshold": ("coordinates of 0.001 or more", "Threshold(0.001)"),
+    "threshold": ("coordinates of {threshold_about} or more", "Threshold({threshold!r})"),
     "adaptive-threshold": ("coordinates of half the largest or more", "AdaptiveThreshold()"),
     "terngrad": ("ternary, not clipped", "TernGrad(clip=None)"),
-    "qsgd": ("255 levels of the L2 norm", "QSGD(levels=255, norm='l2', bucket_size=16777216)"),
+    "qsgd": ("255 levels of the L2 norm", "QSGD(levels=255, norm='l2', bucket_size=None)"),
+    "qsgd-4bit": ("7 levels of the L2 norm", "QSGD(levels=7, norm='l2', bucket_size=None)"),
 }
 _SLOW = ("randomk", "threshold")
 _GRANULARITIES = {"": ("each layer", "layer"), "-model": ("the entire model", "model")}
 
 
-def methods(slow: Mapping[str, Any]) -> dict[str, Method]:
-    """All compressors at both granularities, and the baseline.
+def methods(slow: Mapping[str, Any], summed_over: int = 1) -> dict[str, Method]:
+    """All compressors at both granularities, and the baselines in float32 and float16.
 
     Args:
         slow: fields of `RunConfig` for the methods with more epochs.
+        summed_over: images over which the study adds losses, where thinwire takes their mean: its threshold of 0.001 is
+            0.001 / summed_over here.
     """
-    made = {"dense": Method("the gradients themselves")}
+    threshold = 0.001 / summed_over
+    study = f" (0.001 of a loss summed over {summed_over} images)" if summed_over > 1 else ""
+    values = {"threshold": threshold, "threshold_about": f"{threshold:.3g}{study}"}
+    made = {
+        "dense": Method("the gradients themselves"),
+        "fp16": Method("the gradients as float16", "Mean(Cast('float16'), min_ndim=0)"),
+    }
     for end, (what, granularity) in _GRANULARITIES.items():
         for name, (sends, codec) in _COMPRESSORS.items():
-            averager = f"Mean({codec}, granularity='{granularity}', min_ndim=0)"
+            averager = f"Mean({codec.format(**values)}, granularity='{granularity}', min_ndim=0)"
             changes = slow if name in _SLOW else {}
-            made[name + end] = Method(f"{sends}, of {what}", averager, changes=changes)
+            made[name + end] = Method(f"{sends.format(**values)}, of {what}", averager, changes=changes)
     return made

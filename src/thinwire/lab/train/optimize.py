@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 from ... import strategy
 from ...algorithm import require
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
 
 
@@ -29,7 +31,8 @@ class LearningRateSchedule:
         inverse_sqrt  sqrt(w / s)
         points        straight lines from each of the `points` (p, multiple) to the next
 
-    With `scale_by_workers` all this is multiplied by the number of workers W, and warm-up starts at 1 instead of 0.
+    With `scale_by_workers` all this is multiplied by the number of workers W, and warm-up starts at 1 instead of 0, unless
+    `warmup_start` says otherwise.
 
     Raises:
         ValueError: an unknown shape, or a fraction outside [0, 1].
@@ -57,6 +60,8 @@ class LearningRateSchedule:
     """Whether to multiply the learning rate by the number of workers."""
     warmup_steps: int | None = None
     """Number of warm-up steps; None => `warmup_fraction` of the run."""
+    warmup_start: float | None = None
+    """Share of the full learning rate at which warm-up starts; None => 0, or one worker's with `scale_by_workers`."""
 
     def __post_init__(self):
         known = get_args(Shape)
@@ -67,6 +72,8 @@ class LearningRateSchedule:
         fractions = list(self.drops)
         rises = self.warmup_steps is None or self.warmup_steps >= 0
         require(rises, f"optimizer.schedule.warmup_steps must be 0 or more, got {self.warmup_steps}")
+        start = self.warmup_start
+        require(start is None or 0 <= start <= 1, f"optimizer.schedule.warmup_start must be in [0, 1], got {start}")
         inside = all(0 < drop < 1 for drop in fractions) and fractions == sorted(fractions)
         require(inside, f"optimizer.schedule.drops must ascend between 0 and 1, got {self.drops}")
 
@@ -83,7 +90,8 @@ class LearningRateSchedule:
         warmup_steps = round(self.warmup_fraction * num_steps) if self.warmup_steps is None else self.warmup_steps
         if step >= warmup_steps:
             return scale * self._after(step, warmup_steps, num_steps)
-        start = 1 if self.scale_by_workers else 0
+        first = 1 if self.scale_by_workers else 0
+        start = first if self.warmup_start is None else scale * self.warmup_start
         return start + (scale - start) * (step + 1) / warmup_steps
 
     def _after(self, step: int, warmup_steps: int, num_steps: int) -> float:
@@ -116,8 +124,8 @@ class Optimizer(ABC):
     """What one worker uses after warm-up; higher => faster, until it diverges. Sparse gradients bear less than dense ones."""
     weight_decay: float
     """Pull of the weights towards zero; higher => smaller weights."""
-    decay_vectors: bool = False
-    """Whether weight decay applies to vectors too: biases, and the scales and shifts of norms."""
+    undecayed: tuple[str, ...] = ("vectors",)
+    """Parameters without weight decay: "vectors" (biases and norms), "norms", or patterns of names; () => none."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
 
     def __post_init__(self):
@@ -135,17 +143,33 @@ class Optimizer(ABC):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Parameter groups for PyTorch: trainable parameters with weight decay, and those without.
 
+        Raises:
+            ValueError: a pattern in `undecayed` that no name matches.
+
         Example:
+            >>> from torch import nn
             >>> [(len(group["params"]), group["weight_decay"]) for group in SGD().groups(nn.Linear(2, 3))]
             [(1, 0.0005), (1, 0.0)]
         """
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                (decayed if self.decay_vectors or parameter.dim() > 1 else spared).append(parameter)
-        groups = ((decayed, self.weight_decay), (spared, 0.0))
-        return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+        spared = set().union(*(_matching(model, pattern) for pattern in self.undecayed))
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name not in spared], "weight_decay": self.weight_decay},
+            {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+
+def _matching(model: nn.Module, pattern: str) -> set[str]:
+    """Names of the parameters that "vectors", "norms" or a pattern means."""
+    if pattern == "vectors":
+        return {name for name, p in model.named_parameters() if p.dim() <= 1}
+    if pattern == "norms":
+        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMS)]
+        return {f"{name}.{own}" for name, module in modules for own, _ in module.named_parameters()}
+    found = set(fnmatch.filter((name for name, _ in model.named_parameters()), pattern))
+    require(bool(found), f"optimizer.undecayed: no parameter's name matches {pattern!r}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from .augment import Augmentation
 from .base import IGNORE, LOWER_IS_BETTER, Batch, Dataset, sums
-from .cifar import CIFAR10
+from .cifar import CIFAR10, PER_IMAGE_STD
 from .digits import Digits
 from .image_folder import ImageFolder
 from .images import Images
@@ -14,6 +14,7 @@ __all__ = [
     "CIFAR10",
     "IGNORE",
     "LOWER_IS_BETTER",
+    "PER_IMAGE_STD",
     "Augmentation",
     "Batch",
     "Dataset",

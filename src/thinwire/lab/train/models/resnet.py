@@ -73,10 +73,14 @@ class ResNet(Model):
     """Layers with weights, 18, 34 or 50; higher => better and slower."""
     zero_init_residual: bool = True
     """Start the last norm of each block at 0, so that every block starts as the identity."""
+    head_std: float | None = None
+    """Standard deviation of the linear layer's first weights; None => PyTorch's uniform start. Lower => gentler start."""
 
     def __post_init__(self):
         known = tuple(IMAGENET_BLOCKS)
         require(self.depth in known, f"model.depth must be one of {known}, got {self.depth}")
+        positive = self.head_std is None or self.head_std > 0
+        require(positive, f"model.head_std must be above 0, or None, got {self.head_std}")
 
     def build(self, num_classes: int = 1000) -> nn.Module:
         """Maps images (N, 3, H, W) to scores (N, num_classes)."""
@@ -88,9 +92,12 @@ class ResNet(Model):
             for i in range(num_blocks):
                 stages.append(block(channels, width, 2 if stage > 0 and i == 0 else 1, _projection))
                 channels = width * block.expansion
-        module = _initialise(nn.Sequential(stem, *stages, *_head(channels, num_classes)))
+        *pooling, linear = _head(channels, num_classes)
+        module = _initialise(nn.Sequential(stem, *stages, *pooling, linear))
         if self.zero_init_residual:
             zero_last_norms(module)
+        if self.head_std is not None:
+            nn.init.normal_(linear.weight, std=self.head_std)
         return module
 
 
@@ -163,7 +170,7 @@ def _convolution(channels: int, width: int, size: int, stride: int = 1) -> tuple
     return nn.Conv2d(channels, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)
 
 
-def _head(channels: int, num_classes: int) -> tuple[nn.Module, ...]:
+def _head(channels: int, num_classes: int) -> tuple[nn.Module, nn.Module, nn.Linear]:
     return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)
 
 

@@ -1,7 +1,8 @@
-"""VGG-16 with batch-norm, in two sizes that share the convolutions and differ in the head.
+"""VGG-16, in two sizes that share the convolutions and differ in the head, with and without batch-norm.
 
-    cifar      one linear layer:                     14,728,266 parameters (10 classes)
-    imagenet   three linear layers of 4096, dropout: 138,365,992 parameters (1000 classes)
+    size       head                                  parameters with batch-norm, and without
+    cifar      one linear layer                      14,728,266 / 14,719,818 (10 classes)
+    imagenet   three linear layers of 4096, dropout  138,365,992 / 138,357,544 (1000 classes); 134,309,962 / 134,301,514 (10)
 
 Source: Simonyan and Zisserman 2015, Very Deep Convolutional Networks for Large-Scale Image Recognition, arXiv 1409.1556;
 batch-norm: Ioffe and Szegedy 2015, arXiv 1502.03167.
@@ -21,7 +22,7 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 
 @dataclass(frozen=True)
 class VGG16(Model):
-    """Thirteen 3x3 convolutions with batch-norm, then one or three linear layers.
+    """Thirteen 3x3 convolutions, then one or three linear layers.
 
     Raises:
         ValueError: an unknown size.
@@ -34,6 +35,8 @@ class VGG16(Model):
 
     size: str = "cifar"
     """Size of the head: "cifar" for 32x32 images, "imagenet" for 224x224."""
+    batch_norm: bool = True
+    """Whether a batch-norm follows each convolution; without, deep networks learn slowly at first."""
 
     def __post_init__(self):
         known = ("cifar", "imagenet")
@@ -46,7 +49,7 @@ class VGG16(Model):
         else:
             head = [nn.AdaptiveAvgPool2d(7), nn.Flatten(), *_hidden(512 * 49), *_hidden(4096)]
             head += [nn.Linear(4096, num_classes or 1000)]
-        module = nn.Sequential(*_features(), *head)
+        module = nn.Sequential(*_features(self.batch_norm), *head)
         for layer in module:
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -58,11 +61,14 @@ class VGG16(Model):
         return module
 
 
-def _features() -> list[nn.Module]:
-    channels, layers = 3, []
+def _features(batch_norm: bool) -> list[nn.Module]:
+    channels: int = 3
+    layers: list[nn.Module] = []
     for stage in STAGES:
         for width in stage:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            layers.append(nn.Conv2d(channels, width, 3, padding=1))
+            layers += [nn.BatchNorm2d(width)] if batch_norm else []
+            layers.append(nn.ReLU(inplace=True))
             channels = width
         layers.append(nn.MaxPool2d(2))
     return layers

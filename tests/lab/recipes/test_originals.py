@@ -1,0 +1,125 @@
+"""Recipes beside the values of the papers and of their authors' code: sizes, schedules, hyperparameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from thinwire.lab.recipes import recipes
+from thinwire.lab.train.data import PER_IMAGE_STD
+from thinwire.lab.train.models import num_parameters
+
+ALL = recipes()
+
+
+def linear_down(epoch, epochs, warmup, peak):
+    """From 0 to the peak in the warm-up, and to 0 at the end: DAWNBench's schedule, at the end of an epoch's first step."""
+    return peak * epoch / warmup if epoch < warmup else peak * (1 - (epoch - warmup) / (epochs - warmup))
+
+
+def cosine(epoch, epochs, warmup, peak, start):
+    if epoch < warmup:
+        return start + (peak - start) * epoch / warmup
+    return peak * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup))) / 2
+
+
+def steps(epoch, drops, warmup, peak, start):
+    if epoch < warmup:
+        return start + (peak - start) * epoch / warmup
+    return peak * 0.1 ** sum(epoch >= drop for drop in drops)
+
+
+LAYERWISE = {"weight_decay": 5e-4, "momentum": 0.0, "nesterov": False, "undecayed": ()}
+DGC_CIFAR = {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": False, "undecayed": ()}
+ALQ = DGC_CIFAR
+SGP = {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ()}
+PAPERS = {
+    # recipe: parameters, workers, images a worker and step, epochs, optimizer, learning rate by epoch of all workers
+    "cifar10-resnet9-topk": (6_573_120, 4, 128, 24, LAYERWISE, lambda e: linear_down(e, 24, 5, 0.4)),
+    "cifar10-resnet9-randomk": (6_573_120, 4, 128, 40, LAYERWISE, lambda e: linear_down(e, 40, 5, 0.4)),
+    "cifar10-vgg16-qsgd-model": (134_301_514, 4, 128, 24, LAYERWISE, lambda e: linear_down(e, 24, 5, 0.4)),
+    "cifar10-resnet110-dgc": (1_730_714, 4, 128, 200, DGC_CIFAR, lambda e: cosine(e, 200, 5, 0.4, 0.1)),
+    "imagenet-resnet50-dgc": (
+        25_557_032, 8, 32, 90, {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ("norms",)},
+        lambda e: steps(e, (30, 60, 80), 5, 0.1, 0.0125),
+    ),
+    "imagenet-resnet50-dgc-cosine": (
+        25_557_032, 8, 32, 90, {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ("norms",)},
+        lambda e: cosine(e, 90, 5, 0.1, 0.0125),
+    ),
+    "imagenet-vgg16-dgc": (
+        138_365_992, 8, 32, 90, {"weight_decay": 5e-5, "momentum": 0.9, "nesterov": False, "undecayed": ()},
+        lambda e: steps(e, (30, 60, 80), 5, 0.1, 0.0125),
+    ),
+    "imagenet-resnet50-sgp": (25_557_032, 8, 256, 90, SGP, lambda e: steps(e, (30, 60, 80), 5, 0.8, 0.1)),
+    "cifar10-resnet32-alq": (464_154, 4, 128, 825, ALQ, lambda e: steps(e, (412.5, 618.75), 0, 0.1, 0.1)),
+    "cifar10-resnet110-amq": (1_727_962, 4, 128, 825, ALQ, lambda e: steps(e, (412.5, 618.75), 0, 0.1, 0.1)),
+    "cifar10-resnet20-powergossip": (
+        272_474, 8, 128, 300,
+        {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ("*.residual.1.*", "*.residual.4.*")},
+        lambda e: steps(e, (150, 225), 5, 1.13, 0.113),
+    ),
+    "wikitext2-lstm-powergossip": (
+        None, 16, 64, 90, {"weight_decay": 0.0, "momentum": 0.0}, lambda e: steps(e, (60, 80), 5, 47.5, 4.75),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_recipe_has_the_values_of_its_original(name):
+    parameters, workers, batch_size, epochs, optimizer, rate = PAPERS[name]
+    config = ALL[name].config
+    if parameters is not None:
+        with torch.device("meta"):
+            assert num_parameters(config.model.build(10 if name.startswith("cifar10") else 1000)) == parameters
+    assert (config.workers, config.batch_size, config.epochs) == (workers, batch_size, epochs)
+    assert {key: getattr(config.optimizer, key) for key in optimizer} == optimizer
+    for epoch in (epochs * i // 10 for i in range(10)):  # 100 steps an epoch
+        found = config.optimizer.learning_rate_at(100 * epoch, 100 * epochs, workers)
+        assert found == pytest.approx(rate(epoch), rel=0.05, abs=0.01 * rate(epochs // 4)), epoch
+
+
+def test_quantizers_of_the_alq_paper():
+    """Buckets through the whole network, its short last one dense; 150 components; no zero level, nothing clipped."""
+    averagers = {end: ALL[f"cifar10-resnet32-{end}"].config.averager for end in ("alq", "alq-gd", "nuqsgd", "qsgdinf")}
+    assert averagers == {
+        end: f"Mean(DenseLast({codec}), granularity='model', min_ndim=0)"
+        for end, codec in {
+            "alq": "ALQ(bucket_size=8192, num_buckets=150)",
+            "alq-gd": "ALQ(bucket_size=8192, num_buckets=150, search='gradient')",
+            "nuqsgd": "NUQSGD(bits=3, bucket_size=8192, zero=False)",
+            "qsgdinf": "QSGD(bits=3, norm='max', bucket_size=8192, zero=False)",
+        }.items()
+    }
+    assert "TernGrad(clip=None" in ALL["cifar10-resnet32-terngrad"].config.averager
+    assert "update_every=50000" in ALL["imagenet-resnet18-alq"].config.averager
+    assert "shortcut='identity'" in repr(ALL["cifar10-resnet110-alq"].config.model)
+
+
+def test_deep_gradient_compression():
+    """ResNet-50 sends 0.1 % from the first epoch, with plain momentum in the memory; the others warm the ratio up."""
+    assert ALL["imagenet-resnet50-dgc"].config.averager == "dgc(0.001, warmup_epochs=0)"
+    assert ALL["imagenet-resnet18-dgc"].config.averager == "dgc(0.001, warmup_epochs=5)"
+    assert ALL["imagenet-resnet50-dgc"].config.optimizer.nesterov, "of weight decay's own momentum"
+
+
+def test_images_are_divided_by_the_deviation_that_the_authors_took():
+    for name, std in (("alq", PER_IMAGE_STD), ("dgc", None)):
+        data = ALL[f"cifar10-resnet{'32' if name == 'alq' else '20'}-{name}"].config.data
+        assert (data.std == PER_IMAGE_STD) == (std is not None)
+    assert ALL["cifar10-resnet20-powergossip"].config.data.std == PER_IMAGE_STD
+
+
+def test_thresholds_are_those_of_a_summed_loss():
+    """The gradient of a loss summed over 512 images is 512 times that of its mean, and so is the threshold."""
+    recipe = ALL["cifar10-resnet9-threshold"]
+    assert recipe.config.parsed_averager().codec.value * 512 == pytest.approx(0.001)
+    assert "0.001 of a loss summed over 512 images" in recipe.about
+
+
+def test_the_head_of_sgps_network_starts_small():
+    torch.manual_seed(0)
+    weight = ALL["imagenet-resnet50-sgp-small"].config.model.build(1000)[-1].weight
+    assert weight.std().item() == pytest.approx(0.01, rel=0.01)
