@@ -14,6 +14,7 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal pa
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -36,6 +37,7 @@ Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
 HANG_UP_TAG = 1  # all messages have tag 0
+SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] *")  # where in Gloo's source an error was found
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -199,7 +201,7 @@ class ProcessGroupCommunicator(Communicator):
         try:
             work = operation(tensor, self.global_ranks[peer], group=self._group)
         except RuntimeError as error:
-            raise CommunicationError(f"{operation.__name__} with rank {peer}: {error}") from error
+            raise CommunicationError(f"{operation.__name__} with rank {peer}: {SOURCE.sub('', str(error))}") from error
         assert work is not None, "this process is in the group"
         return work
 
@@ -267,7 +269,8 @@ def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Ten
         try:
             work.wait()
         except RuntimeError as error:
-            raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
+            reason = SOURCE.sub("", str(error))
+            raise CommunicationError(f"{what}: {reason}" if what else reason) from error
     for tensor, staged in landed:
         if staged is not tensor:
             tensor.copy_(staged)

@@ -41,9 +41,10 @@ def load_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:  # of JSON, or of UTF-8
-        raise ValueError(f"{path} is damaged: {error}; restore the file, or remove its run") from None
+        raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: expected a JSON object, got {type(value).__name__}; remove its run")
+        got = f"expected a JSON object, got {type(value).__name__}"
+        raise ValueError(f"{path} is damaged ({got}); restore the file, or remove its run")
     return value
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.command import started, thinwire
 from helpers.program import wait_until
 
-from thinwire.lab.train import RunConfig, train
-from thinwire.lab.train.checkpoint import latest
+from thinwire import LocalWorld
+from thinwire.lab.train import RunConfig, checkpoint, train
+from thinwire.lab.train.checkpoint import latest, load_latest
+from thinwire.lab.train.meter import Meter
 from thinwire.lab.train.metrics_files import MetricsWriter, read_rows
 from thinwire.lab.train.models import DigitsNet
 from thinwire.lab.train.run_folder import FREE, check_same, make_folder
+from thinwire.lab.train.strategy import attach
+from thinwire.lab.train.training import Training
 
 CONFIG = RunConfig(
     *("digits", "Mean(TopK(0.1), ErrorFeedback())"),
@@ -144,28 +154,138 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "name, damage", [("shared.pt", cut), ("shared.pt", flip), ("worker-1.pt", flip), ("worker-0.pt", Path.unlink)]
-)
-def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(name, damage, begun):
+def edit(key: str, value: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+    return damage
+
+
+def replaced(state: Any) -> Callable[[Path], None]:
+    return partial(torch.save, state)
+
+
+WHOLE_RUNS = [
+    *[("shared.pt", cut, "not a zip file"), ("worker-1.pt", flip, ""), ("worker-0.pt", Path.unlink, "No such file")],
+    ("shared.pt", replaced(torch.ones(3)), "expected a dictionary, got Tensor"),
+    ("checkpoint.json", lambda path: path.write_text("{"), "Expecting property name"),
+    ("checkpoint.json", edit("step", "x"), "its step is 'x', expected 8"),
+    ("checkpoint.json", edit("workers", 0), "its workers are 0"),
+    ("checkpoint.json", edit("origin", 5), "origin|iterable"),
+    ("checkpoint.json", edit("row", {"step": 8, "loss": "low"}), "loss should be a number"),
+]
+
+
+@pytest.mark.parametrize("name, damage, reason", WHOLE_RUNS[:2])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(name, damage, reason, begun, finished, capsys):
+    """It ended there, and the folder had to be removed by hand."""
     config, folder = begun
+    checkpoints = folder / "checkpoints"
+    damage(checkpoints / "step-000008" / name)
+    before = [path.name for path in checkpoints.glob("step-*") if path.name < "step-000008"]
+    alone(config, folder)
+    said = capsys.readouterr().err
+    assert re.search(
+        rf"step-000008/{name} is missing, truncated or damaged \(.*{reason}.*goes on from {max(before)}", said
+    )
+    assert said.count("\n") == 1
+    assert (checkpoints / "damaged-step-000008").is_dir()
+    assert train(config) == folder
+    assert without_times(folder) == without_times(finished)
+    models = [torch.load(each / "checkpoints/step-000009/shared.pt", weights_only=True) for each in (folder, finished)]
+    assert all(torch.equal(value, models[1]["model"][key]) for key, value in models[0]["model"].items())
+
+
+@pytest.mark.parametrize("name, damage, reason", WHOLE_RUNS)
+def test_every_kind_of_damage_is_named_and_nothing_is_overwritten(name, damage, reason, begun):
+    config, folder = begun
+    for path in (folder / "checkpoints").glob("step-*"):
+        if path.name != "step-000008":
+            shutil.rmtree(path)
     damage(folder / "checkpoints" / "step-000008" / name)
     before = contents(folder)
-    expected = rf"step-000008/{name} is missing, truncated or damaged .* remove the folder"
+    expected = rf"step-000008/{name} is missing, truncated or damaged \(.*({reason}).*no other checkpoint is whole"
     with pytest.raises(ValueError, match=expected) as error:
-        train(config)
+        alone(config, folder)
     assert "\n" not in str(error.value)
-    after = contents(folder)
-    assert {path: after[path] for path in before if "config.json" not in path} == {
-        path: data for path, data in before.items() if "config.json" not in path
-    }
+    assert contents(folder) == before
 
 
-def test_a_checkpoint_without_its_description_is_refused_before_anything_starts(begun):
+def alone(config: RunConfig, folder: Path) -> None:
+    """Load the last checkpoint on both workers, as threads."""
+    data = config.data.load()
+
+    def worker(comm):
+        torch.manual_seed(0)
+        model = config.model.build(data.num_classes)
+        optimizer = config.optimizer.build(model)
+        strategy = attach(config, model, optimizer, comm=comm)
+        training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
+        load_latest(folder / "checkpoints", training, Meter(data, strategy, comm), comm)
+
+    LocalWorld(config.workers).run(worker)
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("worker-1.pt", {"meter": 5}, "TypeError: 'int' object is not subscriptable"),
+        ("worker-0.pt", {"averager": []}, "AttributeError: 'list' object"),
+        ("worker-0.pt", {"carried": "no tensor"}, "TypeError: the state of a recurrent model"),
+        ("shared.pt", {"model": 5}, "TypeError"),
+    ],
+)
+def test_entries_of_the_wrong_type_name_the_checkpoint_and_the_remedy(name, change, reason, begun):
     config, folder = begun
-    (folder / "checkpoints" / "step-000008" / "checkpoint.json").write_text("{")
-    with pytest.raises(ValueError, match=r"checkpoint\.json is missing, truncated or damaged"):
-        train(config)
+    path = folder / "checkpoints" / "step-000008" / name
+    torch.save(torch.load(path, weights_only=True) | change, path)
+    expected = rf"step-000008 does not fit this run; it is damaged, or of another .*{reason}.*Remove this folder"
+    with pytest.raises(ValueError, match=expected):
+        alone(config, folder)
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b"5", "expected a row of metrics, got int"),
+        (b'{"loss": 1}', "it has no step"),
+        (b'{"step": "x"}', "step is 'x'"),
+        (b'{"step": 1, "zzz": 3}', "no column is called 'zzz'"),
+        (b"\xff\xfe", "utf|Expecting|decode"),
+    ],
+)
+def test_a_damaged_row_is_named_by_file_and_line(line, reason, tmp_path):
+    """These ended in TypeError, KeyError and UnicodeDecodeError, or all later rows were lost without a word."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=rf"line 2 of {path} is damaged: .*({reason}).*; remove that line"):
+        read_rows(path, 9)
+
+
+def test_a_damaged_summary_is_written_anew(begun, finished, capfd):
+    config, folder = begun
+    (folder / "checkpoints" / ".step-000009").rename(folder / "away")
+    shutil.copytree(finished / "checkpoints" / "step-000009", folder / "checkpoints" / "step-000009")
+    (folder / "summary.json").write_text("{")
+    assert train(config) == folder
+    assert "summary.json is damaged" in capfd.readouterr().err
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, finished)]
+    assert {**summaries[0], "seconds": 0} == {**summaries[1], "seconds": 0}
+
+
+def test_a_full_disk_is_named_whatever_pytorch_says(tmp_path, monkeypatch):
+    """PyTorch's writer said "unexpected pos 6784 vs 6736"."""
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            if self.tell() + len(data) > 5000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(Path, "open", lambda *_: Full())
+    with pytest.raises(OSError) as caught:
+        checkpoint._write(tmp_path / "shared.pt", {f"w{i}": torch.ones(100) for i in range(100)})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "shared.pt"))
 
 
 @pytest.mark.parametrize("name", ["shared.pt", "worker-0.pt"])
@@ -180,7 +300,8 @@ def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_p
         state["averager"]["rank0"]["memory"] = None
     torch.save(state, path)
     with pytest.raises(
-        ValueError, match="step-000008 is of another model, optimizer or averager: .*(size mismatch|memory)"
+        ValueError,
+        match="step-000008 does not fit this run; .* of another model, optimizer or averager .*(size mismatch|memory)",
     ):
         train(config)
 

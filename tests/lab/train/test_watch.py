@@ -75,6 +75,51 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
         spawn._watch(workers, tmp_path, spawn._Requests(workers), dist.HashStore(), 0.5)
 
 
+def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):
+    """Nothing was said for the whole time limit."""
+    monkeypatch.setattr(spawn, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(spawn, "wait", lambda *_, **__: time.sleep(0.2))
+    stop(workers[2])
+    watched(workers, tmp_path, limit_seconds=1.5)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"thinwire: worker 2 (process {workers[2].pid}) is stopped (SIGSTOP)")
+    assert "after 1.5 seconds (--timeout) the run ends" in lines[0]
+
+
+def ended(worker, code):
+    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(code,))
+    worker.start()
+    worker.join()
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, "worker 1 left the run before its end, with exit code 0"),
+        (3, "worker 1 ended with exit code 3 and gave no reason"),
+    ],
+)
+def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, expected, workers, tmp_path):
+    """Rank 0 had failed too when the launcher looked, and its words came first."""
+    store = dist.HashStore()
+    spawn._report(store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711"))
+    workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
+    assert watched(workers, tmp_path, store=store).startswith(expected)
+
+
+def test_a_folder_that_was_removed_is_named(workers, tmp_path):
+    store, folder = dist.HashStore(), tmp_path / "gone"
+    error = FileNotFoundError(2, "No such file or directory", b"gone/tensorboard/events.out")
+    spawn._report(store, folder, 0, error)
+    workers[0] = ended(workers[0], 1)
+    assert watched(workers, folder, store=store) == (
+        "worker 0 failed: ENOENT: No such file or directory: 'gone/tensorboard/events.out'; "
+        f"the run's folder {folder} was removed"
+    )
+
+
 def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
     stop(workers[1])

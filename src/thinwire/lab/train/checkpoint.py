@@ -12,6 +12,9 @@ Every file loads with `torch.load(weights_only=True)`, and the model in `shared.
 checkpoint is written to a temporary name and renamed once all parts are on disk, so that a crash leaves the previous one
 intact. All workers write to the same folder; on several machines they need a shared file system.
 
+If the last checkpoint is damaged, a run goes on from the newest whole one and says so. The damaged one is renamed to
+`damaged-step-000330`.
+
 Another number of workers may go on from a checkpoint. Each of them then reads the parts of all workers that there were, and
 takes over what is due to it; see `Training.deal` and `thinwire.membership`.
 """
@@ -21,11 +24,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
@@ -35,7 +40,8 @@ from ..files import naming, write_json
 from .config import RunConfig
 from .data import LOWER_IS_BETTER
 from .meter import Meter
-from .shared_errors import run_on_all
+from .metrics_files import check_row
+from .shared_errors import SharedError, run_on_all
 from .steps import START, Place
 from .training import Training
 
@@ -91,9 +97,34 @@ def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    with naming(path), path.open("wb") as file:  # PyTorch's own writer does not report a full disk
-        torch.save(state, file)
+    with naming(path), path.open("wb") as file:
+        watched = _Watched(file)
+        try:
+            torch.save(state, cast(BinaryIO, watched))  # it needs `write` and `flush` alone
+            file.flush()
+        except RuntimeError:  # PyTorch's writer hides the error of a full disk behind one of its own
+            if watched.error is None:
+                raise
+            raise watched.error from None
     _to_disk(path)
+
+
+class _Watched:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _to_disk(path: Path) -> None:
@@ -139,15 +170,23 @@ def _finished(folder: Path) -> list[Path]:
 
 def _best(found: list[Path], metric: str) -> Path | None:
     """The checkpoint with the best test result; ties go to the first."""
-    tested = {path: result for path in found if (result := _tested(describe(path), metric)) is not None}
+    tested = {path: result for path in found if (result := _tested(path, metric)) is not None}
     sign = -1 if metric in LOWER_IS_BETTER else 1
     return max(tested, key=lambda path: sign * tested[path], default=None)
 
 
-def _tested(facts: dict[str, Any], metric: str) -> float | None:
-    """The test result of the mean model if there is one, else of the model; None if there was no test or it diverged."""
+def _tested(path: Path, metric: str) -> float | None:
+    """The test result of the mean model if there is one, else of the model.
+
+    None if there was no test, if it diverged, or if the description is damaged.
+    """
+    try:
+        facts = describe(path)
+    except ValueError:
+        return None
     row = facts["row"] if facts["row"].get("step") == facts["step"] else {}
-    return row.get(f"mean_model_test_{metric}", row.get(f"test_{metric}"))
+    result: float | None = row.get(f"mean_model_test_{metric}", row.get(f"test_{metric}"))
+    return result
 
 
 def latest(folder: Path) -> Path | None:
@@ -173,10 +212,32 @@ def describe(path: Path) -> dict[str, Any]:
     """
     try:
         facts = json.loads((path / "checkpoint.json").read_text())
-        facts["step"], facts["row"].items(), facts["config"].items(), int(facts["workers"])
-        return facts | {"origin": Place(*map(int, facts["origin"]))}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path / "checkpoint.json", error) from error
+        require(isinstance(facts, dict), f"expected a JSON object, got {type(facts).__name__}")
+        named = int(path.name.rpartition("-")[2])
+        require(facts["step"] == named, f"its step is {facts['step']!r}, expected {named}")
+        check_row(facts["row"])
+        require(isinstance(facts["config"], dict), f"its config is {facts['config']!r}, expected an object")
+        require(_is_count(facts["workers"], 1), f"its workers are {facts['workers']!r}, expected a number from 1 on")
+        origin = Place(*facts["origin"])
+        require(all(_is_count(n, 0) for n in origin), f"its origin is {facts['origin']!r}, expected three numbers")
+        return facts | {"origin": origin}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise _damaged(path / "checkpoint.json", reason) from error
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def last_described(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint whose description is whole, and the description; None if there is no such checkpoint."""
+    for path in reversed(_finished(folder)):
+        try:
+            return path, describe(path)
+        except ValueError:
+            continue
+    return None
 
 
 class Loaded(NamedTuple):
@@ -196,34 +257,75 @@ class Loaded(NamedTuple):
 
 
 def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> Loaded:
-    """Restore the last checkpoint in place, if there is one. All workers call this together, before the first step.
+    """Restore the newest whole checkpoint in place, if there is one. All workers call this together, before the first step.
 
     Raises:
-        ValueError: on all workers, if files are missing or damaged, or belong to another model or averager.
+        ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or averager.
     """
-    name = comm.gather_objects([path.name for path in _finished(folder)[-1:]] if comm.rank == 0 else None)[0]
-    if not name:
-        return Loaded(0, {}, comm.size, START)
-    path = folder / name[0]
-    facts = run_on_all(comm, lambda: describe(path))
-    run_on_all(comm, lambda: _load(path, training, meter, comm, facts["workers"]))
-    return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
+    found = [path.name for path in reversed(_finished(folder))] if comm.rank == 0 else []
+    names: list[str] = comm.gather_objects(found)[0]
+    mistakes: list[str] = []
+    for path in [folder / name for name in names]:
+        try:
+            facts, shared, parts = run_on_all(comm, partial(_read_all, path, comm))
+        except SharedError as error:
+            mistakes.append(str(error))
+            continue
+        run_on_all(comm, partial(_restore, path, shared, parts, training, meter, comm))
+        if mistakes and comm.rank == 0:
+            _set_aside(folder, names[: len(mistakes)], mistakes[0], path)
+        return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
+    if mistakes:
+        raise SharedError(
+            f"{mistakes[0]}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
+        )
+    return Loaded(0, {}, comm.size, START)
 
 
-def _load(path: Path, training: Training, meter: Meter, comm: Communicator, workers: int) -> None:
-    shared = _read(path / "shared.pt")
+def _read_all(path: Path, comm: Communicator) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """A checkpoint's description, its shared part, and the parts of workers that this one needs: all if W has changed."""
+    facts = describe(path)
+    workers: int = facts["workers"]
     owners = [comm.rank] if workers == comm.size else range(workers)
-    parts = [_read(path / f"worker-{rank}.pt") for rank in owners]
+    return facts, _read(path / "shared.pt"), [_read(path / f"worker-{rank}.pt") for rank in owners]
+
+
+def _restore(
+    path: Path,
+    shared: dict[str, Any],
+    parts: list[dict[str, Any]],
+    training: Training,
+    meter: Meter,
+    comm: Communicator,
+) -> None:
+    alike = describe(path)["workers"] == comm.size
     try:
-        own = parts[0] if workers == comm.size else training.deal(shared, parts, comm.rank, comm.size)
+        own = parts[0] if alike else training.deal(shared, parts, comm.rank, comm.size)
         meters = [part["meter"] for part in parts]
         together = not training.strategy.models_differ
-        dealt = meters[0] if workers == comm.size else meter.deal(meters, comm.rank, comm.size, together)
-        meter.load_state_dict(dealt)
+        meter.load_state_dict(meters[0] if alike else meter.deal(meters, comm.rank, comm.size, together))
         training.load_state(shared, own)
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path} is of another model, optimizer or averager: {reason}") from error
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(
+            f"{path} does not fit this run; it is damaged, or of another model, optimizer or averager ({reason}). Remove "
+            "this folder to go on from the checkpoint before it, or choose another --name"
+        ) from error
+
+
+def _set_aside(folder: Path, names: list[str], mistake: str, used: Path) -> None:
+    """Rename damaged checkpoints, so that their steps can be saved again, and say so."""
+    for name in names:
+        target = folder / f"damaged-{name}"
+        if target.is_dir():  # of an earlier time
+            shutil.rmtree(target)
+        (folder / name).rename(target)
+    print(
+        f"thinwire: {mistake}; the run goes on from {used.name}, and {', '.join(names)} "
+        f"{'is' if len(names) == 1 else 'are'} kept as damaged-...",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -231,14 +333,12 @@ def _read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # PyTorch itself compares no checksums
             wrong = archive.testzip()
         require(wrong is None, f"checksum of {wrong}")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        require(isinstance(state, dict), f"expected a dictionary, got {type(state).__name__}")
+        return state
     except Exception as error:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:200]
-    return ValueError(
-        f"{path} is missing, truncated or damaged ({reason}); remove the folder {path.parent} to go on from the checkpoint "
-        "before it, or from the start"
-    )
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} is missing, truncated or damaged ({' '.join(str(reason).split())[:200]})")

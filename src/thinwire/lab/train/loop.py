@@ -80,12 +80,21 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
     ahead = course(config, data, comm.size, origin)
     num_steps = ahead.num_steps
 
-    if done >= num_steps and f"test_{data.best_metric}" not in row:  # what is left makes no step for this many workers
+    with same_error_on_all():
+        require(
+            done < num_steps or "bytes_sent" in row,
+            f"{checkpoints / checkpoint.name_of(done)} is the end of the run and has no row of metrics; remove this folder "
+            "to go on from the checkpoint before it",
+        )
+    is_tested = row.get("step") == num_steps and f"test_{data.best_metric}" in row
+    if done >= num_steps and not is_tested:  # what is left makes no step for this many workers
         row |= {"step": num_steps} | evaluate(config, data, training.model, training.strategy, comm)
     training.virtual.begin(training.strategy.handle.comm, comm, meter.virtual_seconds)
 
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
-    watchers = watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
+    watchers = run_on_all(
+        comm, lambda: watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
+    )
     try:
         for step in steps(config, data, comm, done, meter.clock, origin):
             if step.begins_epoch is not None:

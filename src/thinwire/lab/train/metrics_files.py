@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...algorithm import require
 from ..files import naming, plain
 
 COLUMNS = {
@@ -99,11 +100,46 @@ class MetricsWriter:
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
-    """Read the rows of `metrics.jsonl` up to a step. A killed run may have left half a row at the end, which is dropped."""
+    """Read the rows of `metrics.jsonl` up to a step. A killed run may have left half a row at the end, which is dropped.
+
+    Raises:
+        ValueError: another line is damaged; the message names file and line.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for number, line in enumerate(lines[:-1], start=1):  # a whole line ends with a newline
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+            check_row(row)
+            require("step" in row, "it has no step")
+        except ValueError as error:
+            raise ValueError(
+                f"line {number} of {path} is damaged: {error}; remove that line, or the file, to go on without it"
+            ) from None
+        rows.append(row)
     return [row for row in rows if row["step"] <= done]
+
+
+def check_row(row: Any) -> None:
+    """Check that a row of metrics holds numbers in columns that exist.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> check_row({"step": 10, "loss": 0.5, "accuracy": None})
+    """
+    require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
+    unknown = [name for name in row if name not in COLUMNS]
+    require(not unknown, f"no column is called {', '.join(map(repr, unknown[:3]))}")
+    step = row.get("step", 0)
+    require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
+    wrong = [name for name, value in row.items() if not (name == "levels" or _is_number(value))]
+    require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

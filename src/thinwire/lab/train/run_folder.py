@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from ...algorithm import require
 from ..fields import flat
 from ..files import load_json_object, write_json
-from .checkpoint import describe, latest
+from .checkpoint import last_described
 from .config import RunConfig
 from .folder_lock import LOCK, locked
 
@@ -118,7 +119,7 @@ def _claim(folder: Path, numbered: bool) -> Path:
 
 
 def finished_run(config: RunConfig) -> Path | None:
-    """With `resume`, the folder of the run if it is finished; else None.
+    """With `resume`, the folder of the run if it is finished; else None. A run with a damaged summary is not finished.
 
     Raises:
         ValueError: the folder holds a run with another configuration.
@@ -127,6 +128,11 @@ def finished_run(config: RunConfig) -> Path | None:
     if not (config.resume and (folder / "summary.json").is_file()):
         return None
     check_same_run(config, folder)
+    try:
+        load_json_object(folder / "summary.json")
+    except ValueError as error:  # the last checkpoint has all that it says
+        print(f"thinwire: {error}; it is written anew from the last checkpoint", file=sys.stderr, flush=True)
+        return None
     return folder
 
 
@@ -143,9 +149,10 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
     require(began or is_empty, f"{str(folder)!r} is not a run; choose another --name")
     if (folder / "metrics.jsonl").exists():
         check_same(config, load_json_object(folder / "config.json"), folder)
-    checkpoint = latest(folder / "checkpoints")
-    if checkpoint is not None:
-        check_same(config, describe(checkpoint)["config"], checkpoint)
+    described = last_described(folder / "checkpoints")
+    if described is not None:
+        checkpoint, facts = described
+        check_same(config, facts["config"], checkpoint)
 
 
 def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:

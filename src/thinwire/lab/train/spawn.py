@@ -37,6 +37,7 @@ from .parent_death import end_with_parent
 from .shared_errors import SharedError
 
 MISTAKEN = 2  # exit code of a worker after a user error that all workers found
+NOTICE_SECONDS = 5  # after which a worker under SIGSTOP is told of; --timeout ends the run
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
 # The fork server imports these once, so that workers need not.
 PRELOADED = [
@@ -153,26 +154,40 @@ def _requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[_Requests]:
 def _watch(
     workers: Sequence[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float
 ) -> None:
-    """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit."""
+    """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit.
+
+    A worker that is stopped for some seconds is told of on stderr, as all others wait for it.
+    """
     signalled = [128 + number for number in SIGNALS]
-    running, stopped_since = list(workers), dict[int, float]()
+    running, stopped_since, told = list(workers), dict[int, float](), set[int]()
     while running:
         wait([worker.sentinel for worker in running], timeout=1)
         if any(worker.exitcode == MISTAKEN for worker in workers):
             raise ValueError(store.get("mistake").decode())
-        if any(worker.exitcode not in (None, 0, *signalled) for worker in workers):
-            raise WorkerError(_diagnosis(workers, folder, store))
-        for rank, worker in enumerate(workers):
+        for rank, worker in enumerate(workers):  # first: the others fail because it is gone
             if worker.exitcode == 0 and not store.check([f"finished/{rank}"]):
                 raise WorkerError(
                     f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}"
                 )
+        if any(worker.exitcode not in (None, 0, *signalled) for worker in workers):
+            raise WorkerError(_diagnosis(workers, folder, store))
         running = [worker for worker in running if worker.exitcode is None]
         requests.pass_on()  # again: a worker that was still starting may have missed it
         now = time.monotonic()
         stopped_since = {rank: stopped_since.get(rank, now) for rank in _stopped(workers)}
-        if any(now - since >= limit_seconds for since in stopped_since.values()):
-            raise WorkerError(_diagnosis(workers, folder, store))
+        told &= stopped_since.keys()
+        for rank, since in stopped_since.items():
+            if now - since >= limit_seconds:
+                raise WorkerError(_diagnosis(workers, folder, store))
+            if now - since >= NOTICE_SECONDS and rank not in told:
+                told.add(rank)
+                pid = workers[rank].pid
+                print(
+                    f"thinwire: worker {rank} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "
+                    f"kill -CONT {pid} lets it go on; after {limit_seconds:g} seconds (--timeout) the run ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if running and now > requests.deadline:
             raise WorkerError(_too_slow(workers, requests.signal, folder))
     if workers[0].exitcode:
@@ -213,11 +228,17 @@ def _diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) 
     for rank in _stopped(workers):
         pid = workers[rank].pid
         return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
+    silent = [
+        (rank, worker.exitcode)
+        for rank, worker in enumerate(workers)
+        if worker.exitcode and not store.check([f"failed/{rank}"])
+    ]
+    if silent:  # it did not come as far as to say why; those that did have lost their connection to it
+        rank, code = silent[0]
+        return f"worker {rank} ended with exit code {code} and gave no reason; what was saved is in {folder}"
     reports = [store.get(name).decode() for rank in range(len(workers)) if store.check([name := f"failed/{rank}"])]
-    if reports:
-        return min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
-    rank, worker = next((rank, worker) for rank, worker in enumerate(workers) if worker.exitcode)
-    return f"worker {rank} ended with exit code {worker.exitcode}"
+    first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
+    return first if folder.is_dir() else f"{first}; the run's folder {folder} was removed"
 
 
 def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
@@ -288,5 +309,5 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name = errno.errorcode.get(error.errno)
         if name is not None:
-            return f"{name}: {error.strerror}: {str(error.filename)!r}"
+            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

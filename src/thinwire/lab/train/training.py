@@ -161,13 +161,18 @@ def set_random_state(saved: dict[str, Tensor]) -> None:
 def moved(state: Any, device: torch.device) -> Any:
     """Move a recurrent model's state (a tensor, a tuple of such, or None) to a device.
 
+    Raises:
+        TypeError: it is something else.
+
     Example:
         >>> moved((torch.ones(1), None), torch.device("cpu"))
         (tensor([1.]), None)
     """
     if isinstance(state, tuple):
         return tuple(moved(part, device) for part in state)
-    return state.to(device) if isinstance(state, Tensor) else state
+    if not (state is None or isinstance(state, Tensor)):
+        raise TypeError(f"the state of a recurrent model is a tensor, tensors or None, got {type(state).__name__}")
+    return state if state is None else state.to(device)
 
 
 def is_finite(state: Any) -> bool:
