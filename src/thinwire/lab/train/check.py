@@ -33,7 +33,8 @@ def _check(config: RunConfig) -> None:
 
     def worker(comm: Communicator) -> None:
         model = nn.Linear(4, 4)
-        attach(config, model, config.optimizer.build(model), comm=comm).detach()
+        optimizer = replace(config.optimizer, undecayed=())  # only the real model has the names
+        attach(config, model, optimizer.build(model), comm=comm).detach()
 
     try:
         LocalWorld(config.workers).run(worker)
