@@ -18,8 +18,10 @@ import torch.distributed as dist
 from helpers.command import started, thinwire
 from helpers.program import Program, wait_until
 
+from thinwire.comm import CommunicationError
 from thinwire.lab.train import RunConfig, connect, train
 from thinwire.lab.train.environment import Environment
+from thinwire.lab.train.presence import Presence
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import netlab  # noqa: E402
@@ -101,10 +103,51 @@ def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_pa
 def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> None:
     """SIGKILL to a worker once the run has left so many rows, which is at a step that nobody knows."""
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rows, f"{rows} rows", poll=0.001)
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
-    ]
-    os.kill(chosen.choice(children), signal.SIGKILL)
+    os.kill(chosen.choice(children(pid)), signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of what a process has started."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
+def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
+    """The others said "Timed out waiting 2000ms for recv operation to complete", and not for whom."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "2", "--name", "stopped")
+    with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
+        metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
+        stopped = max(children(process.pid))  # they are started in the order of ranks
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            wait_until(lambda: "no sign of life" in process.stderr, "the error")
+            said = process.stderr
+        finally:
+            os.kill(stopped, signal.SIGKILL)  # torchrun would do so after half a minute
+    assert "no sign of life for 4 seconds from worker 2: killed, stopped or cut off" in said, said
+
+
+def test_who_failed_first_is_blamed_and_else_who_is_silent():
+    store = dist.HashStore()
+    lost = CommunicationError("all_reduce failed")
+    with Presence(store, 0, 3, beat_seconds=0.05) as own:
+        with Presence(store, 1, 3, beat_seconds=0.05):
+            assert own.silent() == [2]
+            assert str(own.explained(lost)).endswith("from worker 2: killed, stopped or cut off")
+            with Presence(store, 2, 3, beat_seconds=0.05) as third:
+                assert own.explained(lost) is lost
+                third.report("MemoryError: no room")
+        assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
+
+
+def test_errors_reach_the_other_workers_through_the_store():
+    store = dist.HashStore()
+    with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
+        raise MemoryError("no room")
+    with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
+        with connect.blaming(Presence(store, 0, 2)):
+            raise CommunicationError("lost")
 
 
 def test_an_interface_that_is_not_there_is_one_line_that_lists_those_that_are(tmp_path, monkeypatch):

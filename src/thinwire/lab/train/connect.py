@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ...algorithm import require
-from ...comm import Communicator, ProcessGroupCommunicator
+from ...comm import CommunicationError, Communicator, ProcessGroupCommunicator
 from .config import RunConfig
 from .environment import Environment
+from .interrupt import Interrupted
 from .loop import choose_device
-from .shared_errors import same_error_on_all
+from .presence import Presence
+from .shared_errors import SharedError, same_error_on_all
 
 RENDEZVOUS = timedelta(seconds=120)  # importing PyTorch on a busy machine takes long
 
@@ -42,18 +44,38 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    rank, size = environment.rank, environment.size
+    presence = None
     if config.backend == "mpi":
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
     else:
-        rank, size = environment.rank, environment.size
         if store is None:
             store = fresh(meeting_store(environment), rank, size)
+            presence = Presence(store, rank, size)
         with same_error_on_all():
             backend = choose_backend(config.backend, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
-    with ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
+    with blaming(presence), ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
         yield comm
     dist.destroy_process_group()
+
+
+@contextmanager
+def blaming(presence: Presence | None) -> Iterator[None]:
+    """Context in which an error of communication names the worker to blame, and any other is reported to the others."""
+    if presence is None:  # a launcher of ours watches the workers
+        yield
+        return
+    with presence:
+        try:
+            yield
+        except (Interrupted, SharedError):
+            raise
+        except CommunicationError as error:
+            raise presence.explained(error) from error
+        except Exception as error:
+            presence.report(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+            raise
 
 
 def meeting_store(environment: Environment) -> dist.Store:
