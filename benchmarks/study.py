@@ -2,11 +2,12 @@
 
     python benchmarks/study.py methods         every method: accuracy, bytes, seconds
     python benchmarks/study.py granularity     each method on layers, buckets and the entire model, with a figure
+    python benchmarks/study.py parity          the methods of the papers beside dense training, three seeds each
 
-`methods` is one `thinwire train digits` a method, on four workers of this machine; finished runs that lie in `--folder`
-are not repeated, so that a study that was stopped goes on where it was. `granularity` trains the same network on the
-same data in four processes of its own, in buckets so small that they differ from the entire model. Each writes its
-part of docs/methods.md, between two markers; the figure is docs/granularity.png.
+`methods` and `parity` are one `thinwire train digits` a method and seed, with the workers on this machine. Finished runs
+that lie in `--folder` are not repeated, so that a study that was stopped goes on where it was. `granularity` trains the same
+network on the same data in four processes of its own, in buckets so small that they differ from the entire model. Each
+writes its part of docs/methods.md, between two markers; the figure is docs/granularity.png.
 """
 
 from __future__ import annotations
@@ -88,6 +89,18 @@ STUDIED = {
     "ALQ, 3 bits": "ALQ(update_steps=(20,))",
     "SVD, rank 1": f"SVD(rank=1), {EF}",
 }
+PARITY = (
+    ("dense", 4, "Mean()"),
+    ("DGC, 0.1 %, ratio warmed up over 5 epochs", 4, "dgc(0.001)"),
+    ("ALQ, 3 bits", 4, f"Mean(ALQ({ADAPT}))"),
+    ("QSGD, 3 bits", 4, "Mean(QSGD(bits=3))"),
+    ("dense", 8, "Mean()"),
+    ("SGP, one peer of an exponential graph", 8, "PushSum(Exponential())"),
+    ("D-PSGD on a ring", 8, "Mix(Ring())"),
+    ("PowerGossip on a ring, rank 1", 8, "PowerGossip(Ring())"),
+)
+"""Methods of the papers, with their workers."""
+
 GRANULARITIES = ("layer", "bucket", "model")
 BUCKET_BYTES = 700 * 2**10  # makes two buckets of the network's 0.86 MB; DDP's usual 25 MiB would hold all of it
 SEEDS = (0, 1, 2)
@@ -122,12 +135,30 @@ def study_methods(options: argparse.Namespace) -> None:
     replace_part(options.docs / "methods.md", "methods", rows)
 
 
-def run(averager: str, options: argparse.Namespace) -> Run | None:
+def study_parity(options: argparse.Namespace) -> None:
+    """A row for each method: mean and standard deviation of the test accuracy, and bytes."""
+    rows = [
+        "| method | workers | averager | test accuracy | MB per worker | fewer than fp32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, workers, averager in PARITY:
+        summaries = [run(averager, options, workers, seed).summary for seed in SEEDS]
+        percents = [100 * s["final"]["test_accuracy"] for s in summaries]
+        sent = summaries[0]["bytes_sent_per_worker"]
+        fewer = times(summaries[0]["dense_fp32_bytes"], sent)
+        accuracy = f"{mean(percents):.2f} ± {stdev(percents):.2f} %"
+        rows.append(f"| {label} | {workers} | `{averager}` | {accuracy} | {sent / 1e6:.2f} | {fewer} |")
+    print("\n".join(rows))
+    replace_part(options.docs / "methods.md", "parity", rows)
+
+
+def run(averager: str, options: argparse.Namespace, workers: int = WORKERS, seed: int = 0) -> Run | None:
     """Train, unless a finished run of this very configuration is there."""
     epochs = options.epochs or 30
     optimizer = optimizer_for(averager)
     label = f"{averager}-rate{optimizer.learning_rate:g}-epochs{epochs}"
-    config = replace(digits(), workers=WORKERS, averager=averager, optimizer=optimizer)
+    label += f"-workers{workers}-seed{seed}" if (workers, seed) != (WORKERS, 0) else ""
+    config = replace(digits(), workers=workers, seed=seed, averager=averager, optimizer=optimizer)
     return finished(replace(config, epochs=epochs, output=options.folder), label)
 
 
@@ -214,16 +245,16 @@ def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["methods", "granularity"])
+    parser.add_argument("study", choices=["methods", "granularity", "parity"])
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
     )
-    parser.add_argument("--epochs", type=int, help="of each run (default: 30 for methods, 10 for granularity)")
+    parser.add_argument("--epochs", type=int, help="of each run (default: 30, for granularity 10)")
     parser.add_argument(
         "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of methods.md (default: docs)"
     )
     options = parser.parse_args()
-    {"methods": study_methods, "granularity": study_granularity}[options.study](options)
+    {"methods": study_methods, "granularity": study_granularity, "parity": study_parity}[options.study](options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import thinwire
 from thinwire import kernels
 
 TESTS = Path(__file__).parents[1] / "tests"
-FILES = ["codec/test_golden.py", "kernels", "test_notation.py"]
+# The tests of Triton's kernels need the extra `gpu`.
+FILES = [TESTS / "codec/test_golden.py", TESTS / "test_notation.py", *sorted(TESTS.glob("kernels/test_*.py"))]
 
 
 def main() -> int:
@@ -24,7 +25,7 @@ def main() -> int:
         sys.exit(f"{installed} is the working tree, not an installed wheel")
     with kernels.use_backend("cpu"):
         print(f"thinwire {thinwire.__version__} from {installed.parent}, with the C++ kernels")
-    return pytest.main(["-n", "0", "-p", "no:cacheprovider", *(str(TESTS / file) for file in FILES)])
+    return pytest.main(["-n", "0", "-p", "no:cacheprovider", *map(str, FILES)])
 
 
 if __name__ == "__main__":
