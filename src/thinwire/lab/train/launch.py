@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from ...algorithm import require
 from ...comm import Communicator
 from . import loop
+from .callbacks import Callback
 from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .environment import Environment, adopt
@@ -29,7 +30,7 @@ TELLING_SECONDS = 1.0  # other workers wait so long, so that rank 0 can print th
 OnStop = Callable[[Interrupted], None] | None
 
 
-def train(config: RunConfig, on_stop: OnStop = None) -> Path:
+def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callback] = ()) -> Path:
     """Train and return the run's folder. Under a launcher, each of its processes calls this.
 
     With `config.resume` it continues from the last checkpoint, and returns at once if the run is finished.
@@ -38,6 +39,7 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
         config: everything that determines the run.
         on_stop: called once after a stopped run was saved, before any worker exits. (Launchers kill the other workers as
             soon as one exits.)
+        callbacks: functions that add values of your own to each row of metrics; see `callbacks.Callback`.
 
     Raises:
         ValueError: the configuration or the data are wrong, or the folder is taken.
@@ -51,15 +53,17 @@ def train(config: RunConfig, on_stop: OnStop = None) -> Path:
     environment = adopt()
     if finished := finished_run(config):
         return finished
-    return _join(config, environment, on_stop) if environment else _spawn(config, on_stop)
+    if environment:
+        return _join(config, environment, on_stop, callbacks)
+    return _spawn(config, on_stop, callbacks)
 
 
-def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
+def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
     choose_interface(config.interface, one_node=True)
     loop.choose_device(config)
     with held_folder(config) as folder:
         try:
-            spawn(config, folder)
+            spawn(config, folder, callbacks)
         except ValueError:
             abandon(folder)
             raise
@@ -69,7 +73,7 @@ def _spawn(config: RunConfig, on_stop: OnStop) -> Path:
     return folder
 
 
-def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
+def _join(config: RunConfig, environment: Environment, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
     """Run as one of a launcher's workers."""
     threading.excepthook = ignore_file_errors
     name, rank, size = environment.launcher, environment.rank, environment.size
@@ -78,7 +82,7 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
         with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
-            _run(config, folder, comm, interruption, on_stop)
+            _run(config, folder, comm, interruption, on_stop, callbacks)
     except Interrupted:
         raise
     except SharedError:
@@ -89,9 +93,16 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop) -> Path:
     return folder
 
 
-def _run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption, on_stop: OnStop) -> None:
+def _run(
+    config: RunConfig,
+    folder: Path,
+    comm: Communicator,
+    interruption: Interruption,
+    on_stop: OnStop,
+    callbacks: Sequence[Callback],
+) -> None:
     try:
-        loop.run(config, folder, comm, interruption)
+        loop.run(config, folder, comm, interruption, callbacks)
         interruption.settle()
     except Interrupted as stop:
         if comm.rank == 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ...comm import Communicator
 from ...kernels import mix_key
 from ..files import write_json
 from . import checkpoint
+from .callbacks import Callback, called
 from .codec_statistics import codec_statistics, own_gradients
 from .config import RunConfig
 from .data import Dataset
@@ -49,7 +51,13 @@ from .training import prepare
 from .weights_and_biases import WandB
 
 
-def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Interruption) -> None:
+def run(
+    config: RunConfig,
+    folder: Path,
+    comm: Communicator,
+    interruption: Interruption,
+    callbacks: Sequence[Callback] = (),
+) -> None:
     """Train with this configuration and write the results to `folder`; all workers call this together.
 
     Raises:
@@ -123,6 +131,7 @@ def run(config: RunConfig, folder: Path, comm: Communicator, interruption: Inter
                 row |= codec_statistics(training.strategy, gradients)
                 if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
                     row |= evaluate(config, data, training.model, training.strategy, comm)
+                row |= called(callbacks, training.model, row, comm)
                 for watcher in watchers:
                     watcher.row(row)
             if is_saved:

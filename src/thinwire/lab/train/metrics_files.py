@@ -71,7 +71,7 @@ class MetricsWriter:
         # Write temporary files first, and rename them once the kept rows are in.
         self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
         self._csv_file = (folder / "metrics.csv.tmp").open("w", buffering=1, newline="")
-        self._csv = csv.DictWriter(self._csv_file, COLUMNS)
+        self._csv = csv.DictWriter(self._csv_file, COLUMNS, extrasaction="ignore")
         self._csv.writeheader()
         for row in kept:
             self._write(row)
@@ -85,7 +85,7 @@ class MetricsWriter:
             self._csv.writerow(row)
 
     def row(self, values: dict[str, Any]) -> None:
-        """Append a row; keys are among `COLUMNS`."""
+        """Append a row. Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv."""
         self._write(plain(values))
         with naming(self._path.with_name("tensorboard")):
             for name, value in values.items():

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ...comm.process_world import worker_context
 from . import loop
+from .callbacks import Callback
 from .checkpoint import latest
 from .config import RunConfig
 from .connect import RENDEZVOUS, connected, listening_store
@@ -50,7 +51,7 @@ class WorkerError(RuntimeError):
     """A worker failed; the message names its rank and the reason."""
 
 
-def spawn(config: RunConfig, folder: Path) -> None:
+def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
     """Start the workers and wait for their end.
 
     Raises:
@@ -62,7 +63,8 @@ def spawn(config: RunConfig, folder: Path) -> None:
     context = worker_context(PRELOADED)
     # No daemons: daemons cannot start processes, and data loaders are processes.
     workers = [
-        context.Process(target=_worker, args=(rank, config, folder, store.port)) for rank in range(config.workers)
+        context.Process(target=_worker, args=(rank, config, folder, store.port, callbacks))
+        for rank in range(config.workers)
     ]
     with _requests_passed_on(workers) as requests:
         with _for_children(config):
@@ -253,7 +255,7 @@ def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception)
             store.set(f"failed/{rank}", f"{came} {line}")
 
 
-def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
+def _worker(rank: int, config: RunConfig, folder: Path, port: int, callbacks: Sequence[Callback]) -> None:
     """The main function of a worker process."""
     end_with_parent()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -265,7 +267,7 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int) -> None:
         with Interruption() as interruption:
             store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)
             with connected(config, environment, store) as comm:
-                loop.run(config, folder, comm, interruption)
+                loop.run(config, folder, comm, interruption, callbacks)
                 interruption.settle()
             store.set(f"finished/{rank}", "")
     except Interrupted as stop:

@@ -1,0 +1,63 @@
+"""Metrics of the user's own: functions that are called before each row of metrics is written.
+
+def norms(model, row, comm):
+    return {"norm": torch.nn.utils.get_total_norm(list(model.parameters())).item()}
+
+train(config, callbacks=[norms])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...algorithm import require
+from ...comm import Communicator
+
+Callback = Callable[[nn.Module, Mapping[str, Any], Communicator], Mapping[str, float]]
+"""`callback(model, row, comm)` is called on every worker together with the metrics so far. What it returns on rank 0 joins
+the row. It must be a function that worker processes can import. `comm` is not the communicator that is measured."""
+
+
+def called(
+    callbacks: Sequence[Callback], model: nn.Module, row: Mapping[str, Any], comm: Communicator
+) -> dict[str, float]:
+    """The values of all callbacks.
+
+    Raises:
+        ValueError: a callback returns something else, or a name that the row has already.
+    """
+    values: dict[str, float] = {}
+    for callback in callbacks:
+        name = getattr(callback, "__name__", repr(callback))
+        made = callback(model, dict(row), comm)
+        require(isinstance(made, Mapping), f"callback {name} must return a mapping of numbers by name, got {made!r}")
+        for key, value in made.items():
+            require(key not in row and key not in values, f"callback {name}: the row has a value {key!r} already")
+            values[key] = float(value)
+    return values
+
+
+def worker_differences(model: nn.Module, row: Mapping[str, Any], comm: Communicator) -> dict[str, float]:
+    """A callback: how far the differences between workers' matrices are from low rank.
+
+    For each matrix, `D = X_rank1 - X_rank0`, with singular values `s_1 >= s_2 >= ...`. Returns the mean over matrices of
+    `s_1^2 / sum s_i^2` as `difference_rank1_share`, and of the root of `sum s_i^2` as `difference_norm`. PowerGossip sends
+    one rank-1 step of such differences (Vogels et al. 2020, arXiv 2008.01425, section 5).
+    """
+    shares, norms = [], []
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            continue
+        everyone = comm.all_gather(parameter.detach().float().reshape(-1)).wait()
+        if comm.size == 1:
+            continue
+        squares = torch.linalg.svdvals((everyone[1] - everyone[0]).view(len(parameter), -1)).square()
+        norms.append(squares.sum().sqrt().item())
+        shares.append((squares[0] / squares.sum().clamp(min=1e-30)).item())
+    if not norms:
+        return {}
+    return {"difference_rank1_share": sum(shares) / len(shares), "difference_norm": sum(norms) / len(norms)}

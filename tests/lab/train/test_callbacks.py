@@ -1,0 +1,66 @@
+"""Metrics of the user's own: they join the rows, and cost no measured bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import LocalWorld
+from thinwire.lab.train import RunConfig, train, worker_differences
+from thinwire.lab.train.callbacks import called
+from thinwire.lab.train.models import DigitsNet
+
+CONFIG = RunConfig("digits", workers=2, batch_size=100, max_steps=2, log_every=1, model=DigitsNet(width=4))
+
+
+def squared(model, row, comm):
+    return {"mean_step": comm.all_reduce(torch.tensor([float(row["step"])])).wait().item() / comm.size}
+
+
+def nothing(model, row, comm):
+    return None
+
+
+def taken(model, row, comm):
+    return {"loss": 0.0}
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_values_of_callbacks_join_the_rows(tmp_path):
+    config = replace(CONFIG, averager="Mix(Ring())", output=tmp_path)
+    rows = rows_of(train(replace(config, name="with"), callbacks=[squared, worker_differences]))
+    assert [row["mean_step"] for row in rows] == [1.0, 2.0]
+    assert all(row["difference_norm"] > 0 and 0 < row["difference_rank1_share"] <= 1 for row in rows)
+    without = rows_of(train(replace(config, name="without")))
+    assert [row["bytes_sent"] for row in rows] == [row["bytes_sent"] for row in without]
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"), [(nothing, "must return a mapping"), (taken, "a value 'loss' already")]
+)
+def test_a_callback_that_returns_something_else_is_named(callback, message):
+    def worker(comm):
+        called([callback], nn.Linear(2, 2), {"step": 1, "loss": 1.0}, comm)
+
+    with pytest.raises(ValueError, match=f"callback {callback.__name__}.*{message}"):
+        LocalWorld(1).run(worker)
+
+
+def test_differences_between_workers_by_their_singular_values():
+    """Worker 1 differs from worker 0 by diag(3, 4), of which rank 1 holds 16/25."""
+
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.copy_(comm.rank * torch.diag(torch.tensor([3.0, 4.0])))
+        return worker_differences(model, {}, comm)
+
+    for found in LocalWorld(3).run(worker):
+        assert found == pytest.approx({"difference_rank1_share": 16 / 25, "difference_norm": 5.0})
