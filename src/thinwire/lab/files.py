@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 @contextmanager
@@ -46,6 +52,22 @@ def load_json_object(path: Path) -> dict[str, Any]:
         got = f"expected a JSON object, got {type(value).__name__}"
         raise ValueError(f"{path} is damaged ({got}); restore the file, or remove its run")
     return value
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ValueError: the file cannot be read, or is no TOML; the message names it.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file in UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def plain(value: Any) -> Any:

@@ -200,3 +200,21 @@ def test_the_demo_compares_four_methods(tmp_path):
     for label in ("dense", "4-bit", "sparse", "sparse + 4-bit", "vs fp32", "vs bf16"):
         assert label in done.stdout
     assert (tmp_path / "demo" / "accuracy-against-bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_configuration_files_are_composed_in_order_and_options_come_last(tmp_path):
+    (tmp_path / "network.toml").write_text('averager = "Mean(QSGD(bits=4))"\n[optimizer]\nlearning_rate = 0.02\n')
+    (tmp_path / "short.toml").write_text("workers = 1\nseed = 5\nmax_steps = 2\noptimizer.learning_rate = 0.03\n")
+    files = ("--config", "network.toml", "--config=short.toml")
+    done = thinwire("train", "digits", *files, "--seed", 3, "--name", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "runs" / "one" / "config.json").read_text())
+    assert (config["averager"], config["workers"], config["seed"]) == ("Mean(QSGD(bits=4))", 1, 3)
+    assert config["optimizer"]["learning_rate"] == 0.03
+    again = thinwire("train", "digits", "--config", "runs/one/config.json", "--name", "two", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    one, two = (summary_of(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert one["final"] == two["final"]
+    (tmp_path / "wrong.toml").write_text("optimiser.momentum = 1\n")
+    wrong = thinwire("train", "digits", "--config", "wrong.toml", cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("thinwire: wrong.toml: unknown field 'optimiser'")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...algorithm import require
 from .options import fail, named, parsed, show
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ Train a network with one process for each worker, and write the results to runs/
 and mpirun, which then start the workers:
 
   torchrun --nproc-per-node 4 --no-python thinwire train digits
+
+--config FILE takes values from a TOML file, or from a run's config.json; several are composed in order, and options come last.
 
 Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` continues it. Exit codes: 0 finished,
 1 a worker failed, 2 an error in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
@@ -50,12 +53,39 @@ def train_command(options: list[str]) -> None:
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = adopt()
     default = replace(default, workers=environment.size if environment else default.workers)
-    config = parsed(type(default), options, f"thinwire train {recipe}", default, known[recipe].about)
+    default, rest = _composed(default, options)
+    config = parsed(type(default), rest, f"thinwire train {recipe}", default, known[recipe].about)
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, options, config, stop)}")
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
         print(f"  {folder}")
+
+
+def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:
+    """The configuration with the values of each `--config FILE`, one after the other; and the other options.
+
+    Raises:
+        ValueError: a file that cannot be read, or a value that the configuration does not have.
+    """
+    from ..fields import flat
+    from ..files import load_json_object, load_toml
+    from ..sweep.overrides import overridden
+
+    rest: list[str] = []
+    words = iter(options)
+    for word in words:
+        if word != "--config" and not word.startswith("--config="):
+            rest.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        require(bool(name), "--config needs a file, such as --config slow-network.toml")
+        table = load_json_object(Path(name)) if name.endswith(".json") else load_toml(Path(name))
+        try:
+            config = overridden(config, dict(flat(table)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return config, rest
 
 
 def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "") -> Path:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,14 +29,10 @@ from typing import Any
 from ...algorithm import require
 from ...notation import suggestion
 from ..fields import flat
+from ..files import load_toml
 from .identity import identity
 from .overrides import overridden
 from .tasks import TASKS, Task
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 TOP = ("recipe", "command", "output", "fixed", "grid", "list")
 SHAPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -96,13 +91,10 @@ def read_sweep(file: Path) -> Sweep:
     Raises:
         ValueError: one line with the file, the field, the expected value and a suggestion.
     """
+    table = load_toml(file)
     try:
-        return _sweep(file, tomllib.loads(file.read_text()))
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not a text file in UTF-8") from None
-    except ValueError as error:  # TOML's own complaint among them
+        return _sweep(file, table)
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 

@@ -86,7 +86,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def converted(value: Any, hint: Any, path: str) -> Any:
     """Convert a TOML value to the type of a field.
 
-    A single value becomes a tuple of one; "none" becomes None, which TOML does not have.
+    A single value becomes a tuple of one; "none" becomes None, which TOML does not have and JSON calls null.
 
     Raises:
         ValueError: the value has another type; the message names the expected one.
@@ -107,7 +107,7 @@ def _accepted(value: Any, hint: Any, path: str) -> tuple[bool, Any]:
     if hint is Any:
         return True, value
     if hint is NoneType:
-        return value in ("none", "None"), None
+        return value in (None, "none", "None"), None
     if hint is Path:
         return isinstance(value, str), Path(str(value))
     if hint is float:
