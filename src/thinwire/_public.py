@@ -56,6 +56,7 @@ from .schedule import GeometricWarmup, Schedule, Values
 from .strategy import (
     DGCSGD,
     compress_gradients,
+    compress_shards,
     consensus,
     gossip_asynchronously,
     gossip_parameters,
@@ -76,6 +77,7 @@ from .topology import (
 __all__ = [
     # strategies
     "compress_gradients",
+    "compress_shards",
     "gradient_hook",
     "DGCSGD",
     "gossip_parameters",

@@ -193,3 +193,66 @@ def parallel_worker(comm):
 
 def test_tensor_parallel_shards_are_averaged_where_they_correspond():
     spawn(4, parallel_worker)
+
+
+def shard_worker(comm):
+    """Encoded collectives inside one model, against FSDP's own."""
+    torch.set_num_threads(1)
+    mesh = device_mesh(4, names=("shard",))
+    dense, thin = sharded(mesh, width=192), sharded(mesh, width=192)
+    exact = sharded(mesh, reshard_after_forward=False)
+    for model in (dense, thin):
+        backward(model, comm.rank, 0)  # connects FSDP's groups
+        model.zero_grad()
+
+    # Unbiased: the mean of many encoded gradients is the gradient; gathered weights are the same in forward and backward.
+    backward(exact, comm.rank, 0)
+    expected = gradients(exact)
+    with tw.compress_shards(exact, gradients=tw.QSGD(bits=4), parameters=None) as handle:
+        totals = [torch.zeros_like(g) for g in expected]
+        errors = []
+        for _ in range(30):
+            exact.zero_grad()
+            backward(exact, comm.rank, 0)
+            for total, g in zip(totals, gradients(exact), strict=True):
+                total += g / 30
+            difference = torch.cat([(t - e).flatten() for t, e in zip(gradients(exact), expected, strict=True)])
+            errors.append(difference.norm().item())
+        mean_error = torch.cat([(t - e).flatten() for t, e in zip(totals, expected, strict=True)]).norm().item()
+        assert 0 < 3 * mean_error < sum(errors) / 30  # 1/sqrt(30) of one error
+    exact.zero_grad()
+    backward(exact, comm.rank, 0)  # detached: dense again
+    torch.testing.assert_close(gradients(exact), expected)
+
+    counts, losses = [sum(bytes_sent_to(comm))], []
+    handle = tw.compress_shards(thin, gradients=tw.QSGD(bits=4), parameters=tw.QSGD(bits=4))
+    for model in (dense, thin):
+        train(model, comm.rank, steps=20)
+        counts.append(sum(bytes_sent_to(comm)))
+        losses.append(loss_of(dense if model is dense else _exactly(thin, dense)))
+        counts[-1:] = [counts[-1], sum(bytes_sent_to(comm))]
+    dense_bytes, thin_bytes = counts[1] - counts[0], counts[3] - counts[2]
+    ledger = handle.ledger
+    assert ledger.bytes_sent < thin_bytes < 1.15 * ledger.bytes_sent  # Gloo's headers, and the connection
+    assert ledger.dense_fp32_bytes <= 1.01 * dense_bytes  # Gloo's reduce-scatter sends more than it needs to
+    assert ledger.collectives["all_gather"].bytes_sent > 0 and ledger.collectives["all_to_all"].bytes_sent > 0
+    assert handle.state_dict() == {"": 20, "hidden": 20}
+    handle.detach()
+    with pytest.raises(ValueError, match="is biased"):
+        tw.compress_shards(thin, gradients=tw.TopK(0.1))
+    return ledger.dense_fp32_bytes, thin_bytes, losses
+
+
+def _exactly(source, target):
+    """`target` with the shards of `source`, to be evaluated without encoding."""
+    with torch.no_grad():
+        for a, b in zip(source.parameters(), target.parameters(), strict=True):
+            b.to_local().copy_(a.to_local())
+    return target
+
+
+def test_fsdp_with_4_bits_sends_7_times_fewer_bytes():
+    results = spawn(4, shard_worker)
+    assert sum(dense for dense, *_ in results) > 7 * sum(thin for _, thin, _ in results)
+    dense_loss, thin_loss = results[0][2]
+    assert thin_loss < 1.05 * dense_loss

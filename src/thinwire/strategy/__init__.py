@@ -11,6 +11,7 @@ from .gradient_compression import GradientCompression
 from .gradients import compress_gradients, gradient_hook
 from .local_rounds import LocalUpdates
 from .local_updates import local_updates
+from .shard_compression import ShardCompression, compress_shards
 
 __all__ = [
     "DGCSGD",
@@ -20,8 +21,10 @@ __all__ = [
     "GradientCompression",
     "LocalUpdates",
     "ParameterGossip",
+    "ShardCompression",
     "Strategy",
     "compress_gradients",
+    "compress_shards",
     "consensus",
     "gossip_asynchronously",
     "gossip_parameters",

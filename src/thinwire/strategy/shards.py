@@ -95,7 +95,7 @@ class Shards:
             raise ValueError(
                 f"{self._call}: {self._first!r} is a DTensor over a mesh of {tuple(mesh.shape)}, so the model is sharded; say "
                 "which workers hold the same shard of other replicas: replicas=mesh['replicate'], where the model was sharded "
-                "by fully_shard(model, mesh=mesh['shard']). For a model with one replica there is compress_shards"
+                "by fully_shard(model, mesh=mesh['shard']). For a model with one replica use compress_shards"
             )
 
     def connect(self, comm: Communicator) -> None:
