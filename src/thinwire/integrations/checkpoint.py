@@ -1,0 +1,112 @@
+"""`torch.distributed.checkpoint`: the state of a strategy, saved on one mesh and loaded on another.
+
+save    every tensor of the state that belongs to a parameter is saved in the parameter's shape; of a sharded parameter each
+        worker writes its shard. The state of replica r lies under `rank<r>`.
+load    as many replicas as before: each reads its own state, with the same bits. Another number: each reads the states of
+        all, and `Strategy.load_state_dict` deals out what was a worker's own, so that what is late keeps its weight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..algorithm import require
+from ..strategy import Strategy
+
+
+class StrategyState:
+    """A strategy as an entry of what `torch.distributed.checkpoint.save` takes.
+
+    Args:
+        strategy: what `compress_gradients` or another strategy returned.
+
+    Example:
+        >>> # dcp.save({"model": model_state, "thinwire": StrategyState(strategy)}, checkpoint_id=folder)
+        >>> # load(strategy, folder)
+    """
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this worker's replica; tensors of a parameter in its shape, of sharded ones as DTensors."""
+        shaped: dict[str, Any] = _map(self._strategy, self._strategy.state_dict(), _as_parameter)
+        return shaped
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, of this replica or of all."""
+        self._strategy.load_state_dict(_map(self._strategy, saved, _as_held))
+
+
+def load(strategy: Strategy, checkpoint_id: str | os.PathLike[str], key: str = "thinwire") -> None:
+    """Restore a strategy from a checkpoint of any number of replicas and shards. All workers call it.
+
+    Args:
+        strategy: attached to the model, with the averager that it was saved with.
+        checkpoint_id: the folder that `torch.distributed.checkpoint.save` has written.
+        key: under which `StrategyState(strategy)` was saved.
+
+    Raises:
+        ValueError: the checkpoint has no such key, or the state is of another configuration.
+    """
+    state = StrategyState(strategy)
+    ((own_key, own),) = state.state_dict().items()
+    saved_keys = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    found = {name.removeprefix(f"{key}.").split(".")[0] for name in saved_keys if name.startswith(f"{key}.rank")}
+    require(
+        bool(found), f"{checkpoint_id} holds no state of a strategy under {key!r}; save StrategyState(strategy) there"
+    )
+    needed = [own_key] if len(found) == strategy.comm.size else sorted(found)
+    template = {name: _copy(own) for name in needed}
+    dcp.load({key: template}, checkpoint_id=checkpoint_id)
+    state.load_state_dict(template)
+
+
+def _map(strategy: Strategy, state: Any, convert: Any, parameter: Tensor | None = None) -> Any:
+    """The state with `convert(tensor, parameter)` in place of each tensor below a parameter's name."""
+    parameters = dict(strategy.parameters)
+    if isinstance(state, Mapping):
+        owners = {key: parameters.get(key, parameters.get(str(key).rpartition(".")[0], parameter)) for key in state}
+        return {key: _map(strategy, value, convert, owners[key]) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_map(strategy, value, convert, parameter) for value in state]
+    if isinstance(state, Tensor) and parameter is not None:
+        return convert(state, parameter)
+    return state
+
+
+def _as_parameter(value: Tensor, parameter: Any) -> Tensor:
+    sharded = isinstance(parameter, DTensor)
+    held = parameter.to_local().shape if sharded else parameter.shape
+    if value.numel() != held.numel():
+        require(
+            not sharded or value.numel() == 1,
+            f"a state of {value.numel()} elements belongs to a shard of {held.numel()}, and cannot be saved by shards; use an "
+            "averager whose memory has the parameters' shapes, such as Mean(..., exchange='all_gather')",
+        )
+        return value
+    if not sharded:
+        return value.reshape(held)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        value.reshape(held), parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _as_held(value: Tensor, parameter: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _copy(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _copy(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copy(value) for value in state]
+    return torch.zeros_like(state) if isinstance(state, Tensor) else state
