@@ -140,15 +140,19 @@ class Lab:
         self._shape(namespace, INTERFACE)
 
     def _shape(self, namespace: str, link: str) -> None:
+        gso, burst = self.shaping()
+        limit = int(max(4 * burst, self.bits_per_second / 8 * QUEUE_SECONDS))
+        _call("ip", "-n", namespace, "link", "set", link, "gso_max_size", str(gso), "up")
+        _call("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", "tbf",
+              "rate", f"{self.bits_per_second:.0f}bit", "burst", str(burst), "limit", str(limit))  # fmt: skip
+
+    def shaping(self) -> tuple[int, int]:
+        """The largest packet in front of a link, and what an idle link takes at once, in bytes."""
         bytes_per_second = self.bits_per_second / 8
         # A packet larger than the bucket would be cut up in software, so packets are bounded first: by what the
         # link carries in BURST_SECONDS, or slow links would get tens of milliseconds for nothing after each pause.
         gso = int(min(MAX_GSO_BYTES, max(MIN_GSO_BYTES, bytes_per_second * BURST_SECONDS)))
-        burst = int(max(gso + 1024, bytes_per_second * BURST_SECONDS))  # 1024: GSO sizes leave out link headers
-        limit = int(max(4 * burst, bytes_per_second * QUEUE_SECONDS))
-        _call("ip", "-n", namespace, "link", "set", link, "gso_max_size", str(gso), "up")
-        _call("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", "tbf",
-              "rate", f"{self.bits_per_second:.0f}bit", "burst", str(burst), "limit", str(limit))  # fmt: skip
+        return gso, int(max(gso + 1024, bytes_per_second * BURST_SECONDS))  # 1024: GSO sizes leave out link headers
 
     def _start(self, rank: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
         env = {**os.environ, **self._rank_env(rank), **env}

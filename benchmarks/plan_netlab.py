@@ -1,11 +1,13 @@
 """Predictions of `thinwire.plan` against real rounds over a thin wire of network namespaces.
 
-    sudo env "PATH=$PATH" python benchmarks/plan_netlab.py [--hosts 2 4 8] [--rates 100mbit 1gbit] [--parameters N]
+    sudo env "PATH=$PATH" python benchmarks/plan_netlab.py [--hosts 2 4 8] [--rates 100mbit 1gbit] [--rows FILE]
 
-On each network, hosts average random gradients with each method, in the buckets of DDP and without a model. Latency and rate
-are measured by ping-pong between the first host and the last one. The communication part of a round is its time less that in
-which the worker encodes, decodes and adds its memory. The prediction takes the measured link and codecs that take no time.
-The table goes into docs/benchmarks.md, between two markers.
+On each network, hosts send what a round of each method sends, in the buckets of DDP: the operations that the real averager
+issues, in its order and sizes, without encoding and decoding. That is the communication part of the round. It keeps cores
+that hosts share out of the comparison, as the planner gives each worker its own. Rates and the costs of short messages are
+measured in the same run (`measure_lines`), with messages that have nothing to do with the methods. The burst of the lab's
+token buckets is known. Each time is the shortest of several repetitions, because other programs disturb the cores.
+With --rows, the rows of earlier calls are kept in a file. The table goes into docs/benchmarks.md, between two markers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,12 +29,16 @@ from netlab import Lab
 from studies import replace_part
 
 import thinwire as tw
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.step import joined
-from thinwire.plan import Link, Method, Network, Speeds, Workload, ddp_buckets, predict_method, tensors_of
-from thinwire.plan.measure import measure_link
+from thinwire.network import Messages, Ring
+from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
+from thinwire.plan.measure import measure_lines
+from thinwire.plan.predict import programs_of
+from thinwire.plan.record import Action, Program, Wait
 
-PARAMETERS, ROUNDS = 2_000_000, 5
+PARAMETERS = 4_000_000
+ROUNDS, MOST_ROUNDS, SECONDS = 5, 60, 2.0  # at least so many rounds, more of those that take less time
 SPARSE = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4))
 METHODS = {
     "dense": tw.Mean(exchange="all_reduce"),
@@ -39,7 +47,6 @@ METHODS = {
     "top-k 1 %, 4 bits, sparse_reduce": tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="sparse_reduce"),
     "PowerSGD, rank 4": tw.PowerSGD(rank=4),
 }
-BUSY = ("compensate", "encode", "decode")
 
 
 def main() -> None:
@@ -47,6 +54,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--parameters", type=int, default=PARAMETERS)
+    parser.add_argument("--rows", type=Path, help="keeps the rows of this call and of earlier ones")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -54,6 +62,10 @@ def main() -> None:
     rows = [
         row for hosts in options.hosts for rate in options.rates for row in compare(hosts, rate, options.parameters)
     ]
+    if options.rows is not None:
+        earlier = json.loads(options.rows.read_text()) if options.rows.exists() else []
+        rows = sorted([*earlier, *rows], key=lambda row: (row["hosts"], row["rate"]))
+        options.rows.write_text(json.dumps(rows))
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     lines = [*table(rows), "", f"Median error: {100 * median(errors):.0f} %."]
     print("\n".join(lines))
@@ -69,7 +81,8 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
         if code:
             sys.exit(f"a worker failed with exit code {code}")
         found = json.loads(file.read_text())
-    network = Network(hosts, outer=Link(**found["link"]))
+    network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=lab.shaping()[1]))
+    print(network.outer, flush=True)
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))
     rows = []
     for name, measured in found["seconds"].items():
@@ -85,48 +98,77 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
         error = f"{100 * (predicted / measured - 1):+.0f} %"
-        cells = [str(row["hosts"]), row["rate"], row["method"], f"{measured:.3f} s", f"{predicted:.3f} s", error]
+        cells = [
+            str(row["hosts"]),
+            row["rate"],
+            row["method"],
+            f"{1e3 * measured:.1f} ms",
+            f"{1e3 * predicted:.1f} ms",
+            error,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def work(file: Path, parameters: int) -> None:
-    """One host: measure the link and every method; rank 0 writes them to `file`."""
+    """One host: measure the links and every method; rank 0 writes them to `file`."""
     torch.set_num_threads(1)
     with joined() as comm:
-        link = measure_link(comm, comm.size - 1, repetitions=5)
+        link = measure_lines(comm, repetitions=25, large_bytes=2_000_000, typical=min)
         seconds = {name: communication_seconds(comm, averager, parameters) for name, averager in METHODS.items()}
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps({"link": link.__dict__, "seconds": seconds}))
 
 
 def communication_seconds(comm: Communicator, averager: tw.Averager, parameters: int) -> float:
-    """Median over the rounds, of the slowest worker."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    shapes = tensors_of(parameters)
-    named = [(f"t{i}", torch.empty(shape)) for i, shape in enumerate(shapes)]
-    buckets, rest = [], named[::-1]
-    for bucket in ddp_buckets(shapes):
-        buckets.append(rest[: len(bucket)])
-        rest = rest[len(bucket) :]
-    state = averager.init(named, comm)
-    rounds = []
-    for _ in range(1 + ROUNDS):
-        for _, t in named:
-            t.normal_(generator=generator)
-        before = busy_seconds(state)
+    """Of the slowest worker, in the round that other programs disturbed least."""
+    made = programs_of(Method("", averager, ""), tensors_of(parameters), comm.size, 1)
+    programs = [node[0].shifted(comm.rank, comm.size) for _, node in made]
+    fastest, done, num_rounds = float("inf"), 0, ROUNDS
+    while done < num_rounds:
         comm.barrier()
         start = time.perf_counter()
-        for handle in [averager.step(state, bucket, comm) for bucket in buckets]:
-            handle.wait()
-        rounds.append(time.perf_counter() - start - (busy_seconds(state) - before))
-        averager.commit(state)
-    return max(comm.gather_objects(median(rounds[1:])))
+        play(comm, programs)
+        taken = max(comm.gather_objects(time.perf_counter() - start))
+        if done == 0:  # it opened connections
+            num_rounds = max(ROUNDS, min(MOST_ROUNDS, round(SECONDS / taken)))
+        else:
+            fastest = min(fastest, taken)
+        done += 1
+    return fastest
 
 
-def busy_seconds(state: Any) -> float:
-    """Seconds in which the worker encoded, decoded and added its memory."""
-    return sum(state.clock.seconds.get(phase, 0.0) for phase in BUSY)
+def play(comm: Communicator, programs: list[Program]) -> None:
+    """Send what a round sends, in the order in which the planner lets a worker do it."""
+    handles: list[list[Handle]] = [[] for _ in programs]
+    stages = [iter(program.stages) for program in programs]
+    for bucket, program in enumerate(programs):
+        perform(comm, program.step, handles[bucket])
+        for earlier in range(bucket):
+            perform(comm, next(stages[earlier], ()), handles[earlier])
+    for bucket, program in enumerate(programs):
+        for _ in program.stages:
+            for under_way in range(bucket, len(programs)):
+                perform(comm, next(stages[under_way], ()), handles[under_way])
+        perform(comm, program.wait, handles[bucket])
+
+
+def perform(comm: Communicator, actions: Sequence[Action], handles: list[Handle]) -> None:
+    """Issue operations, and wait for those of the same bucket."""
+    for action in actions:
+        if isinstance(action, Ring):
+            handles.append(comm.all_reduce(buffer(action.num_bytes).view(torch.float32)))
+        elif isinstance(action, Messages):
+            # Every worker does the same with peers as far away, so what comes has the size of what goes the other way.
+            around = {(2 * comm.rank - peer) % comm.size: buffer(n) for peer, n in action.sends}
+            handles.append(comm.exchange({peer: buffer(n) for peer, n in action.sends}, around))
+        elif isinstance(action, Wait):
+            handles[action.operation].wait()
+
+
+def buffer(num_bytes: int) -> torch.Tensor:
+    """Bytes to send or to receive."""
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 if __name__ == "__main__":

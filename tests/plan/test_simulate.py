@@ -101,3 +101,12 @@ def test_texts_of_rates_and_times():
             Link.of(wrong)
     with pytest.raises(ValueError, match="must divide"):
         Network(6, 4)
+
+
+def test_short_messages_pay_for_operations_and_messages_and_bursts_are_free():
+    costly = Network(4, outer=Link(1e6, 0.01, message_seconds=0.001, operation_seconds=0.1))
+    assert seconds(costly, [[gather(0, 4, 1000)]]) == pytest.approx(0.1 + 3 * (0.001 + 0.001) + 0.01)
+    assert seconds(costly, [[ring(4000)]]) == pytest.approx(0.1 + 6 * (0.001 + 0.001 + 0.01))
+    # The first 2000 bytes of 3000 leave at once; the rest waits for tokens.
+    bursts = Network(4, outer=Link(1e6, 0.01, burst_bytes=2000))
+    assert seconds(bursts, [[gather(0, 4, 1000)]]) == pytest.approx(0.001 + 0.01)

@@ -60,7 +60,16 @@ class _RingState:
 
 @dataclass
 class _Line:
+    """A FIFO line with a token bucket."""
+
     free: float = 0.0
+    """When it has paid for all that it took; ahead of what has left by the burst at most."""
+
+    def take(self, now: float, service: float, burst: float) -> tuple[float, float]:
+        """Take a message of `service` seconds at `now`; returns when it begins to leave and when it has left."""
+        before = max(now, self.free)
+        self.free = before + service
+        return max(now, before - burst), max(now, self.free - burst)
 
 
 class Engine:
@@ -104,10 +113,23 @@ class Engine:
         operation = Operation(len(action.sends) + len(action.receives))
         for source, _ in action.receives:
             self._expect(self._key(source, rank), operation)
-        self._send_next(rank, iter(self._groups(rank, action.sends)), operation)
         if operation.left == 0:
             operation.end = self.now
+        else:
+            self._after_start(rank, action, lambda: self._send_next(rank, self._groups(rank, action.sends), operation))
         return operation
+
+    def _after_start(self, rank: int, action: Messages | Ring, send: Callable[[], None]) -> None:
+        """Have an operation begin to send once the worker has started it."""
+        node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
+        inside = self.network.nodes == 1 or (
+            isinstance(action, Messages) and all(peer // per_node == node for peer, _ in action.sends)
+        )
+        seconds = (self.network.inner if inside else self.network.outer).operation_seconds
+        if seconds:
+            self.at(self.now + seconds, send)
+        else:
+            send()
 
     def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """The messages one by one; where one line takes many, several together."""
@@ -148,15 +170,10 @@ class Engine:
         """Put a message on the lines now; returns when it has left. `arrived` gets the time at which all of it came."""
         link, out, into = self._path(rank, peer)
         service = num_bytes / link.bytes_per_second + messages * link.message_seconds
-        start = max(self.now, out.free)
-        out.free = start + service
-
-        def begin_to_arrive() -> None:
-            into.free = max(self.now, into.free) + service
-            arrived(into.free)
-
-        self.at(start + hops * link.latency_seconds, begin_to_arrive)
-        return out.free
+        burst = link.burst_bytes / link.bytes_per_second
+        begin, end = out.take(self.now, service, burst)
+        self.at(begin + hops * link.latency_seconds, lambda: arrived(into.take(self.now, service, burst)[1]))
+        return end
 
     def _arrive(self, key: tuple[int, int, int], end: float) -> None:
         if self._expected[key]:
@@ -182,12 +199,16 @@ class Engine:
         if events == 0 or action.num_bytes == 0:
             operation.left, operation.end = 0, self.now
             return operation
-        state = self._rings[rank, number]
-        state.operation = operation
         piece, hops = steps / events * action.num_bytes / size, steps / events
-        self._advance_ring(rank, number, piece, hops)
-        for _ in range(state.arrived):
-            operation.finish_part(self.now, self)
+
+        def begin() -> None:
+            state = self._rings[rank, number]
+            state.operation = operation
+            self._advance_ring(rank, number, piece, hops)
+            for _ in range(state.arrived):
+                operation.finish_part(self.now, self)
+
+        self._after_start(rank, action, begin)
         return operation
 
     def _advance_ring(self, rank: int, number: int, piece: float, hops: float) -> None:

@@ -56,10 +56,14 @@ def _number(digits: str, text: str) -> float:
 class Link:
     """A full-duplex line: a message of n bytes takes `latency_seconds + n / bytes_per_second + message_seconds`.
 
+    A line that is shaped by a token bucket takes `burst_bytes` of it for nothing after a pause.
+
     Args:
         bytes_per_second: the rate.
         latency_seconds: until a message begins to arrive.
         message_seconds: how long each message holds up the next one, beside its bytes: the processor's time for it.
+        operation_seconds: from a worker's call to its first message, and from the last one to its answer, together.
+        burst_bytes: what an idle line takes at once.
 
     Example:
         >>> Link.of("1gbit", "0.1ms").seconds(125_000)
@@ -69,11 +73,14 @@ class Link:
     bytes_per_second: float
     latency_seconds: float = 0.0
     message_seconds: float = 0.0
+    operation_seconds: float = 0.0
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.bytes_per_second > 0, f"a link's rate must be positive, got {self.bytes_per_second}")
         require(self.latency_seconds >= 0, f"a link's latency must be 0 or more, got {self.latency_seconds}")
-        require(self.message_seconds >= 0, f"message_seconds must be 0 or more, got {self.message_seconds}")
+        for name in ("message_seconds", "operation_seconds", "burst_bytes"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
 
     @classmethod
     def of(cls, rate: str, latency: str = "0s") -> Link:

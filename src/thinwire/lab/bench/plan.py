@@ -14,7 +14,7 @@ from torch import nn
 
 from ...codec import Codec
 from ...plan import Network, Speeds, methods
-from ...plan.measure import measure_link
+from ...plan.measure import measure_lines, measure_link
 from ...plan.sized import parts_of
 from ...plan.speeds import Share
 from .codecs import measure
@@ -41,14 +41,17 @@ def measured_speeds() -> Speeds:
 def measured_network(network: Network) -> Network:
     """The same network with links as measured between the workers of a launcher; unchanged without one.
 
-    The link between nodes is that from the first worker to the last one; the link inside a node, that to the second.
+    With one worker on each node, all links are measured at once, with the costs of short messages. If nodes have several,
+    the link between nodes is that from the first worker to the last one, and the link inside a node that to the second.
     """
     if "RANK" not in os.environ:
         return network
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with joined() as comm:
         network = replace(network, workers=comm.size, workers_per_node=per_node)
-        if comm.size > per_node:
+        if comm.size > per_node == 1:
+            network = replace(network, outer=measure_lines(comm))
+        elif comm.size > per_node:
             network = replace(network, outer=measure_link(comm, comm.size - 1))
         if per_node > 1:
             network = replace(network, inner=measure_link(comm, 1))
