@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -102,7 +103,7 @@ def measure_lines(
     steps = 2 * (comm.size - 1)
     ring = timed(lambda: comm.all_reduce(torch.zeros(comm.size)).wait())
     latency = max(min((ring - single) / (steps - 1), single) - message, 0.0)
-    large, larger = (timed(lambda n=n: exchange(n)) for n in (large_bytes, 2 * large_bytes))
+    large, larger = (timed(partial(exchange, n)) for n in (large_bytes, 2 * large_bytes))
     rate = large_bytes / max(larger - large, 1e-9)
     return Link(rate, latency, message, max(single - latency - message, 0.0))
 
