@@ -37,6 +37,7 @@ UNDIRECTED = [
     tw.Exponential(bidirectional=True),
     tw.Exponential(peers=2, bidirectional=True, static=True),
     tw.BipartiteExponential(),
+    tw.RandomPairs(num_steps=20),
     tw.BipartiteExponential(peers=2),
     tw.BipartiteLinear(),
     tw.BipartiteLinear(static=True),

@@ -6,8 +6,10 @@ from .choco import Choco
 from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .deepsqueeze import DeepSqueeze
 from .dgc import dgc
+from .dion import Dion
 from .gossip_base import Gossip, GossipState
 from .inverse_norm import InverseNorm, NormStatistics
+from .local_methods import LocalParts, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from .mean import Mean
 from .mix import Mix
 from .moniqua import Moniqua
@@ -27,9 +29,11 @@ __all__ = [
     "ClipByValue",
     "ClipValueByGlobalNorm",
     "DeepSqueeze",
+    "Dion",
     "Gossip",
     "GossipState",
     "InverseNorm",
+    "LocalParts",
     "Mean",
     "Mix",
     "Moniqua",
@@ -40,5 +44,12 @@ __all__ = [
     "PowerGossip",
     "PowerSGD",
     "PushSum",
+    "demo",
     "dgc",
+    "diloco",
+    "dion",
+    "mulo_co",
+    "no_loco",
+    "sparse_loco",
+    "streaming_diloco",
 ]

@@ -19,8 +19,7 @@ without bound, because the differences between workers are never sent; ours stay
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +29,11 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
-from ..codec import Key
 from ..comm import Communicator, Handle
 from ..memory import ErrorFeedback, Memory
 from ..schedule import Progress, Schedule, resolve
 from .base import Averager, NamedTensors, check_agreement
+from .low_rank import all_reduce_parts, columns, gains, warm_start
 
 
 @dataclass
@@ -163,11 +162,11 @@ class PowerSGD(Averager):
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> PowerSGDState:
         check_agreement(self, tensors, comm, seed)
-        matrices = [(name, t) for name, t in tensors if _gains(t, rank=1)]
+        matrices = [(name, t) for name, t in tensors if gains(t, rank=1)]
         return PowerSGDState(
             seed=seed,
             memory=None if self.memory is None else self.memory.init(matrices),
-            q={name: torch.empty(0, _columns(t), device=t.device) for name, t in matrices},
+            q={name: torch.empty(0, columns(t), device=t.device) for name, t in matrices},
         )
 
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
@@ -176,9 +175,9 @@ class PowerSGD(Averager):
         assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"
         with state.clock("compensate"):
             items = [self._compensate(state, name, t.detach(), scale) for name, t in tensors]
-        matrices = [i for i in items if _gains(i.target, rank)]
-        dense = [i for i in items if not _gains(i.target, rank)]
-        qs = [_warm_start(state, i.name, rank) for i in matrices]
+        matrices = [i for i in items if gains(i.target, rank)]
+        dense = [i for i in items if not gains(i.target, rank)]
+        qs = [warm_start(state.q[i.name], state.seed, i.name, rank) for i in matrices]
         return Handle(lambda: self._finish(state, matrices, qs, dense, comm))
 
     def commit(self, state: PowerSGDState) -> bool:
@@ -231,7 +230,7 @@ class PowerSGD(Averager):
             x = self.memory.compensate(state.memory, name, t, scale)
         else:
             x = t.to(torch.float32).contiguous()
-        return _Item(name, x.view(-1, _columns(t)), t, scale if remembers else 1.0, remembers)
+        return _Item(name, x.view(-1, columns(t)), t, scale if remembers else 1.0, remembers)
 
     def _finish(
         self, state: PowerSGDState, matrices: list[_Item], qs: list[Tensor], dense: list[_Item], comm: Communicator
@@ -241,12 +240,12 @@ class PowerSGD(Averager):
         with clock("encode"):
             # Q is kept transposed: with rows of length m, BLAS takes a tenth of the time for both products with x.
             parts = [i.x @ q.t() for i, q in zip(matrices, qs, strict=True)] + [i.x for i in dense]
-        sums = _all_reduce(parts, comm, clock)()
+        sums = all_reduce_parts(parts, comm, clock)()
         with clock("encode"):
             # An orthonormal basis whatever the rank of P; the unit vectors if P is zero.
             ps: list[Tensor] = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
             own_qs = [p.t() @ i.x for p, i in zip(ps, matrices, strict=True)]
-        wait = _all_reduce(own_qs, comm, clock)
+        wait = all_reduce_parts(own_qs, comm, clock)
         with clock("encode"):  # while the all-reduce runs
             _keep_unsent(matrices, ps, own_qs, dense)
         new_qs = wait()
@@ -263,25 +262,6 @@ class PowerSGD(Averager):
             state.finite = kernels.flags.both(state.finite, is_finite)
 
 
-def _columns(t: Tensor) -> int:
-    """m of the matrix that a tensor is seen as."""
-    return max(1, t[0].numel() if t.ndim > 1 and len(t) else 1)
-
-
-def _gains(t: Tensor, rank: int) -> bool:
-    """Whether P and Q are smaller than the matrix itself. It implies r < n, m."""
-    return t.ndim > 1 and rank * (len(t) + _columns(t)) < t.numel()
-
-
-def _warm_start(state: PowerSGDState, name: str, rank: int) -> Tensor:
-    """Q' of the last step (r, m); missing rows are drawn, each from its own key."""
-    q = state.q[name]
-    stream = zlib.crc32(name.encode())
-    keys = [Key(state.seed, stream, row).mixed() for row in range(len(q), rank)]
-    fresh = [2.0 * kernels.uniform(key, q.shape[1], q.device)[None] - 1.0 for key in keys]
-    return torch.cat([q[:rank], *fresh])
-
-
 def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     """Q' with rows scaled so that their largest magnitude is 1. Their span stays the same.
 
@@ -290,21 +270,6 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     """
     peak = q.abs().amax(dim=1, keepdim=True)
     return torch.where(peak > 0, q / peak, old)
-
-
-def _all_reduce(parts: list[Tensor], comm: Communicator, clock: Clock) -> Callable[[], list[Tensor]]:
-    """Start one all-reduce of all parts; returns a function that waits and returns the sums."""
-    if not parts:
-        return list
-    with clock("exchange"):
-        handle = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]))
-
-    def wait() -> list[Tensor]:
-        with clock("wait"):
-            sums = handle.wait().split([part.numel() for part in parts])
-        return [total.view(part.shape) for total, part in zip(sums, parts, strict=True)]
-
-    return wait
 
 
 def _keep_unsent(matrices: list[_Item], ps: list[Tensor], own_qs: list[Tensor], dense: list[_Item]) -> None:

@@ -3,9 +3,9 @@
 from .adaptive import ALQ, AMQ, AdaptiveCodec, TruncatedNormal, TruncatedNormalMixture
 from .agreed import AgreedCodec
 from .base import Codec
-from .compose import DenseLast, Huffman, Rice, chain
+from .compose import DCT, DenseLast, Huffman, Rice, Tiles, Transform, chain
 from .dense import SVD, Cast, Identity
-from .quantize import NUQSGD, QSGD, OneBit, Quantize, SignNorm, SignSGD, TernGrad
+from .quantize import NUQSGD, QSGD, BinMeans, Float4, OneBit, Quantize, SignNorm, SignSGD, TernGrad
 from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, SparseParts, Threshold, TopK
 from .types import Key, Selection, Symbols
 
@@ -40,5 +40,10 @@ __all__ = [
     "BlockwiseTopK",
     "TruncatedNormal",
     "TruncatedNormalMixture",
+    "DCT",
+    "Tiles",
+    "Transform",
+    "BinMeans",
+    "Float4",
     "chain",
 ]

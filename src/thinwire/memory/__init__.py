@@ -4,6 +4,7 @@ from .base import Memory
 from .ef21 import EF21, EF21State
 from .error_feedback import ErrorFeedback, ErrorFeedbackState
 from .momentum import MomentumCorrection, MomentumState
+from .sign_descent import SignDescent
 
 __all__ = [
     "EF21",
@@ -13,4 +14,5 @@ __all__ = [
     "Memory",
     "MomentumCorrection",
     "MomentumState",
+    "SignDescent",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..algorithm import require
 from ..codec import Selection
 from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
 
@@ -38,12 +39,20 @@ class ErrorFeedbackState:
 
 @dataclass(frozen=True, repr=False)
 class ErrorFeedback(Memory):
-    """Adds what earlier payloads did not carry to the next gradient: send `C(g + e)`, keep `e = g + e - C(g + e)`.
+    """Adds what earlier payloads did not carry to the next gradient: send `C(g + d e)`, keep `e = g + d e - C(g + d e)`.
 
-    Check: what was sent so far plus e is the sum of all gradients, so nothing is lost, only late. It costs two float32
-    copies of what is encoded: the committed memory and the pending one.
+    Check: with d = 1, what was sent so far plus e is the sum of all gradients, so nothing is lost, only late. It costs two
+    float32 copies of what is encoded: the committed memory and the pending one, which is kept multiplied by d.
 
-    Source: Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847.
+    Args:
+        decay: d, in (0, 1]; lower => forgets more of what is late. SparseLoCo's 0.95 and DeMo's 0.999 make the memory a
+            momentum from which what was sent is subtracted.
+
+    Raises:
+        ValueError: decay out of range.
+
+    Source: Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847. With decay:
+        Peng et al. 2024, DeMo, arXiv 2411.19870; Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
 
     Example:
         >>> import torch, thinwire as tw
@@ -55,6 +64,14 @@ class ErrorFeedback(Memory):
         >>> state.residual["w"]  # the smaller one waits
         tensor([0., 1.])
     """
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.decay, (int, float)) and 0 < self.decay <= 1,
+            f"ErrorFeedback: decay must be above 0 and at most 1, got {self.decay!r}",
+        )
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> ErrorFeedbackState:
         return ErrorFeedbackState(residual=zeros_like_flat(tensors), spare=zeros_like_flat(tensors))
@@ -81,6 +98,8 @@ class ErrorFeedback(Memory):
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:
             state.residual[name], state.spare[name] = state.spare[name], state.residual[name]
+            if self.decay != 1:
+                state.residual[name].mul_(self.decay)  # here, so that the fused passes need not know of it
         state.pending.clear()
 
     def discard(self, state: ErrorFeedbackState) -> None:

@@ -11,6 +11,7 @@ from .gradient_compression import GradientCompression
 from .gradients import compress_gradients, gradient_hook
 from .local_rounds import LocalUpdates
 from .local_updates import local_updates
+from .muon_adamw import MuonAdamW
 from .shard_compression import ShardCompression, compress_shards
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GossipStrategy",
     "GradientCompression",
     "LocalUpdates",
+    "MuonAdamW",
     "ParameterGossip",
     "ShardCompression",
     "Strategy",

@@ -9,6 +9,7 @@ from .edges import DirectedGraph, Graph, from_networkx
 from .facts import describe, facts
 from .named import DavisSouthernWomen, Hypercube, Star, Torus
 from .random_graphs import ErdosRenyi, WattsStrogatz
+from .random_pairs import RandomPairs
 
 __all__ = [
     "BipartiteExponential",
@@ -24,6 +25,7 @@ __all__ = [
     "Hypercube",
     "Linear",
     "Neighbours",
+    "RandomPairs",
     "Ring",
     "Phases",
     "Star",

@@ -4,5 +4,6 @@ from .chain import chain
 from .dense_last import DenseLast
 from .huffman import Huffman
 from .rice import Rice
+from .transform import DCT, Tiles, Transform
 
-__all__ = ["DenseLast", "Huffman", "Rice", "chain"]
+__all__ = ["DCT", "DenseLast", "Huffman", "Rice", "Tiles", "Transform", "chain"]

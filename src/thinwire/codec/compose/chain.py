@@ -17,6 +17,7 @@ from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sp
 from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
 from .rice import GapCoded, Rice
+from .transform import Transform, Transformed
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,8 +106,10 @@ class Chain(Codec):
         return sparse_nbytes(self.sparsifier, self.values, numels)
 
 
-def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
+def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Codec:
     """Compose codecs: keep few coordinates, send their values through another codec, and code symbols and indices.
+
+    A transform such as `Tiles(64)` or `DCT(64)` may stand before all of them; the codecs then work on new coordinates.
 
     Args:
         first: a sparsifier such as `TopK(0.01)`, whose kept values go through the next link, or a codec such as
@@ -127,6 +130,14 @@ def chain(first: Codec, *links: Codec | EntropyCoder | Rice) -> Codec:
         >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Rice())
         chain(TopK(ratio=0.01), QSGD(bits=4), Rice())
     """
+    if isinstance(first, Transform):
+        require(
+            len(links) > 0 and isinstance(links[0], Codec),
+            f"chain: after {first} stands a codec such as BlockwiseTopK(0.02)",
+        )
+        codec, *coders = links
+        assert isinstance(codec, Codec)
+        return Transformed(first, chain(codec, *coders) if coders else codec)
     require(isinstance(first, Codec), f"chain: the first link must be a codec such as TopK(0.01), got {first!r}")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
     *others, last = links

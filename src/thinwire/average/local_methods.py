@@ -1,0 +1,241 @@
+"""Methods of training across the internet, put together: the arguments of `local_updates`, or an averager of gradients.
+
+With n elements, W workers and H steps between rounds, plain float32 gradients cost a worker `2 (W-1)/W 4n` bytes a step. Each
+function says what its method costs instead.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from ..algorithm import require
+from ..codec import DCT, BinMeans, BlockwiseTopK, Float4, Tiles, chain
+from ..memory import ErrorFeedback, SignDescent
+from ..topology import RandomPairs
+from .base import Averager
+from .dion import Dion
+from .mean import Mean
+from .mix import Mix
+from .outer_sgd import OuterSGD
+
+
+class LocalParts(TypedDict, total=False):
+    """Keyword arguments of `local_updates`: `local_updates(model, optimizer, **diloco(every=30))`."""
+
+    averager: Averager
+    every: int
+    outer: OuterSGD
+    fragments: int
+    delay: int
+    alpha: float
+    pull: float
+
+
+def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> LocalParts:
+    """DiLoCo: H local steps, then an outer step of Nesterov SGD on the mean change.
+
+        g = 1/W sum_i (anchor - x_i);   v <- momentum v + g;   anchor <- anchor - lr (g + momentum v);   x_i <- anchor
+
+    Bytes per worker and step: `2 (W-1)/W 4n / H`, all of them in one step of H.
+
+    Args:
+        every: H; higher => fewer bytes, workers drift further apart. Published: 30 to 500.
+        lr: of the outer optimizer.
+        momentum: of the outer optimizer.
+
+    Returns:
+        Arguments for `local_updates`; the inner optimizer is AdamW.
+
+    Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.diloco(every=50)
+        {'averager': Mean(), 'every': 50, 'outer': OuterSGD()}
+    """
+    return {"averager": Mean(), "every": every, "outer": OuterSGD(lr, momentum)}
+
+
+def streaming_diloco(
+    every: int = 100,
+    fragments: int = 4,
+    delay: int = 5,
+    alpha: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    format: str | None = "e3m0",
+) -> LocalParts:
+    """Streaming DiLoCo: fragments at offsets of their own, messages that fly during tau steps, floats of 4 bits.
+
+        x_i <- alpha x_i + (1 - alpha) anchor,   tau steps after the fragment's round began
+
+    Bytes per worker and step with 4 bits: about `(W-1) n/2 / H` by an all-gather, or `2 (W-1)/W n/2 / H` by the exchange that
+    encodes the mean again, which "auto" takes from 5 workers on; 1/P of a period's bytes at a time.
+
+    Args:
+        every: H, steps between two rounds of a fragment.
+        fragments: P; higher => lower peaks.
+        delay: tau; higher => slower networks are hidden, changes come later.
+        alpha: the share of a worker's own parameters when the result is merged.
+        lr: of the outer optimizer.
+        momentum: of the outer optimizer.
+        format: of the changes, as in `Float4`; None sends float32.
+
+    Returns:
+        Arguments for `local_updates`; the inner optimizer is AdamW.
+
+    Source: Douillard et al. 2025, Streaming DiLoCo, arXiv 2501.18512.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.streaming_diloco(delay=2)["averager"]
+        Mean(Float4(), min_ndim=0)
+    """
+    averager = Mean() if format is None else Mean(Float4(format), min_ndim=0)
+    parts: LocalParts = {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum)}
+    return {**parts, "fragments": fragments, "delay": delay, "alpha": alpha}
+
+
+def sparse_loco(
+    every: int = 15, ratio: float = 0.02, decay: float = 0.95, bits: int = 2, tile: int = 64, lr: float = 1.0
+) -> LocalParts:
+    """SparseLoCo: each worker sends the largest few of every tile of its decayed error feedback, in 2 bits.
+
+        m_i <- decay m_i + (anchor - x_i);   c_i = C(m_i);   m_i <- m_i - c_i;   anchor <- anchor - lr 1/W sum_i c_i
+
+    Bytes per worker and step: about `(W-1) k (bits + log2(n/k) + 1.44)/8 / H` with k = ratio n, by an all-gather.
+
+    Args:
+        every: H. Published: 15 to 50.
+        ratio: of the elements of a tile that are sent; lower => smaller messages. Published: 0.01 to 0.03.
+        decay: of the error feedback.
+        bits: of each value; see `BinMeans`.
+        tile: rows and columns of a tile; vectors are cut into runs of its square.
+        lr: of the outer step.
+
+    Returns:
+        Arguments for `local_updates`; the inner optimizer is AdamW.
+
+    Source: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.sparse_loco()["averager"]
+        Mean(chain(Tiles(), BlockwiseTopK(ratio=0.02), BinMeans()), ErrorFeedback(decay=0.95), min_ndim=0)
+    """
+    codec = chain(Tiles(tile), BlockwiseTopK(ratio, tile * tile), BinMeans(bits))
+    averager = Mean(codec, ErrorFeedback(decay), min_ndim=0)
+    return {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum=0.0, nesterov=False)}
+
+
+def demo(frequencies: int = 32, tile: int = 64, decay: float = 0.999) -> Mean:
+    """DeMo: every step, the largest frequencies of each tile of the momentum; the update is the sign of their mean.
+
+        m_i <- decay m_i + g_i;   c_i = top-k of DCT(m_i);   m_i <- m_i - DCT^-1(c_i);   result = sign(DCT^-1(1/W sum_i c_i))
+
+    Bytes per worker and step: `(W-1) k (4 + 12/8)` with `k = n frequencies / tile^2`, or less where indices code better.
+
+    Args:
+        frequencies: k of each tile; higher => larger messages.
+        tile: rows and columns of a tile, 64 at most.
+        decay: of the momentum.
+
+    Returns:
+        An averager for `compress_gradients`, with `torch.optim.SGD` without momentum; its learning rate is like Adam's.
+
+    Raises:
+        ValueError: more frequencies than a tile has.
+
+    Source: Peng et al. 2024, DeMo, arXiv 2411.19870.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.demo(frequencies=64)
+        Mean(chain(DCT(), BlockwiseTopK(ratio=0.015625)), SignDescent(), min_ndim=0)
+    """
+    require(
+        isinstance(frequencies, int) and 1 <= frequencies <= tile * tile,
+        f"demo: frequencies must be 1 to {tile * tile}, got {frequencies!r}",
+    )
+    codec = chain(DCT(tile), BlockwiseTopK(frequencies / tile**2, tile * tile))
+    return Mean(codec, SignDescent(ErrorFeedback(decay)), min_ndim=0)
+
+
+def dion(rank: int = 16, mu: float = 0.95) -> Dion:
+    """Dion: every step, an orthonormal update of low rank, `x <- x - lr sqrt(n/m) P Q'`.
+
+    Bytes per worker and step: `2 (W-1)/W 4 (r (n + m) + dense)`, for matrices of n x m.
+
+    Args:
+        rank: r; higher => more bytes.
+        mu: of the momentum.
+
+    Returns:
+        An averager for `compress_gradients`, with `torch.optim.SGD` without momentum; see `Dion`.
+
+    Source: Ahn et al. 2025, Dion, arXiv 2504.05295.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.dion(rank=8)
+        Dion(rank=8)
+    """
+    return Dion(rank, mu)
+
+
+def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 1.0, seed: int = 0) -> LocalParts:
+    """NoLoCo: no all-reduce. Random pairs average their changes, and a term pulls their anchors together.
+
+        d_i <- momentum d_i + lr mean_pair(anchor - x) + gamma (anchor_i - mean_pair(anchor));   anchor_i <- anchor_i - d_i
+
+    Bytes per worker and step: `8n / H`, for changes and anchors, to one peer, whatever W is.
+
+    Args:
+        every: H.
+        lr: of the outer step.
+        momentum: of the outer step.
+        gamma: higher => anchors are pulled together faster; stable between about `momentum` and 1.5.
+        seed: of the pairs.
+
+    Returns:
+        Arguments for `local_updates`; the inner optimizer is AdamW. `synchronize` at the end gives one model.
+
+    Source: Kolehmainen et al. 2025, NoLoCo, arXiv 2506.10911.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.no_loco(every=20)["averager"]
+        Mix(RandomPairs())
+    """
+    outer = OuterSGD(lr, momentum, nesterov=False)
+    return {"averager": Mix(RandomPairs(seed)), "every": every, "outer": outer, "pull": gamma / lr}
+
+
+def mulo_co(
+    every: int = 30, bits: int | None = 2, decay: float = 1.0, lr: float = 0.7, momentum: float = 0.9
+) -> LocalParts:
+    """MuLoCo: DiLoCo with Muon as the inner optimizer, whose changes stand 2 bits with error feedback.
+
+        g = 1/W sum_i C(anchor - x_i + e_i);   Nesterov's outer step as in `diloco`
+
+    Bytes per worker and step: about `(W-1) n bits/8 / H` by an all-gather.
+
+    Args:
+        every: H.
+        bits: of each element, see `BinMeans`; None sends float32.
+        decay: of the error feedback.
+        lr: of the outer optimizer.
+        momentum: of the outer optimizer.
+
+    Returns:
+        Arguments for `local_updates`; the inner optimizer is `MuonAdamW`.
+
+    Source: Therien et al. 2025, MuLoCo, arXiv 2505.23725.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.mulo_co()["averager"]
+        Mean(BinMeans(), ErrorFeedback(), min_ndim=0)
+    """
+    averager = Mean() if bits is None else Mean(BinMeans(bits), ErrorFeedback(decay), min_ndim=0)
+    return {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum)}

@@ -1,0 +1,234 @@
+"""Transforms: the first link of a chain, which changes a tensor's coordinates before a codec sees them.
+
+    chain(Tiles(64), BlockwiseTopK(0.02))      the largest 2 % of each tile of 64 x 64 elements
+    chain(DCT(64), BlockwiseTopK(32 / 4096))   the 32 largest of the 4096 frequencies of each tile
+
+A tensor of two or more dimensions is the matrix of its first dimension and all others. It is cut into tiles of `size x size`;
+tiles at the right and lower edges may be smaller. Elements are reordered tile by tile: first all whole tiles, then those of
+the right edge, the lower edge and the corner. Vectors are cut into runs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...algorithm import Algorithm, require
+from ..base import Codec
+
+
+class Transform(Algorithm, ABC):
+    """An orthonormal change of coordinates, tile by tile; see the module's text."""
+
+    size: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The float32 vector of the new coordinates of a float32 tensor of any shape."""
+        if x.numel() == 0:
+            return x.reshape(-1)
+        matrix = _as_matrix(x)
+        parts = [
+            self._tile(_tiles(matrix[rows, cols], h, w)).reshape(-1) for rows, cols, h, w in self._regions(x.shape)
+        ]
+        return torch.cat(parts)
+
+    def inverse(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """The float32 tensor of this shape whose new coordinates are `y`."""
+        out = torch.empty(shape, dtype=torch.float32, device=y.device)
+        if y.numel() == 0:
+            return out
+        matrix, begin = _as_matrix(out), 0
+        for rows, cols, h, w in self._regions(shape):
+            region = matrix[rows, cols]
+            tiles = y[begin : begin + region.numel()].view(region.shape[0] // h, region.shape[1] // w, h, w)
+            region.copy_(self._untile(tiles).permute(0, 2, 1, 3).reshape(region.shape))
+            begin += region.numel()
+        return out
+
+    @abstractmethod
+    def _tile(self, tiles: Tensor) -> Tensor:
+        """New coordinates of tiles (rows of tiles, columns of tiles, h, w)."""
+
+    @abstractmethod
+    def _untile(self, tiles: Tensor) -> Tensor:
+        """The inverse of `_tile`."""
+
+    def _regions(self, shape: torch.Size) -> Iterator[tuple[slice, slice, int, int]]:
+        """Rows, columns and the size of the tiles, of each region with tiles of equal size that is not empty."""
+        n, m = _matrix_shape(shape)
+        whole_n, whole_m = n // self.size * self.size, m // self.size * self.size
+        for rows, height in ((slice(0, whole_n), self.size), (slice(whole_n, n), n - whole_n)):
+            for cols, width in ((slice(0, whole_m), self.size), (slice(whole_m, m), m - whole_m)):
+                if rows.stop > rows.start and cols.stop > cols.start:
+                    yield rows, cols, height, width
+
+
+@dataclass(frozen=True, repr=False)
+class Tiles(Transform):
+    """The link `Tiles(size)` of a chain: the order of elements tile by tile, so that blocks of `size^2` are tiles.
+
+    A permutation, so nothing is rounded.
+
+    Args:
+        size: rows and columns of a tile; higher => fewer, larger tiles.
+
+    Raises:
+        ValueError: size is not a positive integer.
+
+    Source: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> tw.Tiles(2).forward(torch.arange(8.0).view(2, 4))
+        tensor([0., 1., 4., 5., 2., 3., 6., 7.])
+    """
+
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+
+    def _tile(self, tiles: Tensor) -> Tensor:
+        return tiles
+
+    def _untile(self, tiles: Tensor) -> Tensor:
+        return tiles
+
+
+@dataclass(frozen=True, repr=False)
+class DCT(Transform):
+    """The link `DCT(size)` of a chain: the orthonormal discrete cosine transform (type II) of each tile.
+
+        Y = B_h X B_w',   B_n[k, i] = sqrt(2/n) cos(pi (i + 1/2) k / n),  row 0 divided by sqrt(2)
+
+    Products are taken in float64 and rounded to float32. Equal bytes on all workers need the same processor type and build
+    of PyTorch, as for all matrix products. A finite tensor may overflow to infinities near the end of float32's range.
+
+    Args:
+        size: rows and columns of a tile; higher => more of the energy in few frequencies, more arithmetic.
+
+    Raises:
+        ValueError: size is not a positive integer.
+
+    Source: Peng et al. 2024, DeMo, arXiv 2411.19870.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> y = tw.DCT(2).forward(torch.ones(2, 2))
+        >>> [round(value, 5) for value in y.tolist()]
+        [2.0, 0.0, 0.0, 0.0]
+    """
+
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+
+    def _tile(self, tiles: Tensor) -> Tensor:
+        left, right = (_basis(n).to(tiles.device) for n in tiles.shape[2:])
+        product: Tensor = (left @ tiles.double() @ right.t()).float()
+        return product
+
+    def _untile(self, tiles: Tensor) -> Tensor:
+        left, right = (_basis(n).to(tiles.device) for n in tiles.shape[2:])
+        product: Tensor = (left.t() @ tiles.double() @ right).float()
+        return product
+
+
+@dataclass(frozen=True, repr=False)
+class Transformed(Codec):
+    """The result of `chain(transform, codec)`: the payload is that of `codec` for the new coordinates."""
+
+    transform: Transform
+    codec: Codec
+
+    needs_shape: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        codec = self.codec
+        require(
+            not (codec.needs_shape or codec.votes or codec.agreement is not None or codec.adaptive_part is not None),
+            f"chain: after {self.transform} stands a codec of vectors that learns nothing and needs no agreement, got {codec}",
+        )
+
+    @property
+    def unbiased(self) -> bool:
+        return self.codec.unbiased
+
+    @property
+    def fixed_size(self) -> bool:
+        return self.codec.fixed_size
+
+    @property
+    def shared_key(self) -> bool:
+        return self.codec.shared_key
+
+    def parts(self) -> tuple[Codec, ...]:
+        return (self.codec,)
+
+    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
+        return replace(self, codec=fn(self.codec))
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self._links()))})"
+
+    def _links(self) -> tuple[Algorithm, ...]:
+        return (self.transform, *self.codec._links())
+
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        payload = self.codec.encode_segments([self.transform.forward(x) for x in segments], keys, None)
+        if residuals is not None:
+            decoded = self._decode(payload, [x.shape for x in segments], keys if self.shared_key else [])
+            for x, sent, residual in zip(segments, decoded, residuals, strict=True):
+                torch.sub(x, sent, out=residual)
+        return payload
+
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        for out, part in zip(outs, self._decode(payload, [o.shape for o in outs], keys), strict=True):
+            out.add_(part, alpha=weight)
+
+    def segments_nbytes(self, shapes: list[torch.Size]) -> int:
+        return self.codec.segments_nbytes([shape.numel() for shape in shapes])
+
+    def _decode(self, payload: Tensor, shapes: list[torch.Size], keys: list[int]) -> list[Tensor]:
+        ys = [torch.zeros(shape.numel(), dtype=torch.float32, device=payload.device) for shape in shapes]
+        self.codec.decode_add_segments(payload, ys, 1.0, keys)
+        return [self.transform.inverse(y, shape) for y, shape in zip(ys, shapes, strict=True)]
+
+
+@lru_cache(maxsize=32)
+def _basis(n: int) -> Tensor:
+    """The orthonormal DCT-II matrix (n, n) in float64, one frequency a row."""
+    k = torch.arange(n, dtype=torch.float64)[:, None]
+    i = torch.arange(n, dtype=torch.float64)[None]
+    basis = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
+    basis[0] /= math.sqrt(2)
+    return basis
+
+
+def _tiles(region: Tensor, height: int, width: int) -> Tensor:
+    """(rows of tiles, columns of tiles, height, width)."""
+    n, m = region.shape
+    return region.reshape(n // height, height, m // width, width).permute(0, 2, 1, 3)
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, shape.numel() // rows
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x.view(_matrix_shape(x.shape))
+
+
+def _check_size(transform: Transform) -> None:
+    size = transform.size
+    name = type(transform).__name__
+    require(isinstance(size, int) and size >= 1, f"{name}: size must be a positive integer, got {size!r}")

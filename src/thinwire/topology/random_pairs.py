@@ -1,0 +1,63 @@
+"""Random pairs: in each step, every worker exchanges with one other worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .base import Neighbours, Topology
+from .random_graphs import UniformStream
+
+
+@dataclass(frozen=True, repr=False)
+class RandomPairs(Topology):
+    """A random perfect matching in each step, a function of seed, step and number of workers; both weights are 1/2.
+
+    Of an odd number of workers, one has no peer in a step. The matrix of a step is symmetric and doubly stochastic. In the
+    mean over steps one round multiplies the squared disagreement by `1/2 (1 - 1/(W-1))` for even W. After `num_steps` steps
+    the pairs repeat.
+
+    Args:
+        seed: of the pairs; the same on all workers.
+        num_steps: how many steps have pairs of their own.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Kolehmainen et al. 2025, NoLoCo, arXiv 2506.10911; Boyd et al. 2006, Randomized gossip algorithms.
+
+    Example:
+        >>> from thinwire.topology import RandomPairs
+        >>> [RandomPairs().neighbours(0, step, 4).sends for step in range(3)]
+        [{3: 0.5}, {2: 0.5}, {2: 0.5}]
+    """
+
+    seed: int = 0
+    num_steps: int = 64
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seed, int) and self.seed >= 0):
+            raise ValueError(f"RandomPairs: seed must be an integer, 0 or more, got {self.seed!r}")
+        if not (isinstance(self.num_steps, int) and self.num_steps >= 1):
+            raise ValueError(f"RandomPairs: num_steps must be a positive integer, got {self.num_steps!r}")
+
+    def _period(self, size: int) -> int:
+        return 1 if size == 2 else self.num_steps
+
+    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+        peer = _matching(self.seed, step % self._period(size), size)[rank]
+        if peer == rank:
+            return Neighbours({}, {}, 1.0)
+        return Neighbours({peer: 0.5}, {peer: 0.5}, 0.5)
+
+
+@lru_cache(maxsize=4096)
+def _matching(seed: int, step: int, size: int) -> tuple[int, ...]:
+    """The peer of each rank; its own rank if it has none."""
+    order = np.argsort(UniformStream(seed, size, step)(size), kind="stable").tolist()
+    peers = list(range(size))
+    for a, b in zip(order[0::2], order[1::2], strict=False):
+        peers[a], peers[b] = b, a
+    return tuple(peers)
