@@ -78,3 +78,8 @@ CODECS = [
 ]
 
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+
+
+def gossiped() -> list[tw.Codec]:
+    """Those that gossip averagers take: of fixed size, and without an agreement of all workers."""
+    return [codec for codec in CODECS if codec.fixed_size and codec.agreement is None and codec.adaptive_part is None]

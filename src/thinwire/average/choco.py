@@ -17,8 +17,9 @@ from ..membership import mean_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
+from .fitted_step import FittedStep, decoded, rescaled
 from .gossip_base import Gossip
-from .gossip_checks import check_codec, check_fixed_undirected, check_number
+from .gossip_checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
@@ -58,9 +59,15 @@ class Choco(Gossip):
     neighbour in one step. Memory is two float32 copies of the tensors, for any number of neighbours. The topology must
     be static and undirected.
 
-    The codec's error must be smaller than its input, `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and
-    fine quantizers. It does not hold for `QSGD(bits=2)` with its buckets of 512, which diverges at any step size; smaller
-    buckets help.
+    Step size. By default it follows from the graph and from what the codec keeps of the differences, as
+    `fitted_step.py` derives it. Each worker scales C(x_i - h_i) by the factor that fits best, which it sends behind the
+    payload, so that every codec contracts. The smallest share kept travels with the payloads too, and all workers take the
+    same step size from it, every `diameter` rounds; in the first of these windows it is zero. `averager.facts(state)` shows
+    it. A worker then sends 8 bytes more to each neighbour.
+
+    With a number as step size the payload is as the codec makes it, and the codec's error must be smaller than its input,
+    `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and fine quantizers. It does not hold for
+    `QSGD(bits=2)` with its buckets of 512, which then diverges at any step size; smaller buckets help.
 
     The copies start at zero, as in the paper. If all workers hold the same bits at `init`, as when training starts, the
     copies start at these values. A sparse codec would need many rounds to send them.
@@ -71,33 +78,42 @@ class Choco(Gossip):
     Args:
         topology: who talks to whom, with which weights.
         codec: encodes the differences; tensors are its segments.
-        step_size: in (0, 1]; higher => faster, until it diverges. A coarser codec needs a lower one. The default is
-            stable on a ring of 8 down to `TopK(0.01)`, where 0.05 diverges slowly. `TopK(0.1)` is stable at 0.2, and
-            `QSGD(bits=4)` at 0.5 and above.
+        step_size: None => from theory, adapted; a number above 0 pins it: higher => faster, until it diverges. A coarser
+            codec needs a lower one: on a ring of 8, `TopK(0.01)` is stable at 0.02 and diverges slowly at 0.05; `TopK(0.1)`
+            is stable at 0.2, and `QSGD(bits=4)` at 1. Above 1 it is stable with fine codecs only, and below
+            `2 / (1 - lambda_min)`, 1.5 on a ring.
 
     Raises:
-        ValueError: step_size is out of range, or the codec's payloads vary in size. In `init`: a directed or
-            time-varying topology.
+        ValueError: step_size is not positive, or the codec's payloads vary in size. In `init`: a directed or time-varying
+            topology, or a step size with which even uncompressed gossip diverges.
 
     Source: Koloskova et al. 2019, arXiv 1902.00340; for deep learning arXiv 1907.09356.
 
     Example:
         >>> import thinwire as tw
         >>> tw.Choco(tw.Ring(), tw.TopK(0.01), step_size=0.02)
-        Choco(codec=TopK(ratio=0.01))
+        Choco(codec=TopK(ratio=0.01), step_size=0.02)
     """
 
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    step_size: float = 0.02
+    step_size: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self, self.codec)
-        check_number(self, "step_size", self.step_size)
+        if self.step_size is not None:
+            check_step_size(self, self.step_size)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
+        if self.step_size is not None:
+            check_stable(self, self.step_size, size)
+
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
+        if self.step_size is not None:
+            return None
+        return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
@@ -127,29 +143,36 @@ class Choco(Gossip):
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
         memory, codec = state.memory, resolve(self.codec, round.progress)
+        pace: FittedStep | None = state.pace
         with state.clock("encode"):
-            payload = codec.encode(state.layout.split(own - memory.public), tensor_keys(state, round))
-        wait = round.exchange(payload)
+            difference = own - memory.public
+            message = codec.encode(state.layout.split(difference), tensor_keys(state, round))
+            if pace is not None:
+                q = pace.fit(difference, decoded(state.layout, codec, message))
+                message = pace.with_trailer(message, round.progress.step)
+        wait = round.exchange(message)
 
         def finish() -> Tensor:
             with state.clock("wait"):
                 received = wait()
             with state.clock("decode"):
                 change = torch.zeros_like(own)
-                _absorb(state, codec, payload, [(memory.public, 1.0), (memory.weighted_sum, round.self_weight)], change)
+                mine = decoded(state.layout, codec, message) if pace is None else q
+                _absorb(mine, [(memory.public, 1.0), (memory.weighted_sum, round.self_weight)], change)
                 for peer, theirs in received.items():
-                    _absorb(state, codec, theirs, [(memory.weighted_sum, round.receives[peer])], change)
-                return change.add_(memory.weighted_sum - memory.public, alpha=self.step_size)
+                    arrived = (decoded if pace is None else rescaled)(state.layout, codec, theirs)
+                    _absorb(arrived, [(memory.weighted_sum, round.receives[peer])], change)
+                if pace is None:
+                    return change.add_(memory.weighted_sum - memory.public, alpha=self.step_size)
+                change.add_((memory.weighted_sum - memory.public).mul_(pace.step_size))
+                pace.agree(received)
+                return change
 
         return finish
 
 
-def _absorb(
-    state: GossipState, codec: Codec, payload: Tensor, into: list[tuple[Tensor, float]], poisoned: Tensor
-) -> None:
+def _absorb(q: Tensor, into: list[tuple[Tensor, float]], poisoned: Tensor) -> None:
     """Add a decoded payload to its copies; or, if it is not finite, to `poisoned` only."""
-    q = torch.zeros_like(poisoned)
-    codec.decode_add(payload, state.layout.split(q))
     if not kernels.flags.read(kernels.all_finite([q])):
         poisoned.add_(q)
         return

@@ -15,8 +15,9 @@ from ..membership import dealt, norm_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
+from .fitted_step import FittedStep, decoded, rescaled
 from .gossip_base import Gossip
-from .gossip_checks import check_codec, check_fixed_undirected, check_number
+from .gossip_checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
@@ -53,20 +54,28 @@ class DeepSqueeze(Gossip):
     it is `Mix`. A worker sends the codec's payload to each neighbour in one step. Memory is one float32 copy of the
     tensors. The topology must be static and undirected.
 
-    The codec's error must be smaller than its input, `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and
-    fine quantizers. It does not hold for `QSGD(bits=2)` with its buckets of 512, which makes no progress.
+    Step size. By default it follows from the graph and from what the codec keeps of v, as `fitted_step.py` derives it.
+    Each worker scales C(v_i) by the factor that fits best, which it sends behind the payload, so that every codec
+    contracts. The smallest share kept travels with the payloads too, and all workers take the same step size from it, every
+    `diameter` rounds; in the first of these windows it is zero. `averager.facts(state)` shows it. A worker then sends 8
+    bytes more to each neighbour.
+
+    With a number as step size the payload is as the codec makes it, and the codec's error must be smaller than its input,
+    `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and fine quantizers. It does not hold for
+    `QSGD(bits=2)` with its buckets of 512, which then makes no progress.
 
     A round with a non-finite vector leaves memory as it was. Non-finite parameters spread, as in any gossip.
 
     Args:
         topology: who talks to whom, with which weights.
         codec: encodes the values; tensors are its segments.
-        step_size: in (0, 1]; higher => faster, until it diverges. A coarser codec needs a lower one. The default is
-            stable on a ring of 8 down to `TopK(0.01)`; `QSGD(bits=4)` is stable at 0.05 and above.
+        step_size: None => from theory, adapted; a number above 0 pins it: higher => faster, until it diverges, and more
+            disagreement in the end. A coarser codec needs a lower one: on a ring of 8, `TopK(0.01)` is stable at 0.005,
+            `QSGD(bits=4)` at 0.05 and above.
 
     Raises:
-        ValueError: step_size is out of range, or the codec's payloads vary in size. In `init`: a directed or
-            time-varying topology.
+        ValueError: step_size is not positive, or the codec's payloads vary in size. In `init`: a directed or time-varying
+            topology, or a step size with which even uncompressed gossip diverges.
 
     Source: Tang et al. 2019, arXiv 1907.07346.
 
@@ -78,15 +87,23 @@ class DeepSqueeze(Gossip):
 
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    step_size: float = 0.005
+    step_size: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self, self.codec)
-        check_number(self, "step_size", self.step_size)
+        if self.step_size is not None:
+            check_step_size(self, self.step_size)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
+        if self.step_size is not None:
+            check_stable(self, self.step_size, size)
+
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
+        if self.step_size is not None:
+            return None
+        return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))
@@ -101,7 +118,9 @@ class DeepSqueeze(Gossip):
         state.memory.lost.zero_()
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
-        memory, codec = state.memory, resolve(self.codec, round.progress)
+        if self.step_size is None:
+            return self._begin_fitted(state, round, own)
+        memory, codec, step_size = state.memory, resolve(self.codec, round.progress), self.step_size
         with state.clock("encode"):
             v = own + memory.lost
             segments = state.layout.split(v)
@@ -117,8 +136,34 @@ class DeepSqueeze(Gossip):
                 change = torch.zeros_like(own)
                 parts = state.layout.split(change)
                 for peer, theirs in received.items():
-                    codec.decode_add(theirs, parts, self.step_size * round.receives[peer])
-                codec.decode_add(payload, parts, -self.step_size * sum(round.receives.values()))
+                    codec.decode_add(theirs, parts, step_size * round.receives[peer])
+                codec.decode_add(payload, parts, -step_size * sum(round.receives.values()))
+                return change
+
+        return finish
+
+    def _begin_fitted(self, state: GossipState, round: Round, own: Tensor) -> Change:
+        """`begin` with a step size from measurements."""
+        memory, codec, layout = state.memory, resolve(self.codec, round.progress), state.layout
+        pace: FittedStep = state.pace
+        with state.clock("encode"):
+            v = own + memory.lost
+            payload = codec.encode(layout.split(v), tensor_keys(state, round))
+            q = pace.fit(v, decoded(layout, codec, payload))
+            if kernels.all_finite([v]):
+                memory.lost = v - q
+            message = pace.with_trailer(payload, round.progress.step)
+        wait = round.exchange(message)
+
+        def finish() -> Tensor:
+            with state.clock("wait"):
+                received = wait()
+            with state.clock("decode"):
+                change = q * -sum(round.receives.values())
+                for peer, theirs in received.items():
+                    change.add_(rescaled(layout, codec, theirs), alpha=round.receives[peer])
+                change.mul_(pace.step_size)
+                pace.agree(received)
                 return change
 
         return finish

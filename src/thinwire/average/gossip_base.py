@@ -87,6 +87,7 @@ class Gossip(Averager):
         self.check_topology(comm.size)
         state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
         state.memory = self.init_memory(state, tensors, comm)
+        state.pace = self.init_pace(state, tensors, comm)
         return state
 
     def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
@@ -130,13 +131,24 @@ class Gossip(Averager):
         """The algorithm's memory: a record with `state_dict` and `load_state_dict`, or None without memory."""
         return None
 
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+        """What step sizes follow from: a record with `facts`, `state_dict` and `load_state_dict`; None if they are numbers.
+
+        It may communicate.
+        """
+        return None
+
+    def facts(self, state: GossipState) -> dict[str, float]:
+        """The step sizes in force, by name, where they follow from measurements; empty where they are numbers."""
+        return {} if state.pace is None else dict(state.pace.facts())
+
     # ---- when workers come and go ----
 
     def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
         """The state with which a worker goes on from the mean model of all workers before, under push-sum with w = 1."""
         first, memories = saved[0], [one["memory"] for one in saved]
         memory = None if first["memory"] is None else self.deal_memory(memories, rank, size)
-        return first | {"memory": memory, "weight": 1.0}
+        return first | {"memory": memory, "pace": None, "weight": 1.0}
 
     def shared(self, state: GossipState) -> dict[str, Any]:
         memory = None if state.memory is None else self.shared_memory(state)
@@ -162,6 +174,7 @@ class Gossip(Averager):
         state.weight *= comm.size / weights.item()
         if state.memory is not None:
             self.regroup_memory(state, tensors, comm, before)
+        state.pace = self.init_pace(state, tensors, comm)
 
     def _topology_of(self, size: int) -> Topology:
         if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be

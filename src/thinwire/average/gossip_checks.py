@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..algorithm import require
 from ..codec import Codec
+from ..topology.speed import difference_rates
 
 if TYPE_CHECKING:
     from .gossip_base import Gossip
@@ -52,9 +53,25 @@ def check_fixed_undirected(averager: Gossip, size: int) -> None:
     check_doubly_stochastic(averager, size)
 
 
-def check_number(averager: Gossip, name: str, value: object) -> None:
-    """Raise ValueError unless a step size is a number above 0 and at most 1."""
+def check_step_size(averager: Gossip, value: object) -> None:
+    """Raise ValueError unless a step size is a positive number."""
     require(
-        isinstance(value, (int, float)) and 0 < value <= 1,
-        f"{type(averager).__name__}: {name} must be above 0 and at most 1, got {value!r}; lower is more stable",
+        isinstance(value, (int, float)) and 0 < value < float("inf"),
+        f"{type(averager).__name__}: step_size must be above 0, got {value!r}; lower is more stable",
+    )
+
+
+def check_stable(averager: Gossip, step_size: float, size: int) -> None:
+    """Raise ValueError if rounds with this step size diverge on this graph even without compression.
+
+    Up to 1 they are stable on every graph. Only a static undirected graph has one bound above that.
+    """
+    topology = averager.topology
+    if step_size <= 1 or size == 1 or len(topology.steps(size)) > 1 or not topology.is_symmetric(size):
+        return
+    slowest, fastest = difference_rates(topology, size)
+    require(
+        step_size * fastest < 2,
+        f"{averager}: step_size must be below {2 / fastest:.4g} on {topology} with {size} workers, where gossip diverges, "
+        f"got {step_size}; without compression {2 / (slowest + fastest):.4g} is the fastest",
     )

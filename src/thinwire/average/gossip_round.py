@@ -32,6 +32,8 @@ class GossipState:
         seed: the seed of all random numbers of the run.
         topology: who talks to whom, among the workers of the round.
         memory: the algorithm's own record, with `state_dict` and `load_state_dict`; None without memory.
+        pace: step sizes that follow from what workers measure, with `facts`, `state_dict` and `load_state_dict`; None if
+            they are numbers.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
         progress: rounds begun, and the epoch as the training loop counts it.
         completed: rounds that have been waited for.
@@ -42,6 +44,7 @@ class GossipState:
     seed: int
     topology: Topology
     memory: Any = None
+    pace: Any = None
     weight: float = 1.0
     progress: Progress = field(default_factory=Progress)
     completed: int = 0
@@ -61,7 +64,9 @@ class GossipState:
         """
         require(not self.in_flight, "a gossip round is in flight; wait() for it before saving, so that nothing is lost")
         memory = None if self.memory is None else self.memory.state_dict()
-        return {"step": self.progress.step, "epoch": self.progress.epoch, "weight": self.weight, "memory": memory}
+        pace = None if self.pace is None else self.pace.state_dict()
+        counts = {"step": self.progress.step, "epoch": self.progress.epoch, "weight": self.weight}
+        return counts | {"memory": memory, "pace": pace}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -76,6 +81,8 @@ class GossipState:
         )
         if self.memory is not None:
             self.memory.load_state_dict(saved["memory"])
+        if self.pace is not None and saved["pace"] is not None:
+            self.pace.load_state_dict(saved["pace"])
         self.progress, self.completed = Progress(saved["step"], saved["epoch"]), saved["step"]
         self.weight = saved["weight"]
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from .. import debug, kernels
 from ..algorithm import require
+from ..comm import Communicator
 from ..topology import Ring, Topology
+from .base import NamedTensors
 from .gossip_base import Gossip
-from .gossip_checks import check_doubly_stochastic, check_number
+from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round
+from .moniqua_pace import TRAILER_NBYTES, MoniquaPace
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,23 +32,34 @@ class Moniqua(Gossip):
     workers use the same random numbers, so equal values give equal codes, and workers that agree go on agreeing.
 
     Check: while theta holds, `|x^_j - x_j| <= delta B`, all workers recover the same values, and a round keeps the mean.
-    If theta does not hold, differences are wrong by multiples of B, and no error is raised: choose theta with a margin.
-    The rounding error does not vanish as workers agree: disagreement settles at a level that grows with step_size and
-    theta. So step_size is below 1 by default; at 2 bits, step_size 1 exceeds any theta. In the paper's notation it is the
-    slack matrix `step_size P + (1 - step_size) I`.
+
+    By default theta and step_size follow from what workers see of their differences, as `moniqua_pace.py` derives it: theta
+    falls as workers agree, and a check in each message finds out when it was too low. Then B is `2 theta / (1 - delta)`,
+    half of the paper's at 2 bits, because the two ends of an edge subtract their codes, `c_j - c_i mod B`, which share their
+    rounding. A failed edge is left out of the round at both ends; on a directed graph this moves the mean a little.
+    `averager.facts(state)` shows both values. Nothing moves in the first rounds, until all workers have heard of each other.
+
+    With numbers for both, the equations above hold as they are. If theta does not hold then, differences are wrong by
+    multiples of B, and no error is raised: choose theta with a margin. The rounding error does not vanish as workers agree:
+    disagreement settles at a level that grows with step_size and theta. At 2 bits, 0.1 is a good step size, and 1 exceeds
+    any theta. In the paper's notation it is the slack matrix `step_size P + (1 - step_size) I`. With a number for one of
+    them, the other one is adapted.
 
     A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour in one step: B/2 as float32, then the codes of all
-    n elements and of B/2 itself. There is no memory. The topology must be doubly stochastic. A vector with a NaN or
+    n elements and of B/2 itself; and 20 bytes more unless both are numbers. There is no memory of the size of the values,
+    except for the check's int64 a element. The topology must be doubly stochastic. A vector with a NaN or
     infinite element makes all elements of its neighbours non-finite.
 
     Args:
         topology: who talks to whom, with which weights.
         theta: bound on the difference between neighbours in any element; lower => more precise, until it is exceeded.
+            None => tracked.
         bits: bits an element, 2 to 8; lower => smaller messages, larger rounding error.
-        step_size: in (0, 1]; higher => faster, and more disagreement in the end.
+        step_size: above 0; higher => faster, and more disagreement in the end. None => from theory, adapted.
 
     Raises:
-        ValueError: a field is out of range. In `init`: a topology that does not keep the mean.
+        ValueError: a field is out of range. In `init`: a topology that does not keep the mean, or on which gossip with
+            this step size diverges.
 
     Source: Lu and De Sa 2020, Moniqua: Modulo Quantized Communication in Decentralized SGD, arXiv 2002.11787.
 
@@ -57,21 +71,22 @@ class Moniqua(Gossip):
     """
 
     topology: Topology = field(default_factory=Ring)
-    theta: float = 1.0
+    theta: float | None = None
     bits: int = 2
-    step_size: float = 0.1
+    step_size: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            isinstance(self.theta, (int, float)) and 0 < self.theta < float("inf"),
+            self.theta is None or isinstance(self.theta, (int, float)) and 0 < self.theta < float("inf"),
             f"Moniqua: theta must be positive and finite, got {self.theta!r}",
         )
         require(
             isinstance(self.bits, int) and 2 <= self.bits <= 8,
             f"Moniqua: bits must be an integer from 2 to 8, got {self.bits!r}; at 1 bit rounding exceeds the modulus",
         )
-        check_number(self, "step_size", self.step_size)
+        if self.step_size is not None:
+            check_step_size(self, self.step_size)
 
     @property
     def num_steps(self) -> int:
@@ -85,17 +100,32 @@ class Moniqua(Gossip):
 
     @property
     def modulus(self) -> float:
-        """B = 2 theta / (1 - 2 delta)."""
+        """B = 2 theta / (1 - 2 delta), for a theta that is a number."""
+        require(self.theta is not None, f"{self}: theta is tracked, so the modulus changes; see facts(state)")
+        assert self.theta is not None
         return 2.0 * self.theta * self.num_steps / (self.num_steps - 2)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
+        if self.step_size is not None:
+            check_stable(self, self.step_size, size)
+
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> MoniquaPace | None:
+        given = {"theta": self.theta, "step_size": self.step_size}
+        fixed = {name: value for name, value in given.items() if value is not None}
+        if len(fixed) == len(given):
+            return None
+        x = state.layout.flatten(tensors)
+        theta = fixed["theta"] if "theta" in fixed else _range_of_all(x, comm)
+        return MoniquaPace.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
 
     def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+        if self.theta is None or self.step_size is None:
+            return self._begin_adapted(state, round, own)
+        modulus, step_size = self.modulus, self.step_size
         with state.clock("encode"):
-            wrapped = self._wrap(own)
-            key = kernels.mix_key(state.seed, 0, round.progress.step)
-            payload = self._encode(wrapped, key)
+            wrapped = self._wrap(own, modulus)
+            payload = self._encode(wrapped, self._key(state, round), modulus)
         wait = round.exchange(payload)
 
         def finish() -> Tensor:
@@ -105,20 +135,59 @@ class Moniqua(Gossip):
                 change = torch.zeros_like(own)
                 own_error = self._decode(payload, own.numel()) - wrapped
                 for peer, theirs in received.items():
-                    difference = self._wrap(self._decode(theirs, own.numel()) - own) - own_error
-                    change.add_(difference, alpha=self.step_size * round.receives[peer])
+                    difference = self._wrap(self._decode(theirs, own.numel()) - own, modulus) - own_error
+                    change.add_(difference, alpha=step_size * round.receives[peer])
                 return change
 
         return finish
 
-    def _wrap(self, x: Tensor) -> Tensor:
-        """x modulo B, in [-B/2, B/2)."""
-        half = self.modulus / 2
-        return torch.remainder(x + half, self.modulus).sub_(half)
+    def _begin_adapted(self, state: GossipState, round: Round, own: Tensor) -> Change:
+        """`begin` with a bound or a step size from measurements."""
+        pace: MoniquaPace = state.pace
+        modulus, step_size = self._modulus_at(pace), pace.step_size
+        with state.clock("encode"):
+            wrapped = self._wrap(own, modulus)
+            payload = self._encode(wrapped, self._key(state, round), modulus)
+            mine = self._decode(payload, own.numel())
+            check = pace.check_of(own, wrapped, mine, modulus)
+            message = pace.with_trailer(payload, check, own, round.progress.step)
+        wait = round.exchange(message)
 
-    def _encode(self, wrapped: Tensor, key: int) -> Tensor:
+        def finish() -> Tensor:
+            with state.clock("wait"):
+                received = wait()
+            with state.clock("decode"):
+                change, edges = torch.zeros_like(own), []
+                for peer, theirs in received.items():
+                    k = pace.crossings(self._decode(theirs[:-TRAILER_NBYTES], own.numel()), mine, modulus)
+                    holds = pace.holds(k, theirs, check)
+                    weight = step_size * round.receives[peer] * modulus / self.num_steps
+                    change.add_(k * torch.where(holds, weight, 0.0))
+                    edges.append((k, holds))
+                pace.observe(edges)
+                pace.agree(received)
+                return change
+
+        return finish
+
+    def _modulus_at(self, pace: MoniquaPace) -> float:
+        """The paper's for a theta that is a number; the smaller one that differences of codes need for a tracked one."""
+        if self.theta is not None:
+            return self.modulus
+        return 2.0 * pace.theta * self.num_steps / (self.num_steps - 1)
+
+    def _key(self, state: GossipState, round: Round) -> int:
+        """The key of the round's random numbers, the same on all workers."""
+        return kernels.mix_key(state.seed, 0, round.progress.step)
+
+    def _wrap(self, x: Tensor, modulus: float) -> Tensor:
+        """x modulo B, in [-B/2, B/2)."""
+        half = modulus / 2
+        return torch.remainder(x + half, modulus).sub_(half)
+
+    def _encode(self, wrapped: Tensor, key: int, modulus: float) -> Tensor:
         # The kernel scales by the largest magnitude, so an extra element of B/2 sets the scale.
-        x = torch.cat([wrapped, wrapped.new_tensor([self.modulus / 2])])
+        x = torch.cat([wrapped, wrapped.new_full((1,), modulus / 2)])
         quantizer = kernels.quantize.Quantizer(self.bits, self.num_steps, x.numel())
         payload = debug.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)
         kernels.quantize.encode([x], payload, [key], quantizer)
@@ -130,3 +199,11 @@ class Moniqua(Gossip):
             payload, [out], 1.0, kernels.quantize.Quantizer(self.bits, self.num_steps, numel + 1)
         )
         return out[:-1]
+
+
+def _range_of_all(x: Tensor, comm: Communicator) -> float:
+    """The largest element of all workers minus the smallest: no two workers differ by more. 1 if that is zero."""
+    finite = x[x.isfinite()] if not x.is_meta else x[:0]
+    own = (finite.min().item(), finite.max().item()) if finite.numel() else None
+    bounds = [pair for pair in comm.gather_objects(own) if pair is not None]
+    return (max(high for _, high in bounds) - min(low for low, _ in bounds) if bounds else 0.0) or 1.0

@@ -17,7 +17,7 @@ from ..comm import Communicator
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .gossip_base import Gossip
-from .gossip_checks import check_fixed_undirected, check_number
+from .gossip_checks import check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round
 from .layout import Layout
 
@@ -130,7 +130,7 @@ class PowerGossip(Gossip):
         require(
             not self.sign_p or self.rank == 1, "PowerGossip: columns of signs are not orthogonal; sign_p needs rank 1"
         )
-        check_number(self, "step_size", self.step_size)
+        check_step_size(self, self.step_size)
 
     @property
     def multiplies(self) -> bool:
@@ -138,6 +138,7 @@ class PowerGossip(Gossip):
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
+        check_stable(self, self.step_size, size)
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
         return PowerGossipMemory(state.layout)

@@ -1,13 +1,22 @@
 """Conformance suites for your own algorithms: call one in a test of your package.
 
 Each suite checks one algorithm, and raises `AssertionError` with a message if the algorithm breaks its contract. The suites
-need only PyTorch, so they work with any test runner.
+need only PyTorch, so they work with any test runner. `gossip_in_lockstep` runs thousands of rounds of a gossip averager.
 """
 
 from .averager import check_averager
 from .codec import check_codec, check_encoding
 from .communicator import check_communicator
 from .fuzz import fuzz_codec
+from .lockstep import gossip_in_lockstep
 from .memory import check_memory
 
-__all__ = ["check_averager", "check_codec", "check_communicator", "check_encoding", "check_memory", "fuzz_codec"]
+__all__ = [
+    "check_averager",
+    "check_codec",
+    "check_communicator",
+    "check_encoding",
+    "check_memory",
+    "fuzz_codec",
+    "gossip_in_lockstep",
+]

@@ -107,8 +107,8 @@ def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager
 
     Example:
         >>> import thinwire as tw
-        >>> candidates(tw.Choco(), [0.1, 0.5]), candidates(tw.Mix(), [0.1, 0.5])
-        ([Choco(step_size=0.1), Choco(step_size=0.5)], [Mix()])
+        >>> candidates(tw.Choco(), [0.1, 0.5]), candidates(tw.PushSum(), [0.1, 0.5])
+        ([Choco(step_size=0.1), Choco(step_size=0.5)], [PushSum()])
     """
     name = _step_size_field(averager)
     if name is None or not step_sizes:

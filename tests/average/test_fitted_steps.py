@@ -1,0 +1,106 @@
+"""Step sizes that follow from measurements: convergence without tuning, agreement, saving, and their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.cases import case
+from helpers.codecs import gossiped
+from helpers.fitted import fitted
+
+import thinwire as tw
+from thinwire.testing import gossip_in_lockstep
+
+
+def starts(size=8, shape=(20, 20)):
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(size)])
+
+
+def error(x):
+    return float((x - x.mean(0)).double().square().sum())
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [tw.Choco(tw.Ring(), tw.TopK(0.1)), tw.DeepSqueeze(tw.Ring(), tw.SignNorm()), tw.Moniqua()],
+    ids=repr,
+)
+def test_defaults_agree_on_a_ring_of_eight(averager):
+    x = starts()
+    mean, before = x.mean(0), error(x)
+    states = gossip_in_lockstep(averager, x, 160)
+    assert before > 50 * error(x)
+    torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-4)
+    assert len({tuple(averager.facts(state).values())[0] for state in states}) == 1
+
+
+@pytest.mark.parametrize("kind", [tw.Choco, tw.DeepSqueeze])
+def test_no_codec_makes_the_defaults_diverge(kind):
+    """benchmarks/step_sizes.py does 5,000 rounds of this; these are the coarse ones and the fast divergence."""
+    for codec in gossiped():
+        if codec.nbytes(100) < 50 or isinstance(codec, tw.SVD):  # coarse ones; fine ones leave no error
+            errors = []
+            fitted(kind, codec, starts(shape=(10, 10)), 120, lambda _, x, errors=errors: errors.append(error(x)))
+            with case(codec):
+                assert max(errors[60:]) < errors[0]
+
+
+@pytest.mark.parametrize("kind", [tw.Choco, tw.DeepSqueeze])
+def test_averagers_follow_the_definition(kind):
+    """With a codec that draws no random numbers, whose keys the simulation would have to share."""
+    expected, x = [], starts(5)
+    step_size = fitted(kind, tw.TopK(0.2), x, 12, lambda _, now: expected.append(now))
+    averager = kind(tw.Ring(), tw.TopK(0.2))
+    states = gossip_in_lockstep(averager, x, 12)
+    assert averager.facts(states[0])["step_size"] == pytest.approx(step_size, rel=1e-4)
+    assert ((x - expected[-1]).abs() > 1e-4).double().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    "averager", [tw.Choco(), tw.DeepSqueeze(tw.Ring(), tw.RandomK(0.2)), tw.Moniqua(tw.Exponential())], ids=repr
+)
+def test_a_saved_state_goes_on_to_the_bit(averager):
+    def worker(comm, stop):
+        tensors = [("x", starts(4)[comm.rank])]
+        before = tensors[0][1].clone()
+        state = averager.init(tensors, comm)
+        for step in range(11):
+            if step == stop:
+                saved = state.state_dict()
+                averager.step(state, tensors, comm).wait()  # what is loaded must not be what goes on changing
+                tensors = [("x", before.clone())]
+                state = averager.init(tensors, comm)
+                state.load_state_dict(saved)
+            averager.step(state, tensors, comm).wait()
+            before = tensors[0][1].clone()
+        return before, averager.facts(state)
+
+    whole, resumed = (tw.LocalWorld(4).run(worker, stop) for stop in (None, 5))
+    for (x, facts), (y, other) in zip(whole, resumed, strict=True):
+        assert torch.equal(x, y) and facts == other and facts["step_size"] > 0
+
+
+def test_moniqua_finds_out_that_its_bound_was_too_low():
+    """Workers agree, so the bound falls; then they differ a thousand times more, without warning."""
+    jump, errors, means = 1000.0 * starts(4).flip(0), [], []
+
+    def watch(step, x):
+        if step == 150:
+            errors.append(error(x))
+            x.add_(jump)
+            means.append(x.mean(0))
+            errors.append(error(x))
+
+    x = starts(4)
+    gossip_in_lockstep(tw.Moniqua(), x, 500, watch)
+    assert errors[0] < 1.0 and error(x) < errors[1] / 1000
+    torch.testing.assert_close(x.mean(0), means[0], rtol=0, atol=0.05)
+
+
+def test_steps_above_one_are_faster():
+    """The slowest difference on a ring of 8 shrinks by |1 - 1.3084 mu_2| = 0.7444 a round, and by 0.8047 at step size 1."""
+    slowest = torch.cos(torch.arange(8) * (2 * torch.pi / 8)).view(8, 1)
+    for averager, factor in ((tw.Mix(), 0.8047), (tw.Mix(step_size=1.3084), 0.7444)):
+        x = slowest.clone()
+        gossip_in_lockstep(averager, x, 10)
+        assert (x.norm() / slowest.norm()).item() == pytest.approx(factor**10, rel=2e-3)
