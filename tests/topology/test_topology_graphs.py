@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from thinwire import topology as tw
+from thinwire.topology.speed import rounds_to_reach_all
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "topologies.md"
 
@@ -183,6 +184,37 @@ def test_exponential_distances():
     assert distances(tw.Exponential(bidirectional=True), 8) == [[1, 7], [2, 6], [4]], "no double edge across"
 
 
+def test_alternating_exponential_distances():
+    """As the scripts of Stochastic Gradient Push: both ways before the next power, and no distance twice."""
+    assert distances(tw.Exponential(alternating=True), 16) == [[1], [15], [2], [14], [4], [12], [8]]
+    assert distances(tw.Exponential(alternating=True), 3) == [[1], [2]]
+
+
+@pytest.mark.parametrize("topology", [tw.Ring(), tw.DirectedRing(), tw.Star(), tw.ErdosRenyi()], ids=repr)
+def test_a_mixing_matrix_is_the_graph_that_it_was_read_from(topology):
+    copy = tw.MixingMatrix(topology.matrix(0, 6))
+    for rank in range(6):
+        assert copy.neighbours(rank, 5, 6) == topology.neighbours(rank, 5, 6)
+    with pytest.raises(ValueError, match="6 rows cannot connect 5 workers"):
+        copy.validate(5)
+
+
+def test_watts_strogatz_of_odd_degree():
+    lattice = nx.circulant_graph(12, [1])
+    lattice.add_edges_from((i, (i + 2) % 12) for i in range(0, 12, 2))
+    assert edges(as_networkx(tw.WattsStrogatz(degree=3, rewire=0.0), 12)) == edges(lattice)
+    assert len(edges(as_networkx(tw.WattsStrogatz(degree=5, rewire=0.5), 12))) == 5 * 12
+
+
+@pytest.mark.parametrize("topology", [tw.Ring(), tw.Exponential(), tw.DirectedRing(), tw.Star()], ids=repr)
+def test_news_reaches_all_in_as_many_rounds_as_its_matrices_need(topology):
+    rounds = rounds_to_reach_all(topology, 9, 1)
+    reached = [np.eye(9)]
+    for step in range(1, 1 + rounds):
+        reached.append(topology.matrix(step, 9) @ reached[-1])
+    assert (reached[rounds] > 0).all() and not (reached[rounds - 1] > 0).all()
+
+
 def test_linear_distances():
     assert distances(tw.Linear(), 8) == [[1], [7], [3], [5]]
     assert distances(tw.Linear(peers=2), 8) == [[1, 7], [3, 5]]
@@ -330,7 +362,14 @@ def test_impossible_numbers_of_workers(topology, size, message):
         (lambda: tw.Star(weights="heavy"), "'metropolis' or 'uniform', got 'heavy'"),
         (lambda: tw.ErdosRenyi(probability=1.5), "between 0 and 1, got 1.5"),
         (lambda: tw.ErdosRenyi(seed=-1), "must not be negative"),
-        (lambda: tw.WattsStrogatz(degree=3), "even"),
+        (lambda: tw.WattsStrogatz(degree=1), "at least 2"),
+        (lambda: tw.Exponential(alternating=True, static=True), "leave out static"),
+        (lambda: tw.MixingMatrix([[1.0, 0.5], [0.0]]), "row 1 has 1 numbers, expected 2"),
+        (lambda: tw.MixingMatrix([[0.5, 0.5], [0.4, 0.5]]), "column 0 sums to 0.9, expected 1"),
+        (lambda: tw.MixingMatrix([[0.0, 1.0], [1.0, 0.0]]), "worker 0 must give itself"),
+        (lambda: tw.MixingMatrix([[1.5, 0.0], [-0.5, 1.0]]), "weights are 0 to 1, got 1.5 in row 0, column 0"),
+        (lambda: tw.MixingMatrix([[1.0, 0.0], [0.0, 1.0]]), "disconnected"),
+        (lambda: tw.MixingMatrix(3), "W rows of W numbers"),
         (lambda: tw.WattsStrogatz(rewire=-0.1), "rewire is a probability"),
         (lambda: tw.Torus(rows=0), "rows"),
         (lambda: tw.Graph(edges=((0, 0),)), r"leave out the edge \(0, 0\)"),

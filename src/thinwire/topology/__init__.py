@@ -7,6 +7,7 @@ from .compose import Hierarchical, Phases
 from .draw import draw
 from .edges import DirectedGraph, Graph, from_networkx
 from .facts import describe, facts
+from .mixing_matrix import MixingMatrix
 from .named import DavisSouthernWomen, Hypercube, Star, Torus
 from .random_graphs import ErdosRenyi, WattsStrogatz
 from .random_pairs import RandomPairs
@@ -24,6 +25,7 @@ __all__ = [
     "Hierarchical",
     "Hypercube",
     "Linear",
+    "MixingMatrix",
     "Neighbours",
     "RandomPairs",
     "Ring",

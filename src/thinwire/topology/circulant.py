@@ -161,20 +161,29 @@ class Exponential(Circulant):
         peers: messages that each worker sends a step; higher => fewer steps to agreement, more bytes a step.
         static: the distances of all steps at every step (Ying et al. 2021, arXiv 2110.13363).
         bidirectional: both signs of every distance, so that the graph is undirected and messages double.
+        alternating: both signs of every distance, one after the other: +1, -1, +2, -2, +4, -4, ..., as the scripts of
+            Stochastic Gradient Push run it. A distance that equals an earlier one modulo W is left out.
+
+    Raises ValueError for `alternating` with `static` or `bidirectional`.
 
     Example:
         >>> [list(Exponential().neighbours(rank=0, step=step, size=16).sends) for step in range(5)]
         [[1], [2], [4], [8], [1]]
         >>> list(Exponential(peers=2).neighbours(rank=0, step=1, size=9).sends)
         [3, 6]
+        >>> [list(Exponential(alternating=True).neighbours(rank=0, step=step, size=8).sends) for step in range(6)]
+        [[1], [7], [2], [6], [4], [1]]
     """
 
     peers: int = 1
     static: bool = False
     bidirectional: bool = False
+    alternating: bool = False
 
     def __post_init__(self) -> None:
         check_peers(self, self.peers)
+        if self.alternating and (self.static or self.bidirectional):
+            raise ValueError(f"{self!r}: alternating sends one sign a step; leave out static and bidirectional")
 
     def _groups(self, size: int) -> Groups:
         groups: list[tuple[int, ...]] = []
@@ -182,7 +191,14 @@ class Exponential(Circulant):
         while power < size:
             group = [j * power for j in range(1, self.peers + 1)]
             groups.append(tuple(both_signs(group) if self.bidirectional else group))
+            if self.alternating:
+                groups.append(tuple(-d for d in group))
             power *= self.peers + 1
+        if self.alternating:
+            first: dict[frozenset[int], tuple[int, ...]] = {}
+            for group in groups:
+                first.setdefault(frozenset(distinct(group, size)), group)
+            return tuple(first.values())
         return (tuple(d for group in groups for d in group),) if self.static else tuple(groups)
 
     def _validate(self, size: int) -> None:

@@ -103,12 +103,13 @@ class ErdosRenyi(RandomGraph):
 class WattsStrogatz(RandomGraph):
     """A small world: a ring where each worker knows its `degree` nearest, with some edges rewired, connected.
 
+    With an odd degree every second worker knows one more, at distance `(degree + 1) / 2`; networkx rounds an odd degree down.
     Each edge `(i, i + d)`, `d = 1..degree/2`, moves its far end with probability `rewire` to a rank drawn
     uniformly among those that are not yet peers of i (Watts and Strogatz, Nature 393, 1998). Where `degree >= W - 1`
     it is complete.
 
     Args:
-        degree: the mean number of peers, even; higher => faster agreement, more bytes.
+        degree: the mean number of peers, 2 or more; higher => faster agreement, more bytes.
         rewire: probability that an edge is rewired; 0 is a ring lattice, 1 almost a random graph.
         seed: of the graph; not negative.
         weights: `"metropolis"` (doubly stochastic) or `"uniform"` (column-stochastic: for push-sum).
@@ -127,11 +128,13 @@ class WattsStrogatz(RandomGraph):
 
     def __post_init__(self) -> None:
         _check(self, "rewire", self.rewire)
-        if self.degree < 2 or self.degree % 2:
-            raise ValueError(f"{self!r}: the degree must be even and at least 2, got {self.degree}")
+        if self.degree < 2:
+            raise ValueError(f"{self!r}: the degree must be at least 2, got {self.degree}")
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
+        if self.degree % 2:
+            lattice += [(rank, (rank + self.degree // 2 + 1) % size) for rank in range(0, size, 2)]
         peers: list[set[int]] = [set() for _ in range(size)]
         for i, j in lattice:
             _connect(peers, i, j)

@@ -33,7 +33,7 @@ def test_rows_of_a_known_graph(tmp_path, capsys):
     assert mix[0]["squared_error"] == pytest.approx((x - x.mean(0)).square().sum().item() / 8, rel=1e-6)
     assert mix[2]["squared_error"] > 0.01 and mix[3]["squared_error"] < 1e-11
     assert {row["averager"] for row in choco} == {"Choco(step_size=0.5)"} and choco[0]["step_size"] == 0.5
-    assert mix[0]["step_size"] is None and choco[0]["squared_error"] == mix[0]["squared_error"]
+    assert mix[0]["step_size"] == 1.0 and choco[0]["squared_error"] == mix[0]["squared_error"]
     assert "<svg" in figure.read_text()
     printed = capsys.readouterr().out
     assert "consensus: step 8/8" in printed and "Choco(step_size=0.5), step size 0.5" in printed
