@@ -116,8 +116,8 @@ def test_start_values(data):
     [
         (["--averager", "Mx()"], "did you mean 'Mix'"),
         (["--averager", "Ring()"], "'Ring()' is no averager"),
-        (["--averager", "Choco(step_size=-2.0)"], "step_size must be above 0, got -2.0"),
-        (["--step-sizes", "2.0"], "step_size must be above 0"),
+        (["--averager", "Choco(step_size=0.0)"], "step_size must be above 0, got 0.0"),
+        (["--step-sizes", "0.0"], "step_size must be above 0"),
         (["--averager", "Mix(DirectedRing())", "PowerGossip(Exponential())"], "must not change with time"),
         (["--averager", "Mix(Torus())", "--workers", "7"], "7 is prime"),
         (["--workers", "1"], "workers must be 2 or more, got 1"),
