@@ -196,8 +196,8 @@ class Exponential(Circulant):
             power *= self.peers + 1
         if self.alternating:
             first: dict[frozenset[int], tuple[int, ...]] = {}
-            for group in groups:
-                first.setdefault(frozenset(distinct(group, size)), group)
+            for offsets in groups:
+                first.setdefault(frozenset(distinct(offsets, size)), offsets)
             return tuple(first.values())
         return (tuple(d for group in groups for d in group),) if self.static else tuple(groups)
 
