@@ -80,8 +80,8 @@ def _sgp_task() -> Task:
     late = after | {"overlap": True, "staleness": 1}
     methods = {
         "sgp-dense": Method("gradients, averaged over all workers (AR-SGD in the paper)"),
-        "sgp": _gossip("push-sum, one peer a step, exponential graph", "PushSum(Exponential())", after),
-        "osgp": _gossip("likewise, messages fly during the next step", "PushSum(Exponential())", late),
+        "sgp": _gossip("push-sum, one peer a step, exponential graph", "PushSum(Exponential(alternating=True))", after),
+        "osgp": _gossip("likewise, messages fly during the next step", "PushSum(Exponential(alternating=True))", late),
         "sgp-2peer": _gossip("push-sum, two peers a step", "PushSum(Exponential(peers=2))", after),
         "dpsgd": _gossip("D-PSGD, both ways with one peer a step", "Mix(BipartiteExponential())", after),
         "adpsgd": _gossip("AD-PSGD: with one neighbour, whenever it answers", "Pairwise()", {}),
