@@ -87,8 +87,9 @@ def _names(room: ModuleType) -> list[str]:
 
 
 def _address(value: object, name: str, room: ModuleType) -> str:
-    """Where a public name is defined; in its room, `chain` would mean the file."""
-    return f"{getattr(value, '__module__', room.__name__)}.{name}"
+    """Where a public name is defined; in its room, `chain` would mean the file. Aliases of types have PyTorch's or Python's."""
+    defined_in = str(getattr(value, "__module__", ""))
+    return f"{defined_in if defined_in.startswith('thinwire.') else room.__name__}.{name}"
 
 
 class Examples(griffe.Extension):

@@ -28,8 +28,18 @@ class StrategyState:
         strategy: what `compress_gradients` or another strategy returned.
 
     Example:
-        >>> # dcp.save({"model": model_state, "thinwire": StrategyState(strategy)}, checkpoint_id=folder)
-        >>> # load(strategy, folder)
+        >>> import tempfile, torch, thinwire as tw
+        >>> import torch.distributed.checkpoint as dcp
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(4, 3)
+        ...     handle = tw.compress_gradients(model, tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()), comm=comm)
+        ...     model(torch.ones(2, 4)).square().sum().backward()
+        ...     with tempfile.TemporaryDirectory() as folder:
+        ...         dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=folder)
+        ...         load(handle, folder)
+        ...     return list(handle.state_dict())
+        >>> tw.LocalWorld(1).run(worker)
+        [['rank0']]
     """
 
     def __init__(self, strategy: Strategy):
