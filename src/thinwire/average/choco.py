@@ -17,9 +17,8 @@ from ..membership import mean_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
+from .fitted_gossip import FittedGossip
 from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_base import Gossip
-from .gossip_checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
@@ -49,7 +48,7 @@ class ChocoMemory:
 
 
 @dataclass(frozen=True, repr=False)
-class Choco(Gossip):
+class Choco(FittedGossip):
     """CHOCO-Gossip. Neighbours know each worker's public copy `h_i`; worker i also keeps `s_i = sum_j P_ij h_j`:
 
         q_i = C(x_i - h_i)   is sent;   h_i += q_i;   s_i += sum_j P_ij q_j;   x_i += step_size (s_i - h_i)
@@ -98,22 +97,6 @@ class Choco(Gossip):
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
     step_size: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_codec(self, self.codec)
-        if self.step_size is not None:
-            check_step_size(self, self.step_size)
-
-    def check_topology(self, size: int) -> None:
-        check_fixed_undirected(self, size)
-        if self.step_size is not None:
-            check_stable(self, self.step_size, size)
-
-    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
-        if self.step_size is not None:
-            return None
-        return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)

@@ -15,9 +15,8 @@ from ..membership import dealt, norm_of
 from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
+from .fitted_gossip import FittedGossip
 from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_base import Gossip
-from .gossip_checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Change, GossipState, Round, tensor_keys
 from .layout import Layout
 
@@ -44,7 +43,7 @@ class DeepSqueezeMemory:
 
 
 @dataclass(frozen=True, repr=False)
-class DeepSqueeze(Gossip):
+class DeepSqueeze(FittedGossip):
     """Error-compensated gossip, with a memory `d_i` that starts at zero:
 
         v_i = x_i + d_i;   C(v_i) is sent;   d_i = v_i - C(v_i);   x_i += step_size sum_j P_ij (C(v_j) - C(v_i))
@@ -88,22 +87,6 @@ class DeepSqueeze(Gossip):
     topology: Topology = field(default_factory=Ring)
     codec: Codec = field(default_factory=lambda: QSGD(bits=4))
     step_size: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_codec(self, self.codec)
-        if self.step_size is not None:
-            check_step_size(self, self.step_size)
-
-    def check_topology(self, size: int) -> None:
-        check_fixed_undirected(self, size)
-        if self.step_size is not None:
-            check_stable(self, self.step_size, size)
-
-    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
-        if self.step_size is not None:
-            return None
-        return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))

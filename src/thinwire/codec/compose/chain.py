@@ -137,7 +137,7 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
         )
         codec, *coders = links
         assert isinstance(codec, Codec)
-        return Transformed(first, chain(codec, *coders) if coders else codec)
+        return Transformed(chain(codec, *coders) if coders else codec, first)
     require(isinstance(first, Codec), f"chain: the first link must be a codec such as TopK(0.01), got {first!r}")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
     *others, last = links

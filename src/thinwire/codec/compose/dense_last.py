@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
-from ..base import Codec
 from ..types import Key
+from .wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
-class DenseLast(Codec):
+class DenseLast(Wrapper):
     """Encodes the complete buckets of each segment with a codec, and sends the elements after them as float32.
 
     A last bucket that is short has a scale of its own for few elements. The quantizers of the ALQ paper leave it exact:
@@ -42,24 +42,11 @@ class DenseLast(Codec):
         True
     """
 
-    codec: Codec
-
     def __post_init__(self) -> None:
         require(
             self.codec.bucket_size is not None and self.codec.agreement is None,
             f"DenseLast: {self.codec} has no buckets that each worker encodes alone; use one such as QSGD(bits=4)",
         )
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.codec,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return replace(self, codec=fn(self.codec))
-
-    @property
-    def unbiased(self) -> bool:
-        """The same as for the codec: what is sent dense loses nothing."""
-        return self.codec.unbiased
 
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         return [s.reshape(-1)[: self._whole(s.numel())] for s in segments]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
-from ..base import Codec
 from ..types import Symbols
+from .wrapper import Wrapper
 
 
 class EntropyCoder(Algorithm, ABC):
@@ -57,10 +56,9 @@ class Huffman(EntropyCoder):
 
 
 @dataclass(frozen=True, repr=False)
-class EntropyCoded(Codec):
+class EntropyCoded(Wrapper):
     """The result of `chain(codec, coder)`: the payload is [the codec's scales][its symbols, coded]."""
 
-    codec: Codec
     coder: EntropyCoder
 
     fixed_size: ClassVar[bool] = False
@@ -70,17 +68,6 @@ class EntropyCoded(Codec):
             self.codec.symbols([1]) is not None,
             f"chain: {self.codec} has no symbols of up to 8 bits to code; use one that quantizes, such as QSGD(bits=4)",
         )
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.codec,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return replace(self, codec=fn(self.codec))
-
-    @property
-    def unbiased(self) -> bool:
-        """The same as for the codec: entropy coding loses nothing."""
-        return self.codec.unbiased
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self._links()))})"

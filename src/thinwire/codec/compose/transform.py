@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...algorithm import Algorithm, require
-from ..base import Codec
+from .wrapper import Wrapper
 
 
 class Transform(Algorithm, ABC):
@@ -143,11 +143,10 @@ class DCT(Transform):
 
 
 @dataclass(frozen=True, repr=False)
-class Transformed(Codec):
+class Transformed(Wrapper):
     """The result of `chain(transform, codec)`: the payload is that of `codec` for the new coordinates."""
 
     transform: Transform
-    codec: Codec
 
     needs_shape: ClassVar[bool] = True
 
@@ -159,22 +158,12 @@ class Transformed(Codec):
         )
 
     @property
-    def unbiased(self) -> bool:
-        return self.codec.unbiased
-
-    @property
     def fixed_size(self) -> bool:
         return self.codec.fixed_size
 
     @property
     def shared_key(self) -> bool:
         return self.codec.shared_key
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.codec,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return replace(self, codec=fn(self.codec))
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self._links()))})"

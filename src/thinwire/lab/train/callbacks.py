@@ -48,16 +48,13 @@ def worker_differences(model: nn.Module, row: Mapping[str, Any], comm: Communica
     `s_1^2 / sum s_i^2` as `difference_rank1_share`, and of the root of `sum s_i^2` as `difference_norm`. PowerGossip sends
     one rank-1 step of such differences (Vogels et al. 2020, arXiv 2008.01425, section 5).
     """
+    matrices = [p.detach().float().reshape(len(p), -1) for p in model.parameters() if p.ndim >= 2]
+    if comm.size == 1 or not matrices:
+        return {}
     shares, norms = [], []
-    for parameter in model.parameters():
-        if parameter.ndim < 2:
-            continue
-        everyone = comm.all_gather(parameter.detach().float().reshape(-1)).wait()
-        if comm.size == 1:
-            continue
-        squares = torch.linalg.svdvals((everyone[1] - everyone[0]).view(len(parameter), -1)).square()
+    for own in matrices:
+        first, second = (comm.broadcast(own.clone(), root=rank).wait() for rank in (0, 1))
+        squares = torch.linalg.svdvals(second - first).square()
         norms.append(squares.sum().sqrt().item())
         shares.append((squares[0] / squares.sum().clamp(min=1e-30)).item())
-    if not norms:
-        return {}
     return {"difference_rank1_share": sum(shares) / len(shares), "difference_norm": sum(norms) / len(norms)}
