@@ -82,8 +82,8 @@ class Communicator(ABC):
         num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))
         messages = 2 * (self.size - 1) if num_bytes else 0
         start = partial(self._start_all_reduce, tensor.detach())
-        traffic, moves = (messages, num_bytes, num_bytes), Ring(check.num_bytes(tensor))
-        return self._submit("all_reduce", [tensor], start, tensor, traffic, lambda: moves)
+        moves = partial(Ring, check.num_bytes(tensor))
+        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes), moves)
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
@@ -149,10 +149,13 @@ class Communicator(ABC):
         num_bytes = check.num_bytes(tensor)
         parents, children = broadcast_tree(self.size, self.rank, root) if num_bytes else ([], [])
         traffic = (len(children), len(children) * num_bytes, len(parents) * num_bytes)
-        moves = Relay(tuple((peer, num_bytes) for peer in parents), tuple((peer, num_bytes) for peer in children))
+
+        def moves() -> Moves:
+            return Relay(tuple((peer, num_bytes) for peer in parents), tuple((peer, num_bytes) for peer in children))
+
         start = partial(self._start_broadcast, as_bytes(tensor), root)
         sent = [tensor] if self.rank == root else []
-        return self._submit("broadcast", [tensor], start, tensor, traffic, lambda: moves, sent)
+        return self._submit("broadcast", [tensor], start, tensor, traffic, moves, sent)
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
@@ -310,9 +313,12 @@ class Communicator(ABC):
         others, num_bytes = self.size - 1, check.num_bytes(tensor)
         messages = others * (2 if num_bytes else 1)
         traffic = (messages, others * (8 + num_bytes), 8 * others)
-        messages_by_peer = tuple((peer, 8 + num_bytes) for peer in self._others([tensor] * self.size))
-        moves = Messages(messages_by_peer, messages_by_peer)  # the model does not use the sizes of receives
-        handle = self._submit("all_gather", [tensor], start, result, traffic, lambda: moves, [tensor])
+
+        def moves() -> Moves:
+            by_peer = tuple((peer, 8 + num_bytes) for peer in self._others([tensor] * self.size))
+            return Messages(by_peer, by_peer)  # the model does not use the sizes of receives
+
+        handle = self._submit("all_gather", [tensor], start, result, traffic, moves, [tensor])
         return Handle(partial(self._count_received, handle))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:

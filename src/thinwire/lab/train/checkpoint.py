@@ -271,7 +271,7 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
         except SharedError as error:
             mistakes.append(str(error))
             continue
-        run_on_all(comm, partial(_restore, path, shared, parts, training, meter, comm))
+        run_on_all(comm, partial(_restore, path, facts["workers"], shared, parts, training, meter, comm))
         if mistakes and comm.rank == 0:
             _set_aside(folder, names[: len(mistakes)], mistakes[0], path)
         return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
@@ -292,13 +292,14 @@ def _read_all(path: Path, comm: Communicator) -> tuple[dict[str, Any], dict[str,
 
 def _restore(
     path: Path,
+    workers: int,
     shared: dict[str, Any],
     parts: list[dict[str, Any]],
     training: Training,
     meter: Meter,
     comm: Communicator,
 ) -> None:
-    alike = describe(path)["workers"] == comm.size
+    alike = workers == comm.size
     try:
         own = parts[0] if alike else training.deal(shared, parts, comm.rank, comm.size)
         meters = [part["meter"] for part in parts]
