@@ -10,6 +10,7 @@ from helpers.traffic import bytes_sent_to
 from torch import nn
 
 import thinwire as tw
+from thinwire.strategy.shard_compression import _sizes
 
 
 def between_replicas(comm, mesh, before, after):
@@ -256,3 +257,13 @@ def test_fsdp_with_4_bits_sends_7_times_fewer_bytes():
     assert sum(dense for dense, *_ in results) > 7 * sum(thin for _, thin, _ in results)
     dense_loss, thin_loss = results[0][2]
     assert thin_loss < 1.05 * dense_loss
+
+
+def test_a_worker_chooses_no_more_memory_than_the_codec_bounds():
+    """Sizes travel first where they depend on the data; rank 1 announces 9 bytes to all, where 8 are the most."""
+
+    def worker(comm):
+        return _sizes(comm, [torch.zeros(8 + comm.rank)] * 2, limit=8)
+
+    with pytest.raises(tw.comm.CommunicationError, match="rank 1 announced 9 elements, expected 0 to 8"):
+        tw.LocalWorld(2).run(worker)

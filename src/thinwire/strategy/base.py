@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ from .models import NamedParameters, check_model
 from .nonfinite import NonfiniteSteps
 from .optimizer_step import Arguments
 from .shards import Shards
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of `typing` from Python 3.11 on
 
 
 class Strategy(ABC):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,13 @@ from .. import debug
 from ..algorithm import require
 from ..clock import Clock
 from ..codec import QSGD, Codec, Key
-from ..comm import Ledger, ProcessGroupCommunicator
+from ..comm import Communicator, Ledger, ProcessGroupCommunicator
+from ..comm.check import announced_sizes
 from ..comm.dense import gather_shards, reduce_scatter_shards
 from .shards import reshard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of `typing` from Python 3.11 on
 
 CALL = "compress_shards"
 FOUR_BITS = QSGD(bits=4)
@@ -151,7 +155,8 @@ class _Wire:
         with owner._clock("encode"):
             payload = codec.encode(shard, keys[comm.rank])
         with owner._clock("wait"):
-            payloads = comm.all_gather(payload, variable=not codec.fixed_size).wait()
+            limit = codec.nbytes(shard.numel())
+            payloads = comm.all_gather(payload, variable=not codec.fixed_size, limit=limit).wait()
         with owner._clock("decode"):
             for part, received, key in zip(output.view(comm.size, -1), payloads, keys, strict=True):
                 _decode(codec, [received], part, key)
@@ -169,7 +174,7 @@ class _Wire:
                 codec.encode(part, part_key) for part, part_key in zip(whole.view(comm.size, -1), keys, strict=True)
             ]
         with owner._clock("wait"):
-            sizes = None if codec.fixed_size else _sizes(comm, messages)
+            sizes = None if codec.fixed_size else _sizes(comm, messages, codec.nbytes(output.numel()))
             received = comm.all_to_all(messages, sizes).wait()
         with owner._clock("decode"):
             _decode(codec, received, output, keys[comm.rank])
@@ -225,10 +230,10 @@ def _decode(codec: Codec, payloads: Sequence[Tensor], out: Tensor, key: Key) -> 
         out.copy_(buffer)
 
 
-def _sizes(comm: ProcessGroupCommunicator, messages: list[Tensor]) -> list[int]:
-    """Bytes of what each worker sends to this one."""
+def _sizes(comm: Communicator, messages: list[Tensor], limit: int) -> list[int]:
+    """Bytes of what each worker sends to this one, at most `limit` each; more is a `CommunicationError`."""
     lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
-    return [int(n) for n in torch.cat(comm.all_to_all(list(lengths.split(1))).wait())]
+    return announced_sizes(torch.cat(comm.all_to_all(list(lengths.split(1))).wait()).tolist(), limit)
 
 
 def compress_shards(
