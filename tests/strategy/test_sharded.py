@@ -225,6 +225,17 @@ def shard_worker(comm):
     backward(exact, comm.rank, 0)  # detached: dense again
     torch.testing.assert_close(gradients(exact), expected)
 
+    # Parameters alone: gradients stay dense, and yet each step rounds parameters with random numbers of its own.
+    found = []
+    with tw.compress_shards(exact, gradients=None, parameters=tw.QSGD(bits=4)) as handle:
+        for _ in range(2):
+            exact.zero_grad()
+            backward(exact, comm.rank, 0)
+            found.append(gradients(exact))
+        assert handle.state_dict() == {"": 2, "hidden": 2}
+        assert not handle.ledger.collectives.keys() & {"all_to_all"}
+    assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+
     counts, losses = [sum(bytes_sent_to(comm))], []
     handle = tw.compress_shards(thin, gradients=tw.QSGD(bits=4), parameters=tw.QSGD(bits=4))
     for model in (dense, thin):

@@ -10,7 +10,7 @@ take. Here they encode:
                      adds what it got in one pass, in rank order.
 
 Random numbers. The forward and the backward pass of a step gather the same bits: the key of a module's parameters counts its
-reduce-scatters so far.
+reduce-scatters so far, encoded or dense. So every step rounds with new random numbers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ShardCompression:
         for module, wire in zip(modules, self._wires, strict=True):
             if parameters is not None:
                 module.set_custom_all_gather(_AllGather(wire))
+            module.set_custom_reduce_scatter(_ReduceScatter(wire))  # also where it stays dense: it counts steps
             if gradients is not None:
-                module.set_custom_reduce_scatter(_ReduceScatter(wire))
                 module.set_force_sum_reduction_for_comms(True)  # FSDP divides, by the factor that the user chose
 
     @property
@@ -178,7 +178,6 @@ class _Wire:
             received = comm.all_to_all(messages, sizes).wait()
         with owner._clock("decode"):
             _decode(codec, received, output, keys[comm.rank])
-        self.step += 1
 
 
 class _AllGather:
@@ -203,9 +202,12 @@ class _ReduceScatter:
         self.allocate = wire.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        if self._wire.owner.is_detached:
+        owner = self._wire.owner
+        if owner.is_detached or owner.gradients is None:
+            self._wire.step += 1
             return reduce_scatter_shards(output_tensor, input_tensor, group, op, async_op)
         self._wire.reduce_scatter(output_tensor, input_tensor, group)
+        self._wire.step += 1
         return None
 
 
