@@ -150,6 +150,11 @@ class Averager(Algorithm, ABC):
         """The Euclidean norm of this worker's own memory: what would be lost with it."""
         return 0.0
 
+    def rewind(self, state: Any, saved: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned before a round that was given up, though it may have ended here."""
+        self.discard(state)
+        state.load_state_dict(saved)
+
     def regroup(
         self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:

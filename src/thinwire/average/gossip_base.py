@@ -176,6 +176,10 @@ class Gossip(Averager):
             self.regroup_memory(state, tensors, comm, before)
         state.pace = self.init_pace(state, tensors, comm)
 
+    def rewind(self, state: GossipState, saved: dict[str, Any]) -> None:
+        state.completed, state.finite = state.progress.step, True
+        state.load_state_dict(saved)
+
     def _topology_of(self, size: int) -> Topology:
         if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be
             return Ring()

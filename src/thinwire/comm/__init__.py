@@ -2,9 +2,12 @@
 
 from .base import Communicator
 from .channel import Channel, Message
+from .elastic import ElasticCommunicator
 from .handle import CommunicationError, Handle
 from .ledger import Ledger
+from .lighthouse import Lighthouse
 from .local_world import LocalWorld
+from .members import Loss, Members, RoundCounts
 from .process_group import Group, ProcessGroupCommunicator
 from .process_world import ProcessWorld
 from .virtual import VirtualClock
@@ -13,12 +16,17 @@ __all__ = [
     "Channel",
     "CommunicationError",
     "Communicator",
+    "ElasticCommunicator",
     "Group",
     "Handle",
     "Ledger",
+    "Lighthouse",
     "LocalWorld",
+    "Loss",
+    "Members",
     "Message",
     "ProcessGroupCommunicator",
     "ProcessWorld",
+    "RoundCounts",
     "VirtualClock",
 ]

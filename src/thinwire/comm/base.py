@@ -19,6 +19,8 @@ Devices    CUDA tensors are read after the work that is on the caller's current 
 Errors     A mistake of the caller is a ValueError, raised at the call, before anything is sent or counted. A failure on the
            way is a `CommunicationError`, raised by `wait()`: it names this rank, the operation and, if known, the peer. It
            comes within the timeout, or at once if a peer has died. After a failure the communicator cannot be used.
+Rounds     Only an elastic communicator (`elastic.py`) has any: there the workers, rank and size change between rounds, and
+           a failure ends the round, not the run. Strategies ask `is_elastic`.
 Ledger     Counts the bytes of each operation at its call, except those that an `all_gather` of variable size receives,
            which it counts at `wait()`; see `ledger.py`.
 """
@@ -30,7 +32,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from .members import Members
 from .virtual import VirtualClock, messages_of, traced
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
@@ -248,6 +251,35 @@ class Communicator(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # ---- rounds; only an elastic communicator has any ----
+
+    is_elastic: ClassVar[bool] = False
+    """Whether workers come and go between rounds."""
+
+    in_round: bool = True
+    """Whether a round is open, so that operations may be called."""
+
+    def form_round(self) -> Members | None:
+        """Agree on the workers of the next round. Returns None if they are the same, and nobody needs healing."""
+        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
+
+    def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Send the state that `save` returns from `members.source` to the workers that are healed, which `load` it."""
+        raise NotImplementedError(f"{type(self).__name__} heals nobody")
+
+    def open_round(self, members: Members | None) -> None:
+        """Begin the round that `form_round` formed."""
+        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
+
+    def close_round(self, success: bool, norm: float = 0.0) -> bool:
+        """End the round. Returns whether all workers of the round commit it: all of them had success, and know it.
+
+        Args:
+            success: whether this worker has all results.
+            norm: of this worker's own memory, for the report of what is lost with it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
 
     # ---- what a backend implements; a primitive starts an operation and returns a function that waits for it ----
 

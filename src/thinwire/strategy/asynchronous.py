@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..algorithm import require
+from ..average.base import NamedTensors
 from ..average.pairwise import Pairwise
 from ..comm import Communicator
 from .gossip_base import GossipStrategy
@@ -107,6 +108,15 @@ class AsynchronousGossip(GossipStrategy):
     def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
         """Every worker goes on from the mean model, in which nothing is pending."""
         return {**saved[0], "pending": {name: torch.zeros_like(t) for name, t in saved[0]["pending"].items()}}
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return []
+
+    def _shared(self) -> dict[str, Any]:
+        raise AssertionError("a communicator with channels is not elastic")
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        raise AssertionError("a communicator with channels is not elastic")
 
     def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
         self._publish(what)

@@ -16,6 +16,8 @@ A derived class defines:
     `_state`                     the averager's state
     `_own_state`, `_load_own`    what it saves and restores
     `_deal`                      makes its state from those of all workers, of which there were more or fewer
+    `_averaged`                  the averager's states, with the tensors of each
+    `_shared`, `_adopt`          what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
@@ -34,7 +36,7 @@ import torch
 from torch import nn
 
 from ..algorithm import require
-from ..average.base import Averager
+from ..average.base import Averager, NamedTensors
 from ..average.pairwise import Pairwise
 from ..comm import Communicator, Group, Ledger, ProcessGroupCommunicator
 from .attached import register, release, require_unattached
@@ -43,6 +45,7 @@ from .models import NamedParameters, check_model
 from .nonfinite import NonfiniteSteps
 from .optimizer_step import Arguments
 from .shards import Shards
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of `typing` from Python 3.11 on
@@ -123,7 +126,8 @@ class Strategy(ABC):
         """
         require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
         self._ready()
-        self.comm.check_agreement({"epoch": epoch})
+        if not self.comm.is_elastic:  # there, workers are made equal instead
+            self.comm.check_agreement({"epoch": epoch})
         for state in self._states:
             self.averager.set_epoch(state, epoch)
 
@@ -201,6 +205,18 @@ class Strategy(ABC):
         """What `_load_own` takes, made of what `_own_state` returned on all workers, in rank order."""
 
     @abstractmethod
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        """The averager's states, with the tensors of each."""
+
+    @abstractmethod
+    def _shared(self) -> dict[str, Any]:
+        """What a worker that joins must know, as tensors and plain values: the model and what all workers share."""
+
+    @abstractmethod
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        """Take over what `_shared` returned on a live worker; own memory starts at zero."""
+
+    @abstractmethod
     def _ready(self) -> None:
         """Wait until the communicator is free for the caller."""
 
@@ -229,6 +245,31 @@ class Strategy(ABC):
         return [self._state]
 
     # ---- what a derived class uses ----
+
+    def begin_round(self) -> None:
+        """On an elastic communicator: agree on the workers of the next round, unless one is open.
+
+        The model's forward pass does it too, in training mode. Call it before to learn rank and size, such as for the
+        choice of a batch.
+
+        Raises:
+            CommunicationError: not enough workers came in time.
+        """
+        self._transaction.begin()
+
+    def _begin_rounds(self, averager: Averager) -> None:
+        """Make the transactions, once all that they need is there; begin each with the model's forward pass."""
+        require(
+            not (self.comm.is_elastic and self._shards), f"{self.call}: a sharded model needs a fixed number of workers"
+        )
+        self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._adopt)
+        if self.comm.is_elastic:
+            hook = self._model.register_forward_pre_hook(self._before_forward)
+            self._on_detach(hook.remove)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.begin_round()
 
     @contextmanager
     def _attaching(self, group: Any = None) -> Iterator[Communicator]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..algorithm import require
-from ..average.base import Averager
+from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Group
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
@@ -73,6 +73,9 @@ class ParameterGossip(GossipStrategy):
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
             self._rounds = ParameterRounds(self._live, averager, comm, seed, self._shards)
             self._state = self._rounds.state
+            require(not overlap or not comm.is_elastic, f"{self.call}: overlap needs a fixed number of workers")
+            self._begin_rounds(averager)
+            self._rounds.transaction = self._transaction
             self._on_detach(self._rounds.to_debiased)
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(scaler, self._take_part)
@@ -109,6 +112,27 @@ class ParameterGossip(GossipStrategy):
             [one["averager"] for one in saved], self._live.tensors(), self.comm.rank, self.comm.size
         )
         return {"averager": averager, "was_updated": any(one["was_updated"] for one in saved)}
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._rounds.regrouped()
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return [(self._rounds.state, self._live.tensors())]
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "averager": self.averager.shared(self._rounds.state),
+            "was_updated": self._was_updated,
+        }
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        self._model.load_state_dict(shared["model"])
+        self._optimizer.load_state_dict(shared["optimizer"])
+        self.averager.adopt(self._rounds.state, shared["averager"])
+        self._was_updated = shared["was_updated"]
 
     @property
     def _weight(self) -> float:

@@ -164,7 +164,10 @@ class GradientCompression(Strategy):
 
     def _begin(self, comm: Communicator) -> None:
         self._state = self.averager.init(self._tensors(), comm, self._seed)
-        self._rounds = GradientRounds(self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards)
+        self._begin_rounds(self.averager)
+        self._rounds = GradientRounds(
+            self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards, self._transaction
+        )
         if self._saved is not None:
             self.load_state_dict(self._saved)
             self._saved = None
@@ -181,6 +184,10 @@ class GradientCompression(Strategy):
             self._attach_ddp(self._ddp)
 
     def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
+        require(
+            self._comm is None or not self._comm.is_elastic,
+            f"{self.call}: DistributedDataParallel has a fixed number of workers; pass the plain module",
+        )
         with self._attaching(ddp.process_group) as comm:
             self._begin(comm)
             ddp.register_comm_hook(self, ddp_hook)
@@ -262,6 +269,16 @@ class GradientCompression(Strategy):
 
     def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
         return self.averager.deal(saved, self._tensors(), self.comm.rank, self.comm.size)
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return [(self._state, self._tensors())]
+
+    def _shared(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "averager": self.averager.shared(self._state)}
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        self._model.load_state_dict(shared["model"])
+        self.averager.adopt(self._state, shared["averager"])
 
     def _tensors(self) -> NamedTensors:
         return [(name, values_of(p)) for name, p in self.parameters]

@@ -9,6 +9,9 @@
 
 The order of buckets in a round is the same on all workers, and so is the order of their collectives.
 
+On an elastic communicator a round begins with the forward pass. A failure on the way does not reach the caller: the round is
+given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
+
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
 it. Where no other follows, nothing waits for it: the finishing thread is a daemon.
 """
@@ -25,10 +28,11 @@ import torch
 from torch import Tensor
 
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator, Handle
+from ..comm import CommunicationError, Communicator, Handle
 from ..streams import WorkStream, has_streams, refuse_capture
 from .nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
 from .shards import Shards
+from .transaction import Transaction
 
 Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
 
@@ -42,6 +46,7 @@ class GradientRounds:
         scaler: the loss scaler in use, if there is one.
         nonfinite: what follows from rounds that are not finite.
         shards: the workers that hold the other shards of the model; a round is finite if it is so on all of them.
+        transaction: begins and ends rounds where workers come and go.
     """
 
     def __init__(
@@ -52,9 +57,10 @@ class GradientRounds:
         scaler: Any,
         nonfinite: NonfiniteSteps,
         shards: Shards,
+        transaction: Transaction,
     ):
         self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
-        self._nonfinite, self._shards = nonfinite, shards
+        self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
         self._finisher = Finisher()
         self._work = WorkStream(torch.device("cpu"))
         self._device = torch.device("cpu")
@@ -63,6 +69,7 @@ class GradientRounds:
         self._scale = 1.0
         self._is_open = self._is_broken = self._is_abandoned = False
         self._is_finite = True
+        self._has_all = False
         self._all_sent = threading.Event()
         self._last_mark: int | None = None
         self._culprit: str | None = None
@@ -104,10 +111,12 @@ class GradientRounds:
             wait(self._finishing)
             self._work.join()
             self._averager.discard(self._state)
+        healed = self._transaction.begin()
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device
         self._held, self._finishing = [], []
-        self._is_open, self._is_broken, self._is_finite = True, False, True
+        self._is_open, self._is_finite, self._has_all = True, True, False
+        self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
         self._all_sent = threading.Event()
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
@@ -116,8 +125,19 @@ class GradientRounds:
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
         tensors = [pair for bucket, _, _ in held for pair in bucket]
-        with self._work.after_caller():
-            handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+        try:
+            require_whole(self._comm, self._is_broken)
+            with self._work.after_caller():
+                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
+            self._is_broken = True
+            for _, future, buffer in held:
+                future.set_result(buffer)
+            if last:
+                self._all_sent.set()
+            return
         self._finishing.append(self._finisher.submit(self._finish, handle, held, last, self._comm.mark()))
         if last:
             self._last_mark = self._comm.mark()
@@ -134,7 +154,9 @@ class GradientRounds:
                 if self._is_abandoned:
                     return None
                 handle.wait()
-                if last and not self._is_broken:
+                if last and self._comm.is_elastic:
+                    self._has_all = not self._is_broken
+                elif last and not self._is_broken:
                     self._is_finite = self._shards.commit(self._averager, self._state)
                     self._is_open = False
             except BaseException:
@@ -154,15 +176,42 @@ class GradientRounds:
         with self._state.clock("blocked"):
             try:
                 for task in self._finishing:
-                    self._comm.after(task.result())
+                    self._take(task)
             finally:
                 self._work.join()
+        if self._comm.is_elastic:
+            self._vote()
+            if self._is_open:
+                self._is_open, self.skips = False, True
+                return
         if self._is_open:
             return
         action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)
         self.skips = action == "skip"
         if action == "raise":  # on all workers, at the same point
             raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
+
+    def _take(self, task: Future[int | None]) -> None:
+        """The result of a task; a worker that has died breaks an elastic round only."""
+        try:
+            self._comm.after(task.result())
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
+            self._is_broken = True
+
+    def _vote(self) -> None:
+        """Commit the round if all workers have it; else go back to where it began."""
+        if self._transaction.end(self._has_all and not self._is_broken):
+            self._is_finite, self._is_open = self._averager.commit(self._state), False
+        else:
+            self._averager.discard(self._state)
+
+
+def require_whole(comm: Communicator, is_broken: bool) -> None:
+    """Raise a CommunicationError if an elastic round has failed already, so that nothing more is sent in it."""
+    if comm.is_elastic and is_broken:
+        raise CommunicationError(f"rank {comm.rank}: the round has failed")
 
 
 class Finisher:

@@ -45,9 +45,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import kernels
 from ..algorithm import require
-from ..average.base import Averager
+from ..average.base import Averager, NamedTensors
 from ..clock import Clock
-from ..comm import Communicator, Group
+from ..comm import CommunicationError, Communicator, Group
 from ..membership import mean_of
 from ..streams import WorkStream, refuse_capture
 from .base import Strategy
@@ -114,6 +114,11 @@ class LocalUpdates(Strategy):
                 tensors = fragment.anchors if options.pull is None else fragment.named_pulled()
                 fragment.state = averager.init(tensors, comm, seed)
                 fragment.state.clock.device = device
+            require(
+                not comm.is_elastic or not (options.delay or options.state_every),
+                f"{self.call}: delay and state_every need a fixed number of workers",
+            )
+            self._begin_rounds(averager)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)
@@ -209,6 +214,30 @@ class LocalUpdates(Strategy):
             fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
         return saved[0] | agreed | {"fragments": fragments, "restarts": True}
 
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        pulls = self._options.pull is not None
+        return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
+
+    def _shared(self) -> dict[str, Any]:
+        """Without what the live worker has changed since its last round, which is its own."""
+        own, averager = self._own_state(), self.averager
+        fragments = [
+            saved | {"averager": averager.shared(fragment.state), "has_moved": False, "gave_up": False}
+            for fragment, saved in zip(self._fragments, own["fragments"], strict=True)
+        ]
+        buffers = {name: b for name, b in self._model.named_buffers()}
+        inner = self._optimizer.state_dict()
+        return own | {"fragments": fragments, "buffers": buffers, "inner": inner, "restarts": True}
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        for fragment, saved in zip(self._fragments, shared["fragments"], strict=True):
+            self.averager.adopt(fragment.state, saved["averager"])
+            saved["averager"] = fragment.state.state_dict()
+        self._load_own(shared)
+        self._optimizer.load_state_dict(shared["inner"])
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(shared["buffers"][name])
+
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
@@ -269,7 +298,8 @@ class LocalUpdates(Strategy):
         fragment.has_moved = False
         if delay == 0:
             self._ready()
-            fragment.finite = self._exchange(fragment)
+            elastic = self.comm.is_elastic
+            fragment.finite = self._exchange_until_committed(fragment) if elastic else self._exchange(fragment)
             return
         refuse_capture(self._device)
         with self._work.after_caller():
@@ -297,17 +327,41 @@ class LocalUpdates(Strategy):
         elif self._options.pull is None:
             self._apply(fragment)
 
+    def _exchange_until_committed(self, fragment: Fragment) -> bool:
+        """Phase 2 with workers that may die: what this worker has changed is sent again, to those that are left."""
+        while True:
+            healed = self._transaction.begin()
+            if healed:  # it has changed nothing since the anchors that it was given
+                for t in fragment.changes:
+                    t.zero_()
+            kept = [*fragment.changes, *fragment.pulled, *(anchor.detach() for _, anchor in fragment.anchors)]
+            before, saved = [t.clone() for t in kept], fragment.state.state_dict()
+            statistics = copy.deepcopy(fragment.statistics)
+            try:
+                self._send(fragment)
+                has_all = True
+            except CommunicationError:
+                has_all = False
+            if self._transaction.end(has_all):
+                return self.averager.commit(fragment.state)
+            self.averager.rewind(fragment.state, saved)
+            fragment.statistics = statistics
+            for t, old in zip(kept, before, strict=True):
+                t.copy_(old)
+
     def _exchange(self, fragment: Fragment) -> bool:
         """Phase 2, in this or another thread; returns whether the result is finite."""
+        self._send(fragment)
+        return self._shards.commit(self.averager, fragment.state)
+
+    def _send(self, fragment: Fragment) -> None:
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self._options.weights is not None:
             self._options.weights.scale(fragment.changes, fragment.statistics, comm)
         tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
         tensors = tensors if self._options.pull is None else fragment.named_pulled()
         self.averager.step(fragment.state, tensors, comm).wait()
-        finite = self._shards.commit(self.averager, fragment.state)
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
-        return finite
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         """Phases 3 and 4."""

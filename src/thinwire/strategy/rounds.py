@@ -22,11 +22,12 @@ import torch
 
 from .. import debug
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator
+from ..comm import CommunicationError, Communicator
 from ..streams import WorkStream, refuse_capture
 from .flight import Flight
 from .live_parameters import LiveParameters
 from .shards import Shards
+from .transaction import Transaction
 
 
 class ParameterRounds:
@@ -49,6 +50,7 @@ class ParameterRounds:
         self._changes: NamedTensors = []
         self._flight: Flight[None] | None = None
         self._debias_factor, self._is_biased = 1.0, False
+        self.transaction: Transaction
 
     @property
     def in_flight(self) -> bool:
@@ -61,11 +63,30 @@ class ParameterRounds:
         return 1.0 / self._debias_factor
 
     def run(self) -> None:
-        """Do a whole round, in place."""
+        """Do a whole round, in place. One that an elastic communicator gives up leaves no trace."""
         refuse_capture(self._device)
         self.to_biased()
+        if self.comm.is_elastic:
+            self._run_or_rewind()
+            return
         self.averager.step(self.state, self.live.tensors(), self.comm).wait()
         self._commit()
+
+    def _run_or_rewind(self) -> None:
+        if not self.comm.in_round:  # this step has had no forward pass in training mode
+            return
+        before, saved = [p.clone() for _, p in self.live.tensors()], self.state.state_dict()
+        try:
+            self.averager.step(self.state, self.live.tensors(), self.comm).wait()
+            has_all = True
+        except CommunicationError:
+            has_all = False
+        if self.transaction.end(has_all):
+            self._commit()
+            return
+        self.averager.rewind(self.state, saved)
+        for (_, p), old in zip(self.live.tensors(), before, strict=True):
+            p.copy_(old)
 
     def begin(self) -> None:
         """Send the parameters as they are now."""
@@ -119,6 +140,10 @@ class ParameterRounds:
         self._flight = None
         self.state.load_state_dict(saved)
         self._debias_factor, self._is_biased = self.averager.debias_factor(self.state), False
+
+    def regrouped(self) -> None:
+        """Read push-sum's weight anew, after other workers have joined; the model holds z."""
+        self._debias_factor = self.averager.debias_factor(self.state)
 
     def _commit(self) -> None:
         self._shards.commit(self.averager, self.state)

@@ -1,0 +1,329 @@
+"""Workers that come and go: rounds on torchft's Lighthouse, Manager and process groups (`pip install thinwire[elastic]`).
+
+Each worker has a Manager of torchft, which agrees with the others on a *quorum* through the Lighthouse, and a process group
+of torchft's (Gloo), which is connected anew whenever the quorum changes. A round is a transaction:
+
+    1. form     a quorum; workers tell each other how many rounds they have committed. Who is behind is *healed*
+    2. heal     the first worker that is up to date sends its shared state to those that are not
+    3. open     rank and size are those of the round
+    4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
+    5. close    all workers vote in an all-gather; the round is committed if every worker had success
+
+The vote itself may fail on some workers, if one dies in the middle of it. Then some commit, and those that do not are one
+round behind: the next `form` heals them, so that no half of a round lasts. torchft's own `should_commit` asks only within a
+replica, which is one worker here.
+
+Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
+`timeout_seconds`. The Lighthouse leaves out workers whose heartbeat is missing for `HEARTBEAT_SECONDS`.
+
+Healing runs over the process group, and as tensors and plain values only (`weights_only`), not over torchft's HTTP transport,
+which listens on all interfaces and unpickles what it gets.
+
+CUDA. Tensors on a GPU go through main memory, as Gloo needs it. This path has not been tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import debug
+from .base import Communicator, Start
+from .channel import Channel
+from .connect import own_address
+from .handle import CommunicationError
+from .lighthouse import torchft
+from .members import Loss, Members, RoundCounts, Shared
+
+HANG_UP_TAG = 1  # all messages have tag 0
+NOTE_LENGTH = 8
+"""Numbers that a worker may add to its vote."""
+
+
+class ElasticCommunicator(Communicator):
+    """A communicator whose workers may come, go and die.
+
+    Until its first round it connects one worker, itself. So strategies attach without waiting for anybody.
+
+    Args:
+        lighthouse: address of the Lighthouse, such as "http://host:29510".
+        number: this worker's own number; different on all workers. Ranks follow the order of the numbers.
+        min_workers: fewer do not begin a round.
+        timeout_seconds: how long a worker may be silent in a round before the round is given up.
+        quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
+
+    Attributes:
+        members: the workers of the last round that was opened; None before the first.
+        counts: what became of the rounds so far.
+        note: numbers that travel with this worker's vote, at most `NOTE_LENGTH`.
+        notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
+
+    Raises:
+        ValueError: torchft is not installed.
+        CommunicationError: the Lighthouse does not answer.
+    """
+
+    is_elastic = True
+
+    def __init__(
+        self,
+        lighthouse: str,
+        number: int = 0,
+        min_workers: int = 2,
+        timeout_seconds: float = 10.0,
+        quorum_seconds: float = 120.0,
+    ):
+        super().__init__(0, 1)
+        self.in_round = False
+        self.number, self.members, self.counts = number, None, RoundCounts()
+        self.note: list[float] = []
+        self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64)
+        self._norms: dict[int, float] = {}
+        self._shared: dict[str, Shared] = {}
+        self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
+        self._error: Exception | None = None
+        self._group: Any = None
+        self._sent_before = 0
+        self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
+        ft = torchft()
+        host = own_address()[1]
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._process_group = ft.reconfigurable_group(self._timeout, self._connected)
+        try:
+            self._manager = ft.manager(
+                pg=self._process_group,
+                min_replica_size=min_workers,
+                timeout=self._timeout,
+                quorum_timeout=timedelta(seconds=quorum_seconds),
+                connect_timeout=timedelta(seconds=min(quorum_seconds, 30.0)),
+                store=(host, self._store.port),
+                lighthouse_addr=lighthouse,
+                replica_id=f"worker_{number:06d}",
+            )
+        except Exception as error:
+            raise CommunicationError(
+                f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
+            ) from error
+
+    members: Members | None
+
+    def share(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Let a worker that joins get more state from a live one, such as the optimizer's beside `compress_gradients`.
+
+        Args:
+            name: of the state, the same on all workers.
+            save: returns tensors and plain values; called on a live worker.
+            load: restores them; called on the worker that joins.
+        """
+        self._shared[name] = Shared(save, load)
+
+    # ---- rounds ----
+
+    def form_round(self) -> Members | None:
+        self._drain()
+        self._error, self._group, self.note = None, None, list(self.note)
+        step = self._manager.current_step()
+        try:
+            self._manager.start_quorum()
+        except Exception as error:
+            raise CommunicationError(
+                f"worker {self.number}: no quorum: {' '.join(str(error).split())[:300]}"
+            ) from error
+        if self._manager.errored() is not None:
+            raise CommunicationError(f"worker {self.number}: cannot connect: {self._manager.errored()}")
+        rank, size = self._manager.participating_rank(), self._manager.num_participants()
+        group = self._process_group.parent
+        assert rank is not None and group is not None, "a quorum gives every worker a rank"
+        is_new = self._connections != self._known_connections
+        self._group, self.rank, self.size = group, rank, size
+        self.ledger.size = size
+        if not is_new:
+            return None
+        return self._introduce(step)
+
+    def _introduce(self, step: int) -> Members | None:
+        """Tell each other numbers, committed rounds and former ranks."""
+        last = self.members
+        own_rank = last.numbers.index(self.number) if last is not None else -1
+        facts = torch.tensor([self.number, step, own_rank, len(last.numbers) if last else 0], dtype=torch.int64)
+        told = [row.tolist() for row in self.all_gather(facts).wait()]
+        latest = max(row[1] for row in told)
+        # Before the first commit, nobody has anything that the others lack: all begin with the first worker's state.
+        known = [row[1] == latest and (latest > 0 or row[2] >= 0) for row in told]
+        source = known.index(True) if any(known) else 0
+        healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
+        before = tuple(row[2] if is_known and row[2] >= 0 else None for row, is_known in zip(told, known, strict=True))
+        return Members(tuple(row[0] for row in told), before, source if healed else None, healed)
+
+    def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        if members.source is None:
+            return
+        payload = torch.empty(0, dtype=torch.uint8)
+        if self.rank == members.source:
+            buffer = io.BytesIO()
+            extra = {name: shared.save() for name, shared in self._shared.items()}
+            torch.save({"strategy": save(), "shared": extra, "committed": self.counts.committed}, buffer)
+            payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        size = int(self.all_gather(torch.tensor([payload.numel()])).wait()[members.source])
+        if self.rank == members.source:
+            self.exchange(dict.fromkeys(members.healed, payload), {}).wait()
+        elif self.rank in members.healed:
+            received = self.exchange({}, {members.source: debug.empty(size, dtype=torch.uint8)}).wait()
+            state = torch.load(io.BytesIO(received[members.source].numpy().tobytes()), weights_only=True)
+            load(state["strategy"])
+            for name, shared in self._shared.items():
+                if name in state["shared"]:
+                    shared.load(state["shared"][name])
+            self.counts.healings += state["committed"] > 0
+            self.counts.committed = state["committed"]
+
+    def open_round(self, members: Members | None) -> None:
+        if members is not None:
+            last = () if self.members is None else self.members.numbers
+            fell_behind = {members.numbers[rank] for rank in members.healed}
+            for number in last:
+                if number not in members.numbers or (number in fell_behind and number != self.number):
+                    loss = Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
+                    self.counts.losses.append(loss)
+            self.members, self._known_connections = members, self._connections
+        self._in_flight, self._sent_before = 0, self.ledger.bytes_sent
+        self.in_round = True
+
+    def close_round(self, success: bool, norm: float = 0.0) -> bool:
+        self.in_round = False
+        try:
+            committed = success and self._vote(norm)
+        except CommunicationError as error:
+            self._error, committed = error, False
+        if not committed:
+            # Others may still wait for this worker. They must not wait for the timeout.
+            self._hang_up()
+            self._manager.report_error(self._error or RuntimeError("the round was given up"))
+        committed = self._manager.should_commit() and committed
+        if committed:
+            self.counts.committed += 1
+        else:
+            self.counts.aborted += 1
+            self._in_flight = self.ledger.bytes_sent - self._sent_before
+        return committed
+
+    def _vote(self, norm: float) -> bool:
+        assert self.members is not None
+        vote = torch.zeros(2 + NOTE_LENGTH, dtype=torch.float64)
+        vote[0], vote[1] = 1.0, norm
+        vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64)
+        votes = torch.stack(self.all_gather(vote).wait())
+        self.notes = votes[:, 2:]
+        self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
+        return bool((votes[:, 0] == 1.0).all())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._issuer.shutdown(wait=False, cancel_futures=True)
+        self._manager.shutdown(wait=False)
+
+    # ---- operations on the process group of the round ----
+
+    _connections = 0
+    _known_connections = -1
+    _in_flight = 0
+
+    def _connected(self) -> None:
+        """Torchft has connected the process group anew."""
+        self._connections += 1
+
+    def _drain(self) -> None:
+        """Wait until no operation of an earlier round is being started."""
+        with contextlib.suppress(Exception):
+            self._issuer.submit(lambda: None).result(self._timeout.total_seconds())
+
+    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+        if self.size == 1:
+            return start()
+        if self._error is not None:
+            raise CommunicationError(f"rank {self.rank}: the round has failed: {self._error}")
+        issued = self._issuer.submit(self._begun, start)
+        return partial(self._complete, issued)
+
+    def _begun(self, start: Start) -> Callable[[], Any]:
+        if self._error is not None:
+            raise CommunicationError(f"the round has failed: {self._error}")
+        return start()
+
+    def _complete(self, issued: Future[Callable[[], Any]]) -> None:
+        try:
+            issued.result()()
+        except Exception as error:
+            if self._error is None:
+                self._error = error
+                self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        """Close Gloo's connections, so that workers that wait for this one fail at once; see `process_group.py`."""
+        group = self._group
+        for peer in range(self.size if group is not None else 0):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    group.recv([torch.empty(1)], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        if self.size == 1 or tensor.numel() == 0:
+            return _nothing
+        sent = _in_main_memory(tensor)
+        work = self._group.allreduce([sent], dist.AllreduceOptions())
+        return partial(_wait, [("", work)], [(tensor, sent)])
+
+    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
+        return self._gather_by_exchange(gathered)
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+        if self.size == 1 or tensor.numel() == 0:
+            return _nothing
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        sent = _in_main_memory(tensor)
+        work = self._group.broadcast([sent], options)
+        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)])
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
+        works = [(f"from rank {peer}", self._group.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
+        works += [(f"to rank {peer}", self._group.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
+        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
+
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
+        raise ValueError(
+            "an elastic communicator has no channels; averagers without rounds need a fixed number of workers"
+        )
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _wait(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]]) -> None:
+    for what, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
+    for tensor, received in landed:
+        if received is not tensor:
+            tensor.copy_(received)

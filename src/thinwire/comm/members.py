@@ -1,0 +1,63 @@
+"""Who takes part in the rounds of an elastic communicator, and what became of those that no longer do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Members(NamedTuple):
+    """The workers of a round.
+
+    Args:
+        numbers: each worker's own number, which it keeps through all rounds, by rank.
+        before: for each rank, the rank of this worker in the last round; None if it is new or was healed.
+        source: the rank that the others are healed from; None if nobody is.
+        healed: the ranks that are healed.
+    """
+
+    numbers: tuple[int, ...]
+    before: tuple[int | None, ...]
+    source: int | None = None
+    healed: tuple[int, ...] = ()
+
+
+class Loss(NamedTuple):
+    """What was lost when a worker left, or when one fell behind and was healed.
+
+    Args:
+        round: number of rounds committed by then.
+        worker: its own number.
+        norm: norm of its own memory when it last voted, before that round changed it; None if it never voted.
+        bytes_in_flight: what the worker that reports this had sent in the round that was aborted, 0 if none was.
+    """
+
+    round: int
+    worker: int
+    norm: float | None
+    bytes_in_flight: int
+
+
+@dataclass
+class RoundCounts:
+    """What became of the rounds so far.
+
+    Attributes:
+        committed: rounds that all of their workers committed.
+        aborted: rounds that were given up.
+        healings: how often this worker was healed, the start of a run not counted.
+        losses: what died with workers, as this worker knows it.
+    """
+
+    committed: int = 0
+    aborted: int = 0
+    healings: int = 0
+    losses: list[Loss] = field(default_factory=list)
+
+
+class Shared(NamedTuple):
+    """State that a joining worker gets from a live one: how to save it, and how to load it."""
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]

@@ -1,0 +1,67 @@
+"""The rounds of a strategy as transactions: all workers of a round keep its results, or none does.
+
+On an elastic communicator (`comm/elastic.py`) a round is formed before it begins: workers that join are healed from a live one,
+and averagers hear who takes part. At its end all workers vote. If one has died or fallen silent, all others go back to where
+the round began. On any other communicator the workers never change, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..average.base import Averager, NamedTensors
+from ..comm import CommunicationError, Communicator
+
+Parts = Callable[[], Iterable[tuple[Any, NamedTensors]]]
+"""The averager's states, and the tensors of each."""
+
+
+class Transaction:
+    """Begins and ends the rounds of one strategy.
+
+    Args:
+        averager: of the strategy.
+        comm: connects the workers.
+        parts: returns the averager's states with their tensors.
+        save: returns what a worker that joins must know.
+        load: takes it over.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        comm: Communicator,
+        parts: Parts,
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ):
+        self._averager, self._comm, self._parts, self._save, self._load = averager, comm, parts, save, load
+
+    def begin(self) -> bool:
+        """Open a round, unless one is open. Returns whether this worker was healed.
+
+        Raises:
+            CommunicationError: not enough workers came, or the Lighthouse does not answer.
+        """
+        comm, healed = self._comm, False
+        while comm.is_elastic and not comm.in_round:
+            members = comm.form_round()
+            try:
+                if members is not None:
+                    comm.heal(members, self._save, self._load)
+                    healed = healed or comm.rank in members.healed
+                    for state, tensors in self._parts():
+                        self._averager.regroup(state, tensors, comm, members.before)
+            except CommunicationError:  # a worker died meanwhile: form another one
+                comm.close_round(False)
+                continue
+            comm.open_round(members)
+        return healed
+
+    def end(self, success: bool) -> bool:
+        """Close the round. Returns whether all workers keep its results."""
+        if not self._comm.is_elastic:
+            return success
+        norm = sum(self._averager.own_norm(state) ** 2 for state, _ in self._parts()) ** 0.5
+        return self._comm.close_round(success, norm)

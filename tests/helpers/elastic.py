@@ -1,0 +1,69 @@
+"""A worker of an elastic run, for tests: it trains a small model until enough rounds are committed, or kills itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import time
+import warnings
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.comm import ElasticCommunicator
+
+
+def worker(address: str, number: int, averager: str, size: int, rounds: int = 20, dies_among: int | None = None):
+    """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
+
+    Args:
+        address: of the Lighthouse.
+        number: of the worker.
+        averager: in Python's notation; "Local(...)" averages changes every 2 steps.
+        size: the run ends with so many workers,
+        rounds: after so many rounds of theirs.
+        dies_among: kills itself in a round of so many workers, once there have been four; None never.
+    """
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(number)
+    comm = ElasticCommunicator(address, number, timeout_seconds=20)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    parsed = tw.parse(averager.removeprefix("Local:"))
+    momentum = 0.0 if parsed.has_momentum else 0.9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    if averager.startswith("Local:"):
+        handle = tw.local_updates(model, optimizer, parsed, every=2, comm=comm)
+    elif parsed.gives_one_mean:
+        handle = tw.compress_gradients(model, parsed, comm=comm)
+        comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+    else:
+        handle = tw.gossip_parameters(model, optimizer, parsed, comm=comm)
+    sizes, slowest = [], 0.0
+    began = time.monotonic()
+    before = together = 0
+    while together < rounds:
+        handle.begin_round()
+        if comm.size == dies_among and 4 in sizes and comm.counts.committed >= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        generator = torch.Generator().manual_seed(1000 * comm.counts.committed + comm.rank)
+        x = torch.randn(16, 20, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+        optimizer.step()
+        if comm.counts.committed > before:
+            slowest, began, before = max(slowest, time.monotonic() - began), time.monotonic(), comm.counts.committed
+            together = together + 1 if comm.size == size else 0
+        if not sizes or sizes[-1] != comm.size:
+            sizes.append(comm.size)
+            print(comm.size, flush=True)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    facts = {"number": number, "model": hashlib.sha256(flat.numpy().tobytes()).hexdigest(), "sizes": sizes}
+    facts |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
+    print(json.dumps(facts | {"losses": comm.counts.losses}), flush=True)
+    os._exit(0)
