@@ -36,6 +36,10 @@ class Clock:
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: object) -> Clock:
+        """The same clock: copies of a state go on with it."""
+        return self
+
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds so far by phase."""

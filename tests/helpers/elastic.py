@@ -9,6 +9,7 @@ import os
 import signal
 import time
 import warnings
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +18,22 @@ import thinwire as tw
 from thinwire.comm import ElasticCommunicator
 
 
-def worker(address: str, number: int, averager: str, size: int, rounds: int = 20, dies_among: int | None = None):
+def die_among(comm, size, sizes, otherwise, *args):
+    """Kill this process if there are so many workers now and were four before; else call `otherwise`."""
+    if comm.size == size and 4 in sizes:
+        os.kill(os.getpid(), signal.SIGKILL)
+    otherwise(*args)
+
+
+def worker(
+    address: str,
+    number: int,
+    averager: str,
+    size: int,
+    rounds: int = 20,
+    dies_among: int | None = None,
+    dies_in: str = "round",
+):
     """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
 
     Args:
@@ -27,6 +43,7 @@ def worker(address: str, number: int, averager: str, size: int, rounds: int = 20
         size: the run ends with so many workers,
         rounds: after so many rounds of theirs.
         dies_among: kills itself in a round of so many workers, once there have been four; None never.
+        dies_in: "round", or "regroup" for before it.
     """
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -45,12 +62,14 @@ def worker(address: str, number: int, averager: str, size: int, rounds: int = 20
     else:
         handle = tw.gossip_parameters(model, optimizer, parsed, comm=comm)
     sizes, slowest = [], 0.0
+    if dies_in == "regroup":
+        type(parsed).regroup = partial(die_among, comm, dies_among, sizes, parsed.regroup)
     began = time.monotonic()
     before = together = 0
     while together < rounds:
         handle.begin_round()
-        if comm.size == dies_among and 4 in sizes and comm.counts.committed >= 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.counts.committed >= 3:
+            die_among(comm, dies_among, sizes, lambda: None)
         generator = torch.Generator().manual_seed(1000 * comm.counts.committed + comm.rank)
         x = torch.randn(16, 20, generator=generator)
         optimizer.zero_grad()

@@ -85,13 +85,13 @@ def bytes_sent_to(comm) -> list[int]:
     """Bytes that this process has sent to each of the others so far, over all of its connections. All workers call it."""
     comm.barrier()
     counted = tcp_bytes()
-    owner = {}
-    for rank, own_ends in enumerate(comm.gather_objects([list(own) for own, _ in counted])):
-        owner |= {tuple(end): rank for end in own_ends}
+    owner = {}  # by both ends: connections to different listeners may share a local port, also those of two processes
+    for rank, ends in enumerate(comm.gather_objects([[list(own), list(other)] for own, other in counted])):
+        owner |= {(tuple(own), tuple(other)): rank for own, other in ends}
     sent = [0] * comm.size
-    for (_, other_end), (num_bytes, _) in counted.items():
-        if other_end in owner:
-            sent[owner[other_end]] += num_bytes
+    for (own, other), (num_bytes, _) in counted.items():
+        if (other, own) in owner:
+            sent[owner[other, own]] += num_bytes
     return sent
 
 

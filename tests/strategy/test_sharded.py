@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import traffic
 from helpers.sharded import SPARSE, batch, fingerprint, loss_of, replicas_are_equal, sharded, train
 from helpers.spawn import device_mesh, spawn
 from helpers.traffic import bytes_sent_to
@@ -278,3 +279,17 @@ def test_a_worker_chooses_no_more_memory_than_the_codec_bounds():
 
     with pytest.raises(tw.comm.CommunicationError, match="rank 1 announced 9 elements, expected 0 to 8"):
         tw.LocalWorld(2).run(worker)
+
+
+def test_bytes_are_counted_where_two_processes_use_the_same_local_port(monkeypatch):
+    """Linux gives one local port to connections that have different listeners; see `bytes_sent_to`."""
+
+    class Comm:
+        rank, size = 0, 3
+        barrier = staticmethod(lambda: None)
+        gather_objects = staticmethod(
+            lambda own: [own, [[["lo", 7], ["lo", 100]]], [[["lo", 7], ["lo", 200]]]]  # rank 2 sends to somebody else
+        )
+
+    monkeypatch.setattr(traffic, "tcp_bytes", lambda: {(("lo", 100), ("lo", 7)): (5, 0)})
+    assert bytes_sent_to(Comm) == [0, 5, 0]

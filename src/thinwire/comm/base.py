@@ -269,7 +269,11 @@ class Communicator(ABC):
         raise NotImplementedError(f"{type(self).__name__} heals nobody")
 
     def open_round(self, members: Members | None) -> None:
-        """Begin the round that `form_round` formed."""
+        """Begin the round that `form_round` formed. If its workers have changed, all wait until all have regrouped.
+
+        Raises:
+            CommunicationError: a worker died meanwhile; another round must be formed.
+        """
         raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
 
     def close_round(self, success: bool, norm: float = 0.0) -> bool:

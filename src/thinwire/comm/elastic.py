@@ -3,14 +3,15 @@
 Each worker has a Manager of torchft, which agrees with the others on a *quorum* through the Lighthouse, and a process group
 of torchft's (Gloo), which is connected anew whenever the quorum changes. A round is a transaction:
 
-    1. form     a quorum; workers tell each other how many rounds they have committed. Who is behind is *healed*
+    1. form     a quorum; workers tell each other how many rounds they have committed. Workers that are behind are *healed*
     2. heal     the first worker that is up to date sends its shared state to those that are not
-    3. open     rank and size are those of the round
+    3. open     rank and size are those of the round; after a change of workers, all wait until all have regrouped
     4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
     5. close    all workers vote in an all-gather; the round is committed if every worker had success
 
 The vote itself may fail on some workers, if one dies in the middle of it. Then some commit, and those that do not are one
-round behind: the next `form` heals them, so that no half of a round lasts. torchft's own `should_commit` asks only within a
+round behind: the next `form` heals them, so that no half of a round lasts. `open` is such a vote too: each worker counts the
+times that it has regrouped, and one that has missed one is healed. torchft's own `should_commit` asks only within a
 replica, which is one worker here.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -130,14 +132,28 @@ class ElasticCommunicator(Communicator):
 
     def form_round(self) -> Members | None:
         self._drain()
-        self._error, self._group, self.note = None, None, list(self.note)
-        step = self._manager.current_step()
+        deadline = time.monotonic() + self._quorum_seconds
+        while True:
+            self._agree_on_quorum()
+            try:
+                return self._connect()
+            except CommunicationError as error:  # a worker died meanwhile
+                if time.monotonic() > deadline:
+                    raise
+                self._error = error
+                self._give_up()
+
+    def _agree_on_quorum(self) -> None:
+        self._error, self._group = None, None
         try:
             self._manager.start_quorum()
         except Exception as error:
             raise CommunicationError(
                 f"worker {self.number}: no quorum: {' '.join(str(error).split())[:300]}"
             ) from error
+
+    def _connect(self) -> Members | None:
+        """Take rank and size from the quorum; after a change, tell each other who is there."""
         if self._manager.errored() is not None:
             raise CommunicationError(f"worker {self.number}: cannot connect: {self._manager.errored()}")
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
@@ -148,21 +164,21 @@ class ElasticCommunicator(Communicator):
         self.ledger.size = size
         if not is_new:
             return None
-        return self._introduce(step)
+        return self._introduce()
 
-    def _introduce(self, step: int) -> Members | None:
-        """Tell each other numbers, committed rounds and former ranks."""
+    def _introduce(self) -> Members:
+        """Tell each other numbers, versions and former ranks."""
         last = self.members
         own_rank = last.numbers.index(self.number) if last is not None else -1
-        facts = torch.tensor([self.number, step, own_rank, len(last.numbers) if last else 0], dtype=torch.int64)
-        told = [row.tolist() for row in self.all_gather(facts).wait()]
-        latest = max(row[1] for row in told)
-        # Before the first commit, nobody has anything that the others lack: all begin with the first worker's state.
-        known = [row[1] == latest and (latest > 0 or row[2] >= 0) for row in told]
+        told = [row.tolist() for row in self.all_gather(torch.tensor([self.number, *self._version, own_rank])).wait()]
+        versions: list[tuple[int, int]] = [(row[1], row[2]) for row in told]
+        latest = max(versions)
+        # Before the first round, nobody has anything that the others lack: all begin with the first worker's state.
+        known = [version == latest and version[0] > 0 for version in versions]
         source = known.index(True) if any(known) else 0
         healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
-        before = tuple(row[2] if is_known and row[2] >= 0 else None for row, is_known in zip(told, known, strict=True))
-        return Members(tuple(row[0] for row in told), before, source if healed else None, healed)
+        before = tuple(row[3] if is_known and row[3] >= 0 else None for row, is_known in zip(told, known, strict=True))
+        return Members(tuple(row[0] for row in told), before, latest, source if healed else None, healed)
 
     def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
         if members.source is None:
@@ -188,6 +204,8 @@ class ElasticCommunicator(Communicator):
 
     def open_round(self, members: Members | None) -> None:
         if members is not None:
+            self.all_gather(torch.ones(1)).wait()  # all have regrouped
+            self._version = (members.version[0] + 1, members.version[1])
             last = () if self.members is None else self.members.numbers
             fell_behind = {members.numbers[rank] for rank in members.healed}
             for number in last:
@@ -204,17 +222,20 @@ class ElasticCommunicator(Communicator):
             committed = success and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
-        if not committed:
-            # Others may still wait for this worker. They must not wait for the timeout.
-            self._hang_up()
-            self._manager.report_error(self._error or RuntimeError("the round was given up"))
-        committed = self._manager.should_commit() and committed
-        if committed:
+        if committed and self._manager.should_commit():
             self.counts.committed += 1
-        else:
-            self.counts.aborted += 1
-            self._in_flight = self.ledger.bytes_sent - self._sent_before
-        return committed
+            self._version = (self._version[0], self._version[1] + 1)
+            return True
+        self._give_up()
+        self.counts.aborted += 1
+        self._in_flight = self.ledger.bytes_sent - self._sent_before
+        return False
+
+    def _give_up(self) -> None:
+        """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
+        self._hang_up()
+        self._manager.report_error(self._error or RuntimeError("the round was given up"))
+        self._manager.should_commit()
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
@@ -238,6 +259,7 @@ class ElasticCommunicator(Communicator):
 
     _connections = 0
     _known_connections = -1
+    _version = (0, 0)
     _in_flight = 0
 
     def _connected(self) -> None:

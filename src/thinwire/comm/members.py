@@ -13,12 +13,14 @@ class Members(NamedTuple):
     Args:
         numbers: each worker's own number, which it keeps through all rounds, by rank.
         before: for each rank, the rank of this worker in the last round; None if it is new or was healed.
+        version: what the workers with the newest state have: regroupings, and committed rounds.
         source: the rank that the others are healed from; None if nobody is.
         healed: the ranks that are healed.
     """
 
     numbers: tuple[int, ...]
     before: tuple[int | None, ...]
+    version: tuple[int, int] = (0, 0)
     source: int | None = None
     healed: tuple[int, ...] = ()
 

@@ -7,6 +7,7 @@ the round began. On any other communicator the workers never change, and nothing
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,16 +48,19 @@ class Transaction:
         comm, healed = self._comm, False
         while comm.is_elastic and not comm.in_round:
             members = comm.form_round()
+            before: list[tuple[Any, Any]] = []
             try:
                 if members is not None:
                     comm.heal(members, self._save, self._load)
                     healed = healed or comm.rank in members.healed
+                    before = [(state, copy.deepcopy(state)) for state, _ in self._parts()]
                     for state, tensors in self._parts():
                         self._averager.regroup(state, tensors, comm, members.before)
-            except CommunicationError:  # a worker died meanwhile: form another one
+                comm.open_round(members)
+            except CommunicationError:  # a worker died meanwhile: all that are left regroup again from where they were
+                for state, old in before:
+                    state.__dict__.update(old.__dict__)
                 comm.close_round(False)
-                continue
-            comm.open_round(members)
         return healed
 
     def end(self, success: bool) -> bool:
