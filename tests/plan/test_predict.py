@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import thinwire as tw
 from thinwire.comm import Ledger
+from thinwire.lab.recipes import recipes
 from thinwire.plan import Link, Network, Program, predict, record, simulate
+from thinwire.plan.methods import methods
 from thinwire.plan.record import Messages, Wait
 from thinwire.plan.simulate import Bucket
 
@@ -23,6 +27,12 @@ AVERAGERS = [
     tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather"),
     tw.Mean(tw.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
     tw.PowerSGD(rank=2),
+    tw.Dion(rank=2),
+    *(
+        replace(averager, exchange="all_gather")
+        for averager in (tw.demo(frequencies=4), tw.sparse_loco()["averager"], tw.streaming_diloco()["averager"])
+    ),
+    tw.Mix(tw.RandomPairs()),
     tw.Mix(tw.Ring()),
     tw.Choco(tw.Ring()),
     tw.PowerGossip(tw.Ring()),
@@ -103,3 +113,21 @@ def test_hierarchy_pays_where_workers_share_a_node():
     network = Network(16, 4, outer=Link.of("1gbit", "0.1ms"))
     by_name = {p.method: p for p in predict(20_000_000, 0.1, network)}
     assert by_name["4 bits, hierarchical"].step_seconds < by_name["4 bits, all_gather"].step_seconds / 4
+
+
+def test_every_method_for_the_internet_is_planned_as_its_recipe_has_it():
+    planned = [(repr(m.averager), m.every, m.fragments, m.delay) for m in methods()]
+    for end in ("diloco", "streaming-diloco", "sparseloco", "demo", "dion", "noloco", "muloco"):
+        config = recipes()[f"text-gpt-{end}"].config
+        assert (config.averager, config.every or 1, config.fragments, config.delay) in planned, end
+
+
+def test_local_rounds_cost_their_share_and_a_delay_hides_them():
+    network = Network(4, outer=Link.of("100mbit", "0.5ms"))
+    by_name = {p.method: p for p in predict(10_000_000, 0.25, network)}
+    dense, diloco = by_name["DDP, float32"], by_name["DiLoCo, every 30"]
+    assert diloco.bytes_out == pytest.approx(dense.bytes_out / 30)
+    assert diloco.step_seconds == pytest.approx(0.25 + 1.5 * 40e6 / 12.5e6 / 30, rel=0.01)
+    assert by_name["Streaming DiLoCo, every 30"].step_seconds == 0.25
+    assert by_name["NoLoCo, every 30"].bytes_out == pytest.approx(2 * 40e6 / 30)
+    assert diloco.bytes_out / by_name["SparseLoCo, every 15"].bytes_out > 30

@@ -110,6 +110,9 @@ class Gossip(Averager):
     def debias_factor(self, state: GossipState) -> float:
         return 1.0 / state.weight
 
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        return self.topology.is_circulant(size, shift)
+
     @abstractmethod
     def check_topology(self, size: int) -> None:
         """Raise ValueError if a valid topology does not suit the algorithm."""

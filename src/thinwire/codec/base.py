@@ -74,6 +74,11 @@ class Codec(Algorithm, ABC):
     bucket_size: int | None = None
 
     @property
+    def sized_by_shape(self) -> bool:
+        """Whether the size of a payload depends on the shapes of the segments, not on their numbers of elements alone."""
+        return self.needs_shape
+
+    @property
     def sends_floats(self) -> bool:
         """Whether the payload is the float32 elements themselves, in order."""
         return False

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..average import Averager, Choco, Mean, Mix, PowerGossip, PowerSGD
+from ..average import (
+    Averager,
+    Choco,
+    LocalParts,
+    Mean,
+    Mix,
+    PowerGossip,
+    PowerSGD,
+    demo,
+    diloco,
+    dion,
+    mulo_co,
+    no_loco,
+    sparse_loco,
+    streaming_diloco,
+)
 from ..codec import QSGD, Cast, SignNorm, TopK, chain
 from ..memory import ErrorFeedback, MomentumCorrection
 from ..topology import Ring
@@ -23,6 +38,9 @@ class Method:
         page: the page of the documentation that it is from.
         state_floats: float32 numbers that it keeps for each parameter.
         every: steps in a round; above 1 for local updates.
+        fragments: parts of the model that are exchanged at different steps.
+        delay: steps of computation that hide the exchange of a fragment.
+        copies: how many tensors of each parameter's size a round averages.
         overlaps: whether buckets are averaged while backward runs; if not, the round follows the step.
     """
 
@@ -33,6 +51,9 @@ class Method:
     state_floats: float = 0.0
     every: int = 1
     overlaps: bool = True
+    fragments: int = 1
+    delay: int = 0
+    copies: int = 1
 
 
 def methods(workers_per_node: int = 1) -> list[Method]:
@@ -92,6 +113,7 @@ def methods(workers_per_node: int = 1) -> list[Method]:
             every=4,
             overlaps=False,
         ),
+        *_internet(),
         Method("gossip, Mix", Mix(Ring()), _BY_CLASS.format("97.4"), "decentralised.md", overlaps=False),
         Method(
             "gossip, Choco 4 bits",
@@ -107,5 +129,42 @@ def methods(workers_per_node: int = 1) -> list[Method]:
     ]
 
 
+def _internet() -> list[Method]:
+    """The methods for the internet, as their recipes have them for a small GPT; a sparse memory suits any optimizer inside."""
+    return [
+        local_method("DiLoCo, every 30", diloco(every=30)),
+        local_method("Streaming DiLoCo, every 30", streaming_diloco(every=30)),
+        local_method("SparseLoCo, every 15", sparse_loco(), state_floats=4),
+        local_method("NoLoCo, every 30", no_loco(every=30), state_floats=4),
+        local_method("MuLoCo, every 30", mulo_co(every=30), state_floats=5),
+        Method("DeMo, 32 of 4096", demo(), _INTERNET, "internet.md", state_floats=2),
+        Method("Dion, rank 64", dion(64), _INTERNET, "internet.md", state_floats=1),
+    ]
+
+
+def local_method(name: str, parts: LocalParts, accuracy: str = "see the page", state_floats: float = 3) -> Method:
+    """The method of local updates that has these parts; by default it keeps anchor, changes and outer momentum.
+
+    Example:
+        >>> from thinwire.average import streaming_diloco
+        >>> method = local_method("streaming", streaming_diloco(every=40))
+        >>> method.every, method.fragments, method.delay
+        (40, 4, 5)
+    """
+    return Method(
+        name,
+        parts["averager"],
+        accuracy,
+        "internet.md",
+        state_floats=state_floats,
+        every=parts["every"],
+        overlaps=False,
+        fragments=parts.get("fragments", 1),
+        delay=parts.get("delay", 0),
+        copies=2 if parts.get("pull") is not None else 1,
+    )
+
+
+_INTERNET = "see the page"
 _DIGITS = "{} %, dense 99.1 % on digits"
 _BY_CLASS = "{} %, dense 98.7 % on digits split by class"

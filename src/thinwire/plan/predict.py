@@ -142,26 +142,49 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
         forward if method.overlaps else 0.0,
         speeds.seconds,
+        fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
-    num_bytes = sum(program.bytes_out(network) for _, programs in buckets for program in programs)
+    of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
+    num_bytes = sum(program.bytes_out(network) for program in of_node)
     if method.overlaps:
         return seconds, num_bytes
-    return compute + seconds / method.every, num_bytes / method.every
+    return compute + exposed_seconds(method, seconds, compute) / method.every, num_bytes / method.every
+
+
+def exposed_seconds(method: Method, round_seconds: float, compute_seconds: float) -> float:
+    """What the training waits for in a period: what a fragment's exchange takes beyond the steps that hide it.
+
+    One fragment is in flight at a time, so that the steps between two fragments are the most that can hide one.
+
+    Example:
+        >>> from thinwire.average import streaming_diloco
+        >>> from thinwire.plan.methods import local_method
+        >>> method = local_method("streaming", streaming_diloco(every=40, fragments=4, delay=5))
+        >>> exposed_seconds(method, 20.0, 1.0), exposed_seconds(method, 24.0, 1.0)
+        (0.0, 4.0)
+    """
+    hidden = min(method.delay, method.every / method.fragments) * compute_seconds
+    return method.fragments * max(0.0, round_seconds / method.fragments - hidden)
 
 
 @lru_cache(maxsize=512)
 def programs_of(
     method: Method, shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
 ) -> list[tuple[int, tuple[Program, ...]]]:
-    """For each call of `step` in a round: its elements, and the programs of the ranks of node 0."""
+    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ."""
     whole = method.averager.whole_model or not method.overlaps
-    calls = [shapes] if whole else ddp_buckets(shapes)
+    calls = [shapes * method.copies] if whole else ddp_buckets(shapes)
     made = {call: tuple(_node(method.averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 
 
 def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, workers_per_node: int) -> Iterable[Program]:
-    """The programs of node 0. Where nodes do not matter, all workers do the same with peers as far away."""
+    """The programs of node 0; of all ranks if nodes differ.
+
+    Where nodes do not matter, all workers do the same with peers as far away.
+    """
+    if not averager.is_circulant(workers, workers_per_node):
+        return record(averager, shapes, range(workers), workers, workers_per_node)
     if averager.gives_one_mean and averager.on_nodes(workers_per_node) is averager:
         (first,) = record(averager, shapes, [0], workers)
         return (first.shifted(rank, workers) for rank in range(workers_per_node))

@@ -95,6 +95,10 @@ class _QR(NamedTuple):
     R: Tensor
 
 
+def _norm(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _empty((), x.dtype) if dim is None else x.narrow(dim, 0, min(1, x.shape[dim]))
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
 
@@ -110,7 +114,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "cat": _cat,
     "isfinite": lambda x: _empty(x.shape, torch.bool),
     "all": lambda x: _empty((), torch.bool),
-    "linalg_vector_norm": lambda x: _empty((), x.dtype),
+    "linalg_vector_norm": _norm,
+    "addmm": lambda x, a, b, **_: _empty(x.shape, x.dtype),
     "linalg_qr": lambda x: _QR(x, _empty((x.shape[1], x.shape[1]), x.dtype)),
     "amax": lambda x, dim, keepdim: x[:, :1],
     "gt": lambda a, b: _empty(a.shape, torch.bool),

@@ -81,7 +81,7 @@ class SizedCodec(Codec):
 
     def __post_init__(self) -> None:
         require(
-            not self.codec.needs_shape and self.codec.agreement is None and self.codec.adaptive_part is None,
+            not self.codec.sized_by_shape and self.codec.agreement is None and self.codec.adaptive_part is None,
             f"a plan cannot predict {self.codec}: what it sends depends on values or shapes",
         )
 

@@ -1,4 +1,4 @@
-"""What the two gossips share: each worker has a model of its own, and one optimizer steps on it."""
+"""What gossip and local updates share: each worker has a model of its own, and one optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .mean_model import consensus_distance, holding_mean
 
 
 class GossipStrategy(Strategy):
-    """Gossip at work on one model and its optimizer: what one can look at, and when it may step.
+    """A strategy whose workers have models of their own: what one can look at, and when the optimizer may step.
 
     A derived class sets `_optimizer` and `_live`, and says how to get ready for a look at the model (`_before_look`).
     """

@@ -50,10 +50,10 @@ from ..clock import Clock
 from ..comm import CommunicationError, Communicator, Group
 from ..membership import mean_of
 from ..streams import WorkStream, refuse_capture
-from .base import Strategy
 from .dgc_sgd import check_optimizer
 from .flight import Flight
 from .fragments import Fragment, make_fragments
+from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .local_options import LocalOptions
 from .models import make_equal, refuse_ddp, trainable, unexpanded, values_of
@@ -64,7 +64,7 @@ from .shards import local
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
 
 
-class LocalUpdates(Strategy):
+class LocalUpdates(GossipStrategy):
     """What `local_updates` returns: the rounds of one model."""
 
     call = "local_updates"
@@ -147,6 +147,7 @@ class LocalUpdates(Strategy):
         Under gossip the exact mean of the anchors follows, dense: 2 (W-1)/W 4n bytes per worker. A new period begins.
         """
         self._shards.reshard()
+        self._require_own_model("synchronize()")
         self._live.check()
         self._merge_all()
         for fragment in self._fragments:
@@ -164,7 +165,22 @@ class LocalUpdates(Strategy):
         buffers = [values_of(b) for b in self._model.buffers()]
         _average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
+    def settle(self) -> None:
+        """Wait until the messages of all rounds in flight have come. Merges nothing."""
+        self._ready()
+
     # ---- what the base asks for ----
+
+    @property
+    def _weight(self) -> float:
+        """Under push-sum the weight of the first fragment, which those of others soon equal."""
+        return 1.0 / self.averager.debias_factor(self._fragments[0].state)
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        if comm is not None:
+            return comm
+        self._ready()  # rounds in flight use the strategy's own
+        return self.comm
 
     @property
     def _states(self) -> list[Any]:
@@ -256,6 +272,7 @@ class LocalUpdates(Strategy):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
+        self._require_own_model("optimizer.step()")
         self._live.check()
         return self._own_gradients.guard(optimizer, args, kwargs)
 

@@ -167,6 +167,21 @@ class Topology(Algorithm, ABC):
         """Whether `P = P'` at every step: messages go both ways, with equal weights."""
         return all(own.sends == own.receives for own in self._everyone(size))
 
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        """Whether worker `i + shift` does what worker i does, with peers that are `shift` further on, in every step.
+
+        Example:
+            >>> from thinwire.topology import Exponential, RandomPairs
+            >>> Exponential().is_circulant(8), RandomPairs().is_circulant(8)
+            (True, False)
+        """
+        return all(
+            self.neighbours((rank + shift) % size, step, size).sends
+            == {(peer + shift) % size: weight for peer, weight in self.neighbours(rank, step, size).sends.items()}
+            for step in self.steps(size)
+            for rank in range(size)
+        )
+
     def is_column_stochastic(self, size: int) -> bool:
         """Whether every column of P sums to one at every step, so that the sum over workers is kept."""
         return all(_is_one(own.self_weight, own.sends) for own in self._everyone(size))

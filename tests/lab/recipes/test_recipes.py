@@ -11,7 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from thinwire import LocalWorld, Pairwise, compress_gradients, gossip_asynchronously, gossip_parameters, parse
+from thinwire import (
+    LocalWorld,
+    Pairwise,
+    compress_gradients,
+    gossip_asynchronously,
+    gossip_parameters,
+    local_updates,
+    parse,
+)
 from thinwire.algorithm import Algorithm
 from thinwire.average.gossip_base import Gossip
 from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
@@ -63,6 +71,8 @@ def test_there_is_a_recipe_for_every_experiment():
         cifar10-resnet20-dgc cifar10-resnet110-dgc imagenet-resnet18-dgc imagenet-resnet50-dgc imagenet-vgg16-dgc
         imagenet-resnet50-sgp imagenet-resnet50-osgp imagenet-resnet50-adpsgd
         cifar10-resnet32-alq cifar10-resnet32-amq cifar10-resnet110-alq imagenet-resnet18-alq
+        text-gpt-ddp text-gpt-diloco text-gpt-streaming-diloco text-gpt-sparseloco text-gpt-demo text-gpt-dion text-gpt-noloco
+        text-gpt-muloco wikitext2-gpt-sparseloco
         cifar10-resnet20-powergossip cifar10-resnet20-choco cifar10-resnet20-powergossip-by-class
     """.split()
     for name in expected:
@@ -72,18 +82,20 @@ def test_there_is_a_recipe_for_every_experiment():
 
 
 def averaging(config):
-    return config.averager, config.workers, config.overlap, config.staleness, config.order
+    return config.averager, config.workers, config.overlap, config.staleness, config.order, config.every is not None
 
 
 @pytest.mark.parametrize("averager", sorted({averaging(recipe.config) for recipe in ALL.values()}), ids=str)
 def test_every_averager_takes_a_step_on_as_many_workers_as_its_recipe_has(averager):
-    text, size, overlap, staleness, order = averager
+    text, size, overlap, staleness, order, is_local = averager
 
     def worker(comm):
         torch.manual_seed(0)
         model = torch.nn.Linear(20, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if isinstance(parse(text), Pairwise):
+        if is_local:
+            handle = local_updates(model, optimizer, parse(text), every=1, comm=comm)
+        elif isinstance(parse(text), Pairwise):
             handle = gossip_asynchronously(model, optimizer, parse(text), comm=comm)
         elif isinstance(parse(text), Gossip):
             options = {"overlap": overlap, "staleness": staleness, "order": order}

@@ -22,7 +22,7 @@ from thinwire.lab.train.models.base import num_parameters
 from thinwire.lab.train.optimize import LearningRateSchedule
 from thinwire.lab.train.run_folder import make_folder
 
-TASKS = ("multi30k-transformer-", "wikitext2-lstm-", "text-gpt-")
+TASKS = ("multi30k-transformer-", "wikitext2-lstm-", "wikitext2-gpt-", "text-gpt-")
 SMALL = [name for name in recipes() if name.startswith(TASKS) and name.endswith("-small")]
 WORDS = "a the cat dog sees finds big red house tree . , and on in under old new man woman child ball".split()
 
@@ -63,6 +63,8 @@ def shrunk(name: str, folder: Path) -> RunConfig:
         data=data,
         model=model,
         batch_size=batch_size,
+        every=config.every and 2,
+        delay=min(config.delay, 1),
         epochs=1,
         max_steps=2,
         log_every=1,

@@ -18,7 +18,7 @@ from thinwire.lab.train import RunConfig, loop
 from thinwire.lab.train.data import CIFAR10, Digits, PlainText
 from thinwire.lab.train.interrupt import Interrupted
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel
-from thinwire.lab.train.optimize import Adam
+from thinwire.lab.train.optimize import Adam, Muon
 
 STEPS = 5  # the second epoch begins after the third
 CONFIG = RunConfig(
@@ -62,6 +62,12 @@ def configs(folder: Path) -> dict[str, RunConfig]:
         "accumulate": replace(compressed, batch_size=100, accumulate=2),
         "fp16": replace(compressed, precision="fp16"),
         "fp16, parameters": replace(CONFIG, averager="Mix(Ring())", precision="fp16"),
+        "local updates in flight": replace(
+            compressed, every=3, outer="OuterSGD(lr=0.5)", fragments=2, delay=2, alpha=0.5
+        ),
+        "pulled pairs, Muon": replace(
+            CONFIG, averager="Mix(RandomPairs())", every=2, outer="OuterSGD()", pull=0.5, delay=1, optimizer=Muon()
+        ),
         "by-class": replace(compressed, split="by-class", shuffled=0.1),
         "adam, clipped": replace(compressed, optimizer=Adam(learning_rate=1e-2), clip_norm=0.5),
         "dropout, carried state": replace(compressed, batch_size=60, **recurrent),
@@ -78,6 +84,7 @@ LOOSE = {
     "asynchronous": replace(CONFIG, workers=4, batch_size=100, averager="Pairwise()"),
 }
 STRICT = list(configs(Path()))
+TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 
 
 class StopAfter:
@@ -125,8 +132,14 @@ def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
 
 
 def rows_of(folder: Path) -> list[dict]:
+    """All rows without times. While messages fly, it is a matter of time how many have been sent, but not at a checkpoint."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+    delayed = json.loads((folder / "config.json").read_text())["delay"] > 0
+    timed = [(*TRAFFIC, "second") if delayed and "test_loss" not in row else ("second",) for row in rows]
+    return [
+        {key: value for key, value in row.items() if not any(word in key for word in words)}
+        for row, words in zip(rows, timed, strict=True)
+    ]
 
 
 def states_of(folder: Path) -> dict:

@@ -158,6 +158,10 @@ class Transformed(Wrapper):
         )
 
     @property
+    def sized_by_shape(self) -> bool:
+        return False
+
+    @property
     def fixed_size(self) -> bool:
         return self.codec.fixed_size
 

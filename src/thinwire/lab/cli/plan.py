@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ...plan import Network, Prediction
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_WORTH = 1.02
 _NUM_CLASSES = 10  # of a recipe's model; its data is not read, and the last layer is small
 
 
@@ -184,12 +183,13 @@ def _decimal(value: float) -> str:
 
 
 def verdict(predictions: list[Prediction]) -> str:
-    """Which method to take. Dense wins where nothing is `_WORTH` times as fast: it changes nothing and needs no tuning."""
+    """Which method to take. Dense wins where nothing is `WORTH` times as fast: it changes nothing and needs no tuning."""
     from ...plan.methods import BF16, DDP
+    from ..report.plan_figures import WORTH
 
     best = predictions[0]
     dense = {p.method: p for p in predictions if p.method in (DDP, BF16)}
     for name in (DDP, BF16):
-        if dense[name].step_seconds <= _WORTH * best.step_seconds:
-            return f"Dense wins: nothing is {100 * _WORTH - 100:.0f} % faster than {name}."
+        if dense[name].step_seconds <= WORTH * best.step_seconds:
+            return f"Dense wins: nothing is {100 * WORTH - 100:.0f} % faster than {name}."
     return f"{best.method} is {best.speedup_over_fp32:.1f} times as fast as {DDP}; read of its accuracy first."

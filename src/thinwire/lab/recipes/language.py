@@ -1,4 +1,4 @@
-"""Language modelling: the LSTM of PowerGossip on WikiText-2, and a small GPT on any plain text.
+"""Language modelling: the LSTM of PowerGossip on WikiText-2, and a small GPT on any plain text or WikiText-2.
 
 PowerGossip (Vogels et al. 2020, arXiv 2008.01425) trained the LSTM of PowerSGD (arXiv 1905.13727) on 16 workers in a ring:
 each worker reads 64 streams of its own part of the text, 30 words at a time, and clips its gradients at 0.4. The optimizer is
@@ -9,11 +9,13 @@ by 10 after 60 and 80 epochs. Warm-up starts at a tenth of it. The authors repor
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from ...average import LocalParts, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from ..train import RunConfig
 from ..train.data import PlainText, WikiText2
 from ..train.models import GPT, LSTMLanguageModel
-from ..train.optimize import SGD, Adam, LearningRateSchedule
+from ..train.optimize import SGD, Adam, LearningRateSchedule, Muon
 from .base import Method, Task
 
 WIKITEXT2 = RunConfig(
@@ -72,6 +74,41 @@ GPT_SMALL = replace(
     precision="bf16",
 )
 
+WIKITEXT2_GPT = replace(GPT_TEXT, recipe="wikitext2-gpt", data=WikiText2(context=256, in_order=False))
+
+WIKITEXT2_GPT_SMALL = replace(
+    GPT_SMALL, recipe="wikitext2-gpt", epochs=2, data=WikiText2(context=64, train="valid.txt", in_order=False)
+)
+
+
+def local(about: str, parts: LocalParts, small: LocalParts, **changes: Any) -> Method:
+    """A method of local updates, from its parts as published and for the small recipe."""
+    return Method(
+        about,
+        repr(parts["averager"]),
+        small_averager=repr(small["averager"]),
+        changes=_fields(parts) | changes,
+        small_changes=_fields(small) | changes,
+    )
+
+
+def _fields(parts: LocalParts) -> dict[str, Any]:
+    """The fields of `RunConfig`, but for the averager."""
+    return {name: repr(value) if name == "outer" else value for name, value in parts.items() if name != "averager"}
+
+
+def _descent(learning_rate: float) -> dict[str, Any]:
+    """Plain steps along an averager's own update, whose size clipping would change."""
+    schedule = LearningRateSchedule(warmup_fraction=0.1)
+    optimizer = SGD(learning_rate, weight_decay=0.0, momentum=0.0, nesterov=False, schedule=schedule)
+    return {"optimizer": optimizer, "clip_norm": None}
+
+
+_MUON = Muon(1e-3, schedule=LearningRateSchedule(warmup_fraction=0.1))
+_SPARSE_LOCO = local(
+    "SparseLoCo: 2 % of each tile, 2 bits, every 15 steps (arXiv 2508.15706)", sparse_loco(), sparse_loco(every=10)
+)
+
 WIKITEXT2_METHODS = {
     "dense": Method("all-reduce of gradients"),
     "powergossip": Method(
@@ -95,11 +132,40 @@ GPT_METHODS = {
     "dense": Method("all-reduce of gradients"),
     "powersgd": Method("PowerSGD of rank 4 with error feedback (arXiv 1905.13727)", "PowerSGD(rank=4)"),
     "sgp": Method("Stochastic Gradient Push (arXiv 1811.10792)", "PushSum(Exponential())"),
+    "ddp": Method("data-parallel AdamW, what the methods for the internet are compared with"),
+    "diloco": local("DiLoCo: every 30 steps (arXiv 2311.08105)", diloco(every=30), diloco(every=10)),
+    "streaming-diloco": local(
+        "Streaming DiLoCo: 4 fragments, 4 bits, a delay of 5 steps (arXiv 2501.18512)",
+        streaming_diloco(every=30),
+        streaming_diloco(every=10, fragments=2, delay=2),
+    ),
+    "sparseloco": _SPARSE_LOCO,
+    "demo": Method(
+        "DeMo: 32 frequencies of each tile, every step (arXiv 2411.19870)",
+        repr(demo()),
+        changes=_descent(1e-3),
+        small_changes=_descent(3e-3),
+    ),
+    "dion": Method(
+        "Dion of rank 64, every step (arXiv 2504.05295)",
+        repr(dion(64)),
+        small_averager=repr(dion(16)),
+        changes=_descent(0.02),
+        small_changes=_descent(0.05),
+    ),
+    "noloco": local("NoLoCo: random pairs, every 30 steps (arXiv 2506.10911)", no_loco(30), no_loco(10)),
+    "muloco": local(
+        "MuLoCo: Muon inside, 2 bits, every 30 steps (arXiv 2505.23725)", mulo_co(30), mulo_co(10), optimizer=_MUON
+    ),
 }
+
+WIKITEXT2_GPT_METHODS = {"dense": Method("all-reduce of gradients"), "sparseloco": _SPARSE_LOCO}
 
 TASKS = (
     Task("LSTM on WikiText-2 on 16 workers, as in PowerGossip (arXiv 2008.01425)",
          WIKITEXT2, WIKITEXT2_METHODS, WIKITEXT2_SMALL),
     Task("Small GPT (Radford et al. 2019) on your own text, gradients as in PowerSGD (arXiv 1905.13727)",
          GPT_TEXT, GPT_METHODS, GPT_SMALL),
+    Task("Small GPT on WikiText-2, as in SparseLoCo (arXiv 2508.15706)",
+         WIKITEXT2_GPT, WIKITEXT2_GPT_METHODS, WIKITEXT2_GPT_SMALL),
 )  # fmt: skip

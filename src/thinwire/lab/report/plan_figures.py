@@ -13,6 +13,8 @@ from ...plan import Network, Speeds, Workload, methods, predict_method
 from .style import GREY, SMALL, line_style, logarithmic, new_figure, plain_axes, save, styled
 
 NUM_BEST = 5
+WORTH = 1.02
+"""How many times as fast as dense training a method must be to be worth a change."""
 RATES = tuple(float(rate) / 8 for rate in np.logspace(7, 11, 17))
 """Bytes per second: 10 Mb/s to 100 Gb/s."""
 
@@ -47,10 +49,21 @@ def best(curves: Curves, number: int = NUM_BEST) -> Curves:
         {'a': [1.0, 4.0], 'b': [2.0, 1.0]}
     """
     points = range(len(next(iter(curves.values()))))
-    winners = dict.fromkeys(min(curves, key=lambda name: curves[name][i]) for i in points)
+    winners = dict.fromkeys(fastest(curves, i) for i in points)
     others = sorted(curves.keys() - winners, key=lambda name: float(np.log(curves[name]).mean()))
     chosen = [*winners, *others][: max(number, len(winners))]
     return {name: seconds for name, seconds in curves.items() if name in chosen}
+
+
+def fastest(curves: Curves, point: int) -> str:
+    """The first method whose step is within 2 % of the shortest: dense training where nothing is worth a change.
+
+    Example:
+        >>> fastest({"dense": [1.01], "other": [1.0]}, 0)
+        'dense'
+    """
+    shortest = min(seconds[point] for seconds in curves.values())
+    return next(name for name, seconds in curves.items() if seconds[point] <= WORTH * shortest)
 
 
 def crossings(curves: Curves, points: Sequence[float]) -> list[tuple[float, str]]:
@@ -61,11 +74,11 @@ def crossings(curves: Curves, points: Sequence[float]) -> list[tuple[float, str]
         [(10, 'b')]
     """
     found = []
-    fastest = [min(curves, key=lambda name: curves[name][i]) for i in range(len(points))]
-    for i, (below, above) in enumerate(zip(fastest[:-1], fastest[1:], strict=True)):
+    names = [fastest(curves, i) for i in range(len(points))]
+    for i, (below, above) in enumerate(zip(names[:-1], names[1:], strict=True)):
         if below != above:
             start, end = (float(np.log(curves[above][j] / curves[below][j])) for j in (i, i + 1))
-            part = start / (start - end) if start != end else 0.0
+            part = min(1.0, max(0.0, start / (start - end))) if start != end else 0.0
             found.append((float(points[i] * (points[i + 1] / points[i]) ** part), above))
     return found
 

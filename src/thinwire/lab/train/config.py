@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from ...algorithm import require
-from ...average import Averager, Pairwise
+from ...average import Averager, OuterSGD, Pairwise
 from ...network import Link, Network
 from ...notation import parse
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
@@ -26,7 +26,7 @@ from .models import (
     ResNet9,
     Transformer,
 )
-from .optimize import DGCSGD, SGD, Adam
+from .optimize import DGCSGD, SGD, Adam, Muon
 
 DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
 ModelConfig = DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
@@ -47,6 +47,19 @@ class RunConfig:
     """With overlap, how many updates a message may come late; higher => slower networks are hidden, fewer rounds."""
     order: Literal["combine_then_adapt", "adapt_then_combine"] = "combine_then_adapt"
     """Averagers of parameters: whether a step mixes before or after the optimizer's update."""
+    every: int | None = None
+    """Local updates: steps between two rounds, in which workers average what they changed; higher => fewer bytes, workers drift
+    further apart. None averages in every step."""
+    outer: str | None = None
+    """With every, the outer optimizer, such as "OuterSGD(lr=0.7)" for DiLoCo. None is plain averaging of the models."""
+    fragments: int = 1
+    """With every, parts of the model that are exchanged at different steps; higher => lower peaks."""
+    delay: int = 0
+    """With every, steps from the begin of a round to its merging, while messages fly; higher => slower networks are hidden."""
+    alpha: float = 0.0
+    """With every, the share of a worker's own parameters in the merged ones; 0.5 suits a delay."""
+    pull: float | None = None
+    """With every and Mix, the strength with which anchors are pulled together, as in NoLoCo."""
     workers: int = 4
     """Number of worker processes on this machine; under torchrun, srun and mpirun, their number of tasks."""
     seed: int = 0
@@ -70,7 +83,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=Digits)
     model: ModelConfig = field(default_factory=DigitsNet)
     loss: CrossEntropy = field(default_factory=CrossEntropy)
-    optimizer: SGD | Adam | DGCSGD = field(default_factory=SGD)
+    optimizer: SGD | Adam | DGCSGD | Muon = field(default_factory=SGD)
     clip_norm: float | None = None
     """Clip the gradient to this norm: the averaged gradient, or each worker's own if parameters are averaged. None clips
     nothing. (With `MomentumCorrection` use its own `clip` instead.)"""
@@ -149,6 +162,7 @@ class RunConfig:
         alone = self.network is None and (self.compute is not None or self.per_node > 1)
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
+        self._check_local_updates()
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
         require(
@@ -169,6 +183,35 @@ class RunConfig:
                 fits,
                 f"data.context {context} is more than the model reads at once; set model.context to it, or lower it",
             )
+
+    def parsed_outer(self) -> OuterSGD | None:
+        """The outer optimizer; None for plain averaging.
+
+        Raises:
+            ValueError: the text cannot be read, or names something else.
+        """
+        outer = None if self.outer is None else parse(self.outer)
+        require(
+            outer is None or isinstance(outer, OuterSGD),
+            f"outer must be an outer optimizer such as OuterSGD(lr=0.7), got {outer!r}",
+        )
+        assert outer is None or isinstance(outer, OuterSGD)
+        return outer
+
+    def _check_local_updates(self) -> None:
+        """Options of local updates need `every`; `local_updates` checks their values."""
+        require(self.every is None or self.every >= 1, f"every must be 1 or more, got {self.every}")
+        defaults = {"outer": None, "fragments": 1, "delay": 0, "alpha": 0.0, "pull": None}
+        given = [name for name, value in defaults.items() if getattr(self, name) != value]
+        require(
+            self.every is not None or not given,
+            f"{', '.join(given)} are for local updates; add --every H, such as --every 30",
+        )
+        require(
+            self.every is None or not (self.overlap or self.staleness or self.order != "combine_then_adapt"),
+            "overlap, staleness and order are for gossip in every step; with every, messages fly for --delay steps",
+        )
+        self.parsed_outer()
 
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager object.
@@ -214,7 +257,8 @@ class RunConfig:
             'digits-mean-topk-0.01-errorfeedback-seed0'
         """
         words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_averager())))
-        return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
+        local = [] if self.every is None else [f"every{self.every}"]
+        return "-".join([self.recipe, "-".join(words)[:160], *local, f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the averager as its `repr`; data, model, loss and optimizer with their `kind`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...clock import Clock
 from ...comm import Communicator
-from ...strategy import AsynchronousGossip, ParameterGossip
+from ...strategy import GossipStrategy
 from .data import Dataset
 from .strategy import Strategy
 from .virtual import VirtualTime
@@ -66,8 +66,8 @@ class Meter:
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
         row |= self._all_virtual_seconds() | self._seconds_by_phase()
         if self._strategy.models_differ:
-            # Models differ only under gossip.
-            gossip = cast(ParameterGossip | AsynchronousGossip, self._strategy.handle)
+            # Models differ only under gossip and local updates.
+            gossip = cast(GossipStrategy, self._strategy.handle)
             row["consensus_distance"] = gossip.consensus_distance(self._comm)
         self._start_row()
         return row

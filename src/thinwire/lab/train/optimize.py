@@ -264,6 +264,37 @@ class DGCSGD(Optimizer):
         return strategy.DGCSGD(self.groups(model), self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
 
 
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """`thinwire.MuonAdamW`: PyTorch's Muon for matrices, and AdamW for all other parameters.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Jordan et al. 2024, Muon; Liu et al. 2025, arXiv 2502.16982.
+    """
+
+    learning_rate: float = 1e-3
+    """What one worker uses after warm-up; higher => faster, until it diverges. Muon's updates are as large as AdamW's."""
+    weight_decay: float = 0.1
+    """Pull of the matrices towards zero; higher => smaller weights."""
+    momentum: float = 0.95
+    """Muon's momentum factor."""
+    beta2: float = 0.95
+    """AdamW's share of the running mean of squared gradients that each step keeps."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("momentum", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return strategy.MuonAdamW(
+            trained, self.learning_rate, self.weight_decay, self.momentum, betas=(0.9, self.beta2)
+        )
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give all parameter groups this learning rate."""
     for group in optimizer.param_groups:

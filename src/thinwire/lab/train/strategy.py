@@ -15,10 +15,12 @@ from ...comm import Communicator, ProcessGroupCommunicator
 from ...strategy import (
     AsynchronousGossip,
     GradientCompression,
+    LocalUpdates,
     ParameterGossip,
     compress_gradients,
     gossip_asynchronously,
     gossip_parameters,
+    local_updates,
 )
 from .config import RunConfig
 
@@ -32,16 +34,16 @@ class Strategy:
     """An averager at work, and the facts about it that the rest of the run needs.
 
     Args:
-        handle: what `compress_gradients`, `gossip_parameters` or `gossip_asynchronously` returned.
+        handle: what `compress_gradients`, `gossip_parameters`, `gossip_asynchronously` or `local_updates` returned.
         models_differ: whether every worker has a model of its own.
         phases_in_step: which phases of `handle.seconds` lie within the time of a training step, not beside it.
         in_rounds: whether workers keep step with each other.
         accumulating: makes the context of a backward pass after which another one of the same step follows.
-        absorb: adds messages in flight to the model. All workers call it together.
+        absorb: waits for messages in flight, and adds those of gossip to the model. All workers call it together.
         own_comm: the averager's communicator, where `attach` has opened it.
     """
 
-    handle: GradientCompression | ParameterGossip | AsynchronousGossip
+    handle: GradientCompression | ParameterGossip | AsynchronousGossip | LocalUpdates
     models_differ: bool
     phases_in_step: tuple[str, ...]
     in_rounds: bool = True
@@ -100,6 +102,21 @@ def _attached(
         asynchronous = gossip_asynchronously(model, optimizer, pairwise, **always)
         return Strategy(asynchronous, True, ("publish",), in_rounds=False)
     averager = cast(Averager, chosen)
+    if config.every is not None:
+        local = local_updates(
+            model,
+            optimizer,
+            averager,
+            config.every,
+            config.parsed_outer(),
+            fragments=config.fragments,
+            delay=config.delay,
+            alpha=config.alpha,
+            pull=config.pull,
+            **shared,
+        )
+        averaging = ("blocked",) if config.delay else ("compensate", "encode", "exchange", "wait", "decode")
+        return Strategy(local, True, ("measure", "outer", *averaging), absorb=local.settle)
     if averager.gives_one_mean:
         gradients = compress_gradients(model, averager, **shared)
         gradients.check_optimizer(optimizer)
