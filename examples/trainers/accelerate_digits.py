@@ -7,14 +7,14 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import set_seed, tqdm
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
-from thinwire.integrations.accelerate import attach
-from thinwire.integrations.numbers import numbers
+from thinwire.integrations.accelerate import attach, log
+from thinwire.integrations.numbers import summary
 
 
 def main() -> None:
@@ -25,7 +25,8 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=options.output)
+    accelerator.init_trackers("digits")
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -37,6 +38,7 @@ def main() -> None:
     if options.resume:
         accelerator.load_state(options.resume)
 
+    step, bar = 0, tqdm(total=options.epochs * len(loader))
     for epoch in range(options.epochs):
         strategy.set_epoch(epoch)
         for x, y in loader:
@@ -44,10 +46,12 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
+            step += 1
+            bar.update()
+            if step % 10 == 0:
+                log(accelerator, strategy, {"loss": loss.item()}, step, bar)
     accelerator.save_state(options.output)
-
-    fewer = numbers(strategy)["thinwire/fewer_than_fp32"]
-    accelerator.print(f"loss {loss.item():.4f}, {fewer:.1f} times fewer bytes than float32")
+    accelerator.print(f"loss {loss.item():.4f}, {summary(strategy)}")
     strategy.detach()
     accelerator.end_training()
 

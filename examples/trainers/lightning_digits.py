@@ -7,6 +7,7 @@ import argparse
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,13 +49,14 @@ def main() -> None:
         devices=2,
         max_epochs=options.epochs,
         default_root_dir=options.output,
+        logger=CSVLogger(options.output),
         log_every_n_steps=10,
         callbacks=[CompressGradients(tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()))],
     )
     trainer.fit(Digits(), DataLoader(data, batch_size=32, shuffle=True), ckpt_path=options.resume)
     if trainer.is_global_zero:
         metrics = trainer.callback_metrics
-        print(f"loss {metrics['loss']:.4f}, {metrics['thinwire/fewer_than_fp32']:.1f} times fewer bytes than float32")
+        print(f"loss {metrics['loss']:.4f}, {metrics['thinwire/fewer_than_fp32']:.1f} times less than fp32")
 
 
 if __name__ == "__main__":

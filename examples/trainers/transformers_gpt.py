@@ -47,7 +47,7 @@ def main() -> None:
     result = trainer.train(resume_from_checkpoint=options.resume)
     if trainer.is_world_process_zero():
         fewer = trainer.state.log_history[-2]["thinwire/fewer_than_fp32"]
-        print(f"loss {result.training_loss:.4f}, {fewer:.1f} times fewer bytes than float32")
+        print(f"loss {result.training_loss:.4f}, {fewer:.1f} times less than fp32")
 
 
 if __name__ == "__main__":

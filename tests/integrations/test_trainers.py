@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.command import with_forked_programs
+
+from thinwire.integrations.numbers import SHORT_NAMES
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+SUMMARY = r"sent [\d.]+ MB, [\d.]+ times less than fp32, [\d.]+ than bf16, blocked [\d.]+s"
+BAR = rf"it/s, {SUMMARY}"  # of tqdm
+SHOWN = ["sent_mb", "fewer_than_fp32", "fewer_than_bf16", "blocked_seconds"]
+
+
 def run(command: list[str], *options: object) -> str:
-    """What the command prints; it must succeed."""
+    """What the command prints, the progress bar included; it must succeed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [*command, *map(str, options)], capture_output=True, text=True, timeout=240, env=environment, cwd=TRAINERS
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return done.stderr + done.stdout
+
+
+def assert_shown(row: dict[str, Any]) -> None:
+    """That a row of a trainer's log has all numbers."""
+    sent, fp32, bf16, blocked = (float(row[f"thinwire/{name}"]) for name in SHOWN)
+    assert sent > 0 and fp32 == pytest.approx(2 * bf16, rel=1e-3) and bf16 > 1 and blocked > 0
 
 
 def times_fewer(printed: str) -> float:
-    found = re.search(r"([\d.]+) times fewer bytes", printed)
-    assert found is not None, printed
+    *_, found = re.finditer(r"([\d.]+) times less than fp32", printed)
     return float(found[1])
 
 
@@ -50,7 +65,12 @@ def assert_equal(a: Path, b: Path) -> None:
 
 def lightning_resumes(folder: Path) -> None:
     example = [sys.executable, str(TRAINERS / "lightning_digits.py")]
-    assert times_fewer(run(example, "--epochs", 2, "--output", folder / "whole")) > 15
+    printed = run(example, "--epochs", 2, "--output", folder / "whole")
+    assert times_fewer(printed) > 15
+    words = " ".join(printed.split())  # the bar breaks lines
+    assert all(re.search(rf"{name}[:=] ?[\d.]+", words) for name in SHORT_NAMES)
+    with open(folder / "whole" / "lightning_logs" / "version_0" / "metrics.csv", newline="") as file:
+        assert_shown(list(csv.DictReader(file))[-1])
     run(example, "--epochs", 1, "--output", folder / "first")
     (first,) = (folder / "first").rglob("*.ckpt")
     saved = torch.load(first, weights_only=False)["thinwire"]
@@ -62,7 +82,13 @@ def lightning_resumes(folder: Path) -> None:
 
 def accelerate_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "accelerate_digits.py")]
-    assert times_fewer(run(example, "--epochs", 1, "--output", folder / "first")) > 15
+    printed = run(example, "--epochs", 1, "--output", folder / "first")
+    assert times_fewer(printed) > 15
+    assert re.search(BAR, printed)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "first" / "digits")).Reload()
+    assert_shown({f"thinwire/{name}": events.Scalars(f"thinwire/{name}")[-1].value for name in SHOWN})
     saved = torch.load(folder / "first" / "custom_checkpoint_0.pkl", weights_only=False)
     assert saved.keys() == {"rank0", "rank1"}
     run(example, "--epochs", 1, "--output", folder / "second", "--resume", folder / "first")
@@ -73,12 +99,42 @@ def accelerate_resumes(folder: Path) -> None:
 
 def transformers_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "transformers_gpt.py")]
-    assert times_fewer(run(example, "--steps", 40, "--output", folder)) > 5
+    printed = run(example, "--steps", 40, "--output", folder)
+    assert times_fewer(printed) > 5
+    assert re.search(BAR, printed)
+    rows = [ast.literal_eval(line) for line in printed.splitlines() if line.startswith("{'loss'")]
+    assert len(rows) == 4
+    assert_shown(rows[-1])
     whole = folder / "checkpoint-40"
     assert {f.name for f in whole.glob("thinwire-*")} == {"thinwire-rank0.pt", "thinwire-rank1.pt"}
     whole.rename(folder / "whole")
     run(example, "--steps", 40, "--output", folder, "--resume", folder / "checkpoint-20")
     assert_equal(folder / "whole" / "model.safetensors", folder / "checkpoint-40" / "model.safetensors")
+
+
+def torchtitan_resumes(folder: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    example = [*TORCHRUN[:-1], "4", str(TRAINERS / "torchtitan_gpt.py"), "--save-every", "4", "--log-every", "2"]
+    printed = run(example, "--steps", 8, "--output", folder)
+    assert times_fewer(printed) > 4
+    assert len(re.findall(rf"step: .* loss: .* thinwire: {SUMMARY}", printed)) == 4
+    (folder / "step-8").rename(folder / "whole")
+    run(example, "--steps", 8, "--output", folder, "--resume", 4)
+    for name in ("whole", "step-8"):
+        dcp_to_torch_save(folder / name, folder / f"{name}.pt")
+    whole, resumed = (torch.load(folder / f"{name}.pt") for name in ("whole", "step-8"))
+    assert whole["shards"] == resumed["shards"] == dict.fromkeys(whole["shards"], 8)
+    assert_equal_states(whole, resumed)
+
+
+def assert_equal_states(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # The programs of a trainer are forked from a process that has imported it, which takes longer than they do.
@@ -95,6 +151,11 @@ def test_accelerate(tmp_path):
 def test_transformers(tmp_path):
     modules = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "torch.distributed.run"]
     with_forked_programs(modules, transformers_resumes, tmp_path)
+
+
+def test_a_loop_in_the_style_of_torchtitan(tmp_path):
+    modules = ["torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+    with_forked_programs(modules, torchtitan_resumes, tmp_path)
 
 
 @pytest.mark.parametrize(

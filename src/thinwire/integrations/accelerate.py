@@ -9,7 +9,8 @@ from torch import nn
 
 from ..algorithm import require
 from ..average import Averager
-from ..strategy import GradientCompression, compress_gradients
+from ..strategy import GradientCompression, Strategy, compress_gradients
+from .numbers import numbers, summary
 from .state import AllWorkersState
 
 
@@ -23,7 +24,7 @@ def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **opt
         options: further arguments of `compress_gradients`.
 
     Returns:
-        The strategy. `numbers(strategy)` of `thinwire.integrations.numbers` is ready for `accelerator.log`.
+        The strategy; `log` shows what it counts.
 
     Raises:
         ValueError: there is one process only, or the model is sharded.
@@ -40,3 +41,18 @@ def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **opt
     handle = compress_gradients(model, averager, scaler=accelerator.scaler, **options)
     accelerator.register_for_checkpointing(AllWorkersState(handle))
     return handle
+
+
+def log(accelerator: Accelerator, strategy: Strategy, values: dict[str, Any], step: int, bar: Any = None) -> None:
+    """Log `values`, with bytes and waiting time beside them, to the accelerator's trackers, and show them in a progress bar.
+
+    Args:
+        accelerator: whose trackers to log to; it needs `log_with=...` and `init_trackers`.
+        strategy: what `attach` returned.
+        values: what to log besides.
+        step: of the training.
+        bar: a progress bar of tqdm, such as `accelerate.utils.tqdm` makes; None for none.
+    """
+    accelerator.log(values | numbers(strategy), step=step)
+    if bar is not None:
+        bar.set_postfix_str(summary(strategy))

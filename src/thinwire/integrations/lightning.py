@@ -8,15 +8,15 @@ import lightning.pytorch as pl
 
 from ..average import Averager
 from ..strategy import GradientCompression, compress_gradients
-from .numbers import numbers
+from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
 
 class CompressGradients(pl.Callback):
     """Averages the gradients of a DDP training with `averager`.
 
-    The callback attaches when training begins, and tells schedules the epoch. It logs bytes and waiting time every
-    `log_every_n_steps` of the trainer, and shows bytes in the progress bar. It saves the memory of all workers in the
+    The callback attaches when training begins, and tells schedules the epoch. It logs bytes, savings and waiting time every
+    `log_every_n_steps` of the trainer, and shows them in the progress bar. It saves the memory of all workers in the
     trainer's checkpoints. Lightning registers communication hooks on CUDA only; this callback works on every device.
     With one device there is nothing to average, and the callback does nothing.
 
@@ -65,11 +65,10 @@ class CompressGradients(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log this worker's bytes and waiting time."""
+        """Log this worker's bytes and waiting time, in the log and in the progress bar."""
         if self.handle is not None:
-            values = numbers(self.handle)
-            pl_module.log("thinwire/sent_mb", values.pop("thinwire/sent_mb"), prog_bar=True)
-            pl_module.log_dict(values)
+            pl_module.log_dict(numbers(self.handle))
+            pl_module.log_dict(short_numbers(self.handle), prog_bar=True, logger=False)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

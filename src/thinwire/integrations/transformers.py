@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import GradientCompression, compress_gradients
-from .numbers import numbers
+from .numbers import numbers, summary
 
 
 class CompressGradients(TrainerCallback):
     """Averages the gradients of a `Trainer` on several processes with `averager`.
 
-    The callback attaches when training begins, tells schedules the epoch, and adds bytes and waiting time to the trainer's
-    log. It saves each worker's memory beside the trainer's checkpoint, in `checkpoint-N/thinwire-rankR.pt`. With one
-    process there is nothing to average, and the callback does nothing.
+    The callback attaches when training begins, and tells schedules the epoch. It adds bytes, savings and waiting time to the
+    trainer's log, and shows them in its progress bar. It saves each worker's memory beside the trainer's checkpoint, in
+    `checkpoint-N/thinwire-rankR.pt`. With one process there is nothing to average, and the callback does nothing.
 
     Args:
         trainer: the trainer to attach to; it must not be training yet.
@@ -42,7 +42,7 @@ class CompressGradients(TrainerCallback):
         self._trainer, self._averager, self._options = trainer, averager, options
         self._resume_from = resume_from
         self.handle: GradientCompression | None = None
-        trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self)  # before those that report what `on_log` adds
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,12 +74,16 @@ class CompressGradients(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add this worker's bytes and waiting time to the row that is being logged."""
+        """Add this worker's bytes and waiting time to the row that is being logged, and to the progress bar."""
         if self.handle is not None:
             values = numbers(self.handle)
             state.log_history[-1].update(values)
             if logs is not None:
                 logs.update(values)
+            for callback in self._trainer.callback_handler.callbacks:
+                bar: Any = callback.training_bar if isinstance(callback, ProgressCallback) else None
+                if bar is not None:
+                    bar.set_postfix_str(summary(self.handle))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save this worker's memory beside the trainer's checkpoint."""

@@ -72,6 +72,11 @@ class AsynchronousGossip(GossipStrategy):
         return super().seconds
 
     @property
+    def blocked_seconds(self) -> float:
+        """Wall-clock seconds so far that the training has waited for the thread that averages."""
+        return self.seconds.get("publish", 0.0)
+
+    @property
     def num_averaged(self) -> int:
         """How often this worker has averaged with another."""
         averaged: int = self._state.averaged

@@ -113,6 +113,15 @@ class Strategy(ABC):
         return dict(self._state.clock.seconds)
 
     @property
+    def blocked_seconds(self) -> float:
+        """Wall-clock seconds so far that the training has waited for other workers.
+
+        Averagers wait in the phase "wait". Where that is beside the training, the strategy times a phase "blocked".
+        """
+        seconds = self.seconds
+        return seconds.get("blocked", seconds.get("wait", 0.0))
+
+    @property
     def num_skipped(self) -> int:
         """Number of steps that were skipped because they were not finite."""
         return self._nonfinite.num_skipped

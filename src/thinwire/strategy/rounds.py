@@ -114,7 +114,8 @@ class ParameterRounds:
         """Add the change of the round in flight, if there is one, to the parameters."""
         if self._flight is None:
             return
-        self.settle()
+        with self.state.clock("blocked"):
+            self.settle()
         self.comm.after(self._flight.landed)
         self.to_biased()
         for (_, p), (_, change) in zip(self.live.tensors(), self._changes, strict=True):

@@ -78,6 +78,11 @@ class ShardCompression:
         """Wall-clock seconds so far by phase: encode, wait, decode."""
         return self._clock.seconds
 
+    @property
+    def blocked_seconds(self) -> float:
+        """Wall-clock seconds so far that the training has waited for other workers."""
+        return self.seconds.get("wait", 0.0)
+
     def state_dict(self) -> dict[str, Any]:
         """How many steps each module has made, from which random numbers follow. The same on all workers."""
         return {wire.name: wire.step for wire in self._wires}
