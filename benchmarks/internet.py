@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="windows of a worker in a step")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=30, help="steps of a round, of all methods with local updates")
+    parser.add_argument("--outer", help="an outer optimizer for all methods that have one, instead of their own")
     parser.add_argument("--rates", type=int, default=3, help="how many of each grid's learning rates, the middle first")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--test-bytes", type=int, default=200_000, help="of the text to test on")
@@ -128,6 +130,7 @@ def path_of(method: str, rate: float, seed: int, options: argparse.Namespace) ->
         "compute",
     )
     folder = "-".join(f"{name}{getattr(options, name)}" for name in sizes).replace(",", "-")
+    folder += "" if options.outer is None else "-" + re.sub(r"[^\w.]+", "-", options.outer).strip("-")
     path: Path = options.folder / folder / f"{method}-rate{rate:g}-seed{seed}.json"
     return path
 
@@ -179,6 +182,7 @@ def configured(method: str, rate: float, seed: int, options: argparse.Namespace)
         workers=options.workers,
         batch_size=options.batch_size,
         every=None if config.every is None else options.every,
+        outer=config.outer and (options.outer or config.outer),
         epochs=1_000_000,
         max_steps=options.steps,
         precision="fp32",

@@ -46,9 +46,11 @@ from .codec import (
     CoarseGrainedTopK,
     Codec,
     DenseLast,
+    Dynamic8,
     Float4,
     Huffman,
     Identity,
+    NaturalCompression,
     OneBit,
     Quantize,
     RandomK,
@@ -62,7 +64,7 @@ from .codec import (
     chain,
 )
 from .comm import LocalWorld
-from .memory import EF21, ErrorFeedback, Memory, MomentumCorrection, SignDescent
+from .memory import DIANA, EF21, ErrorFeedback, LocalMomentum, LoCo, Memory, MomentumCorrection, SignDescent
 from .notation import parse, register
 from .schedule import GeometricWarmup, Schedule, Values
 from .strategy import (
@@ -126,6 +128,9 @@ __all__ = [
     "Memory",
     "ErrorFeedback",
     "EF21",
+    "DIANA",
+    "LoCo",
+    "LocalMomentum",
     "SignDescent",
     "MomentumCorrection",
     "ClipByNorm",
@@ -155,6 +160,8 @@ __all__ = [
     "SignNorm",
     "BinMeans",
     "Float4",
+    "Dynamic8",
+    "NaturalCompression",
     "SVD",
     "Tiles",
     "DCT",

@@ -17,6 +17,8 @@ GRADIENT_AVERAGERS = [
     tw.Mean(tw.SVD(rank=1), tw.ErrorFeedback(), exchange="scatter_reduce"),
     tw.dgc(0.1),
     tw.Mean(tw.TopK(0.1), tw.EF21()),
+    tw.Mean(tw.SignSGD(), tw.LocalMomentum(), min_ndim=0),
+    tw.Mean(tw.QSGD(bits=4), tw.LoCo()),
     tw.PowerSGD(rank=1),
     tw.ByName({"w*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(0.5), tw.ErrorFeedback(), min_ndim=0)}),
 ]

@@ -67,8 +67,10 @@ def test_unbiased(codec):
     if isinstance(codec, tw.QSGD):
         scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size or x.numel())]
         step = 2 * max(scales).item() / codec.num_steps
-    elif isinstance(codec, (tw.Quantize, tw.NUQSGD, tw.Float4, tw.ALQ, tw.AMQ, tw.TernGrad)):
+    elif isinstance(codec, (tw.Quantize, tw.NUQSGD, tw.Float4, tw.Dynamic8, tw.ALQ, tw.AMQ, tw.TernGrad)):
         step = max(b.norm().item() for b in x.split(codec.bucket_size))  # a loose bound; test_quantizers.py has theirs
+    elif isinstance(codec, tw.NaturalCompression):
+        step = 2 * x.abs().max().item()
     # The variance of rounding to one of two levels is at most step^2/4; 2048 coordinates are looked at.
     assert (mean - x.double()).abs().max() <= 5 * (step / 2) / math.sqrt(m) + 1e-6
 

@@ -33,6 +33,7 @@ EXCEPTIONS = {
     tw.SVD: "the solver waits",
     tw.BinMeans: "counts the elements of each bin on the host",
     tw.Float4: "uploads its table of levels",
+    tw.Dynamic8: "uploads its table of levels",
     Transformed: "uploads the matrix of its transform",
 }
 

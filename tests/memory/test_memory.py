@@ -14,6 +14,9 @@ MEMORIES = [
     tw.MomentumCorrection(),
     tw.MomentumCorrection(0.5, nesterov=True, masking=False),
     tw.EF21(),
+    tw.DIANA(),
+    tw.LoCo(),
+    tw.LocalMomentum(),
 ]
 every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 

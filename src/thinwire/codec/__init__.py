@@ -5,7 +5,19 @@ from .agreed import AgreedCodec
 from .base import Codec
 from .compose import DCT, DenseLast, Huffman, Rice, Tiles, Transform, chain
 from .dense import SVD, Cast, Identity
-from .quantize import NUQSGD, QSGD, BinMeans, Float4, OneBit, Quantize, SignNorm, SignSGD, TernGrad
+from .quantize import (
+    NUQSGD,
+    QSGD,
+    BinMeans,
+    Dynamic8,
+    Float4,
+    NaturalCompression,
+    OneBit,
+    Quantize,
+    SignNorm,
+    SignSGD,
+    TernGrad,
+)
 from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, SparseParts, Threshold, TopK
 from .types import Key, Selection, Symbols
 
@@ -13,6 +25,7 @@ __all__ = [
     "ALQ",
     "AMQ",
     "NUQSGD",
+    "NaturalCompression",
     "QSGD",
     "SVD",
     "Selection",
@@ -24,6 +37,7 @@ __all__ = [
     "CoarseGrainedTopK",
     "Codec",
     "DenseLast",
+    "Dynamic8",
     "Huffman",
     "Identity",
     "Key",

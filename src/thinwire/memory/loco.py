@@ -1,0 +1,122 @@
+"""LoCo: a moving average of what payloads did not carry, kept in 8 bits and cleared now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..algorithm import require
+from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+
+_ROUNDS = "rounds"
+
+
+@dataclass
+class LoCoState:
+    """What `LoCo` keeps, in unscaled units.
+
+    Args:
+        codes: e of each tensor in units of its scale, int8.
+        scales: the scale of each tensor, a power of two; 0 while e is zero.
+        sent: the values to send; after encoding, what the payload did not carry.
+        rounds: committed rounds, a float64 tensor of one element, the same on all workers.
+        pending: names of the tensors that were compensated since the last commit.
+    """
+
+    codes: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    rounds: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    pending: set[str] = field(default_factory=set)
+
+    def error(self, name: str) -> Tensor:
+        """e of a tensor, flat float32."""
+        return self.codes[name].float() * self.scales[name]
+
+    def store(self, name: str, error: Tensor) -> None:
+        """Round e to 8 bits: to the nearest multiple of the smallest power of two that reaches its largest magnitude."""
+        peak = error.abs().max() / 127 if error.numel() else error.new_zeros(())
+        scale = torch.where(peak > 0, torch.exp2(torch.ceil(torch.log2(peak.clamp(min=2.0**-126)))), 0.0)
+        self.scales[name] = scale
+        self.codes[name].copy_(torch.where(scale > 0, error / scale, 0.0).round())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """e by parameter name as float32, and the number of rounds."""
+        return {_ROUNDS: self.rounds.clone()} | {name: self.error(name) for name in self.codes}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, with the same bits."""
+        buffers = {_ROUNDS: self.rounds} | self.sent
+        load_buffers(buffers, saved, "LoCo memory")
+        for name, error in self.sent.items():
+            self.store(name, error)
+        self.pending.clear()
+
+
+@dataclass(frozen=True, repr=False)
+class LoCo(Memory):
+    """Adds a moving average of past errors to the gradient: send `C(g + e)`, keep `e <- (1 - b) e + b (g + e - C(g + e))`.
+
+    e is kept in 8 bits and starts again at zero every `reset_every` rounds. It costs one byte and one float32 copy of what is
+    encoded. Unlike `ErrorFeedback` it delivers only a part of what is late, and never more than is in the average. Use it
+    with codecs of a few bits for every element, such as `QSGD(bits=4)`; sparse codecs need all of the error.
+
+    Args:
+        beta: b, in (0, 1]; lower => smoother, smaller compensation.
+        reset_every: rounds after which e becomes zero; None never clears it.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Xie et al. 2024, LoCo, arXiv 2407.04480.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> memory, codec = tw.LoCo(beta=0.5), tw.TopK(ratio=0.5)
+        >>> state = memory.init([("w", torch.zeros(2))])
+        >>> x = memory.compensate(state, "w", torch.tensor([3.0, 1.0]))
+        >>> payload = codec.encode(x, residual=x)
+        >>> memory.commit(state)
+        >>> state.state_dict()["w"]  # half of what was not sent
+        tensor([0.0000, 0.5000])
+    """
+
+    beta: float = 0.5
+    reset_every: int | None = 512
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.beta, (int, float)) and 0 < self.beta <= 1,
+            f"LoCo: beta must be above 0 and at most 1, got {self.beta!r}",
+        )
+        require(
+            self.reset_every is None or (isinstance(self.reset_every, int) and self.reset_every >= 1),
+            f"LoCo: reset_every must be a positive integer or None, got {self.reset_every!r}",
+        )
+
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> LoCoState:
+        codes = {name: t.new_zeros(t.numel(), dtype=torch.int8) for name, t in tensors}
+        scales = {name: t.new_zeros((), dtype=torch.float32) for name, t in tensors}
+        return LoCoState(codes, scales, zeros_like_flat(tensors))
+
+    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
+        return key == _ROUNDS
+
+    def compensate(self, state: LoCoState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
+        flat = gradient.detach().reshape(-1).float()
+        state.pending.add(name)
+        return torch.add(state.error(name), flat, alpha=1 / scale, out=state.sent[name])
+
+    def commit(self, state: LoCoState) -> None:
+        state.rounds += bool(state.pending)
+        clears = self.reset_every is not None and int(state.rounds) % self.reset_every == 0
+        for name in state.pending:
+            kept = state.error(name) * (1 - self.beta)
+            state.store(name, torch.zeros_like(kept) if clears else kept.add_(state.sent[name], alpha=self.beta))
+        state.pending.clear()
+
+    def discard(self, state: LoCoState) -> None:
+        state.pending.clear()
