@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -131,3 +133,18 @@ def test_local_rounds_cost_their_share_and_a_delay_hides_them():
     assert by_name["Streaming DiLoCo, every 30"].step_seconds == 0.25
     assert by_name["NoLoCo, every 30"].bytes_out == pytest.approx(2 * 40e6 / 30)
     assert diloco.bytes_out / by_name["SparseLoCo, every 15"].bytes_out > 30
+
+
+PLAN_ALL = """
+import sys
+from thinwire.plan import Network, predict
+predict(10_000, 0.1, Network(4))
+predict(10_000, 0.1, Network(4, workers_per_node=2))
+print("sympy" in sys.modules)
+"""
+
+
+def test_a_plan_does_not_import_the_compiler_of_pytorch():
+    """It takes longer to import than 1,024 workers take to plan."""
+    ran = subprocess.run([sys.executable, "-c", PLAN_ALL], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

@@ -90,6 +90,10 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _empty(shape, tensors[0].dtype)
 
 
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return _empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
+
+
 class _QR(NamedTuple):
     Q: Tensor
     R: Tensor
@@ -106,19 +110,22 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "__and__", "__xor__", "__rshift__"), _elementwise),
     **dict.fromkeys(("add_", "sub_", "mul_", "zero_", "addmm_"), _in_place),
-    **dict.fromkeys(("zeros_like", "empty_like", "abs"), _like),
+    **dict.fromkeys(("zeros_like", "empty_like", "abs", "neg"), _like),
+    "clamp": lambda x, *_, **__: _like(x),
     **dict.fromkeys(("matmul", "mm"), _product),
     "zeros": _new,
     "arange": _arange,
     "new_zeros": _new_zeros,
     "cat": _cat,
+    "stack": _stack,
     "isfinite": lambda x: _empty(x.shape, torch.bool),
     "all": lambda x: _empty((), torch.bool),
     "linalg_vector_norm": _norm,
     "addmm": lambda x, a, b, **_: _empty(x.shape, x.dtype),
     "linalg_qr": lambda x: _QR(x, _empty((x.shape[1], x.shape[1]), x.dtype)),
     "amax": lambda x, dim, keepdim: x[:, :1],
-    "gt": lambda a, b: _empty(a.shape, torch.bool),
+    **dict.fromkeys(("gt", "lt"), lambda a, b: _empty(a.shape, torch.bool)),
+    **dict.fromkeys(("maximum", "minimum"), _elementwise),
     "where": lambda condition, a, b: _elementwise(a, b),
 }
 """Name of an operation => what makes a result of the right shape and dtype."""

@@ -15,6 +15,7 @@ from ..average import Averager
 from ..average.clip import Clip
 from ..codec import Codec, Selection, SparseParts
 from ..codec.sparse.base import Sparsifier
+from ..codec.types import Key, as_list
 from ..kernels import Flag
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -99,6 +100,34 @@ class SizedCodec(Codec):
     @property
     def sends_floats(self) -> bool:
         return self.codec.sends_floats
+
+    # The public methods skip the checks of tensors and keys: with a thousand workers these take longer than the plan.
+
+    def encode(
+        self,
+        x: Tensor | Sequence[Tensor],
+        key: Key | Sequence[Key] = Key(),
+        residual: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        return self.encode_segments(as_list(x), [], None)
+
+    def decode_add(
+        self,
+        payload: Tensor,
+        out: Tensor | Sequence[Tensor],
+        weight: float = 1.0,
+        key: Key | Sequence[Key] | None = None,
+    ) -> None:
+        self.decode_add_segments(payload, as_list(out), weight, [])
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Tensor],
+        out: Tensor | Sequence[Tensor],
+        weight: float = 1.0,
+        key: Key | Sequence[Key] | None = None,
+    ) -> Flag:
+        return self.decode_sum_segments(payloads, as_list(out), weight, [])
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
