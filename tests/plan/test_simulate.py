@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from thinwire.comm import Ledger
+from thinwire.network import Engine
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.record import Messages, Ring, Wait
 from thinwire.plan.simulate import Bucket
@@ -110,3 +113,26 @@ def test_short_messages_pay_for_operations_and_messages_and_bursts_are_free():
     # The first 2000 bytes of 3000 leave at once; the rest waits for tokens.
     bursts = Network(4, outer=Link(1e6, 0.01, burst_bytes=2000))
     assert seconds(bursts, [[gather(0, 4, 1000)]]) == pytest.approx(0.001 + 0.01)
+
+
+@pytest.mark.parametrize(
+    "cores, ends", [(None, (0.5, 1.0, 1.1)), (2, (0.5, 1.0, 1.1)), (1, (1.15, 1.9, 1.65)), (0.5, (2.65, 3.8, 2.95))]
+)
+def test_threads_at_work_get_equal_parts_of_the_cores(cores, ends):
+    # On one core, 0.35 s of the first two are done at 0.7 s. Then a third of the core is left for each: the first ends
+    # 3 x 0.15 s later. The two that are left get half a core each, until the third ends.
+    engine, ended = Engine(Network(1, cores=cores), fold=True), [0.0] * 3
+
+    def end(number):
+        ended[number] = engine.now
+
+    for number, (start, work) in enumerate([(0.0, 0.5), (0.0, 1.0), (0.7, 0.4)]):
+        engine.at(start, partial(engine.work, 0, work, partial(end, number)))
+    engine.run()
+    assert ended == pytest.approx(list(ends))
+
+
+def test_workers_of_a_node_share_its_cores():
+    for cores, expected in [(None, 0.3), (4, 0.3), (1, 0.6)]:
+        network = Network(4, 2, outer=FREE, inner=FREE, cores=cores)
+        assert seconds(network, [[program()] * 2], backward=0.2, forward=0.1) == pytest.approx(expected)

@@ -1,6 +1,7 @@
 """A discrete-event model of a network of FIFO lines.
 
-    threads    generators that yield seconds of work, or operations to wait for; each has a core of its own
+    threads    generators that yield seconds of work, or operations to wait for; each has a core of its own, or the
+               threads of a node share its cores
     lines      one line out and one in for each worker inside its node, and for each node between nodes. A line serves
                messages in the order of arrival, for bytes/rate seconds each, and `message_seconds` more. A sender hands
                over its next message when the line has taken the last. A message arrives one latency after it leaves.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from .cores import Cores
 from .links import Link, Network
 from .operations import Messages, Ring
 
@@ -92,6 +94,7 @@ class Engine:
         self._expected: defaultdict[tuple[int, int, int], list[Operation]] = defaultdict(list)
         self._rings: defaultdict[tuple[int, int], _RingState] = defaultdict(_RingState)
         self._num_rings = [0] * self.workers
+        self._cores = [Cores(self, network.cores) for _ in range(self.workers // network.workers_per_node)]
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         """Have `act` run at `time`; those of one time in the order of the calls."""
@@ -103,6 +106,10 @@ class Engine:
         while self._events and not is_done():
             self.now, _, act = heapq.heappop(self._events)
             act()
+
+    def work(self, rank: int, seconds: float, done: Callable[[], None]) -> None:
+        """A thread of worker `rank` computes for `seconds`, on a core of its own; `done` runs at the end."""
+        self._cores[rank // self.network.workers_per_node].work(seconds, done)
 
     # ---- operations ----
 
@@ -249,10 +256,10 @@ class Engine:
 
 
 class Thread:
-    """Runs a generator that yields seconds of work, operations to wait for, or None to pause until `resume`."""
+    """A thread of worker `rank`: a generator that yields seconds of work, operations to wait for, or None to pause."""
 
-    def __init__(self, engine: Engine, steps: Iterator[float | Operation | None]):
-        self._engine, self._steps = engine, steps
+    def __init__(self, engine: Engine, rank: int, steps: Iterator[float | Operation | None]):
+        self._engine, self._rank, self._steps = engine, rank, steps
         self.is_idle, self.end = False, 0.0
         engine.at(engine.now, self._advance)
 
@@ -271,6 +278,6 @@ class Thread:
                     step.waiting.append(self._advance)
                     return
             elif step > 0:
-                self._engine.at(self._engine.now + step, self._advance)
+                self._engine.work(self._rank, step, self._advance)
                 return
         self.is_idle, self.end = True, self._engine.now

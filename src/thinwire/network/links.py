@@ -101,15 +101,18 @@ class Network:
         workers_per_node: N consecutive ranks share a node; must divide W.
         outer: the link between nodes.
         inner: the link inside a node.
+        cores: how many cores the threads of a node's workers share; by default each thread has its own. Threads at work
+            get equal parts of them. A fraction is allowed, for nodes that share a machine.
 
     Raises:
-        ValueError: N does not divide W.
+        ValueError: N does not divide W, or the number of cores is not positive.
     """
 
     workers: int
     workers_per_node: int = 1
     outer: Link = field(default_factory=lambda: Link.of("1gbit", "0.1ms"))
     inner: Link = field(default_factory=lambda: Link.of("80gbit", "10us"))
+    cores: float | None = None
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, f"a network needs at least one worker, got {self.workers}")
@@ -117,6 +120,7 @@ class Network:
             self.workers_per_node >= 1 and self.workers % self.workers_per_node == 0,
             f"{self.workers} workers cannot be nodes of {self.workers_per_node} each; it must divide them",
         )
+        require(self.cores is None or self.cores > 0, f"a node needs cores, more than 0, got {self.cores}")
 
     @property
     def nodes(self) -> int:

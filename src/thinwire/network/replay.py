@@ -66,7 +66,7 @@ class Replay:
 
     def _open(self, key: tuple[int, int]) -> Thread:
         self._queues[key] = deque()
-        self._threads[key] = Thread(self._engine, self._steps(key[0], self._queues[key]))
+        self._threads[key] = Thread(self._engine, key[0], self._steps(key[0], self._queues[key]))
         return self._threads[key]
 
     def _steps(self, rank: int, queue: deque[Entry]) -> Iterator[float | Operation | None]:

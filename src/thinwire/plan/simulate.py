@@ -54,7 +54,7 @@ def simulate(
     threads = []
     for rank in range(engine.workers):
         worker = _Worker(engine, rank, buckets, forward_seconds, work_seconds)
-        threads += [Thread(engine, worker.compute()), Thread(engine, worker.finish())]
+        threads += [Thread(engine, rank, worker.compute()), Thread(engine, rank, worker.finish())]
     engine.run()
     require(all(t.is_idle for t in threads), "a worker waits for a message that nobody sends; is the fold wrong?")
     return max(t.end for t in threads)

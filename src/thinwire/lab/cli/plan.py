@@ -40,6 +40,8 @@ class PlanOptions:
     """Rate inside a node."""
     inner_latency: str = "10us"
     """Latency of one message inside a node."""
+    cores: float | None = None
+    """Cores of a node, shared by two threads of each of its workers; by default each thread has its own."""
     parameters: str = "100M"
     """Number of parameters, such as 25M or 1.5B."""
     model: str | None = None
@@ -108,7 +110,9 @@ def _network(asked: PlanOptions) -> Network:
     from ...plan import Link, Network
 
     inner = Link.of(asked.inner_rate, asked.inner_latency)
-    return Network(asked.workers, asked.per_node, outer=Link.of(asked.rate, asked.latency), inner=inner)
+    return Network(
+        asked.workers, asked.per_node, outer=Link.of(asked.rate, asked.latency), inner=inner, cores=asked.cores
+    )
 
 
 def _recipe_model(name: str) -> Callable[[], nn.Module]:
