@@ -21,7 +21,7 @@ import difflib
 import importlib.metadata
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, TypeVar
 
@@ -223,13 +223,15 @@ def _short(text: str) -> str:
     return repr(text) if len(text) <= 200 else f"{text[:60]!r}..."
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to a misspelt one, or all known names.
+def suggestion(name: str, known: Collection[str]) -> str:
+    """The end of an error message: the known name closest to a misspelt one, or all known names; empty for a known name.
 
     Example:
         >>> suggestion("TopKK", ["TopK", "QSGD"])
         "; did you mean 'TopK'?"
     """
+    if name in known:  # no mistake; the search takes longer than the reading of a sweep
+        return ""
     close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(known))}"

@@ -4,7 +4,7 @@
     run_threads(size, fn, *args)  -> the same, in threads of a LocalWorld
 
 `fn` and `args` must be picklable for processes: a function at the top level of a test file. Processes are reused by
-later calls, unless the function failed, left threads behind, or made a device mesh.
+later calls, unless the function failed, left threads behind, or called `retire`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ PRELOADED = [
     *("thinwire.strategy", "thinwire.codec", "pytest", "hypothesis.strategies"),
 ]
 
-# PyTorch caches meshes by value, and with them process groups: a process that made one cannot make an equal one again.
-_has_mesh = False
+_is_retired = False
 
 _idle: list[tuple[BaseProcess, Connection]] = []  # workers of earlier calls, which have imported the test files already
 
@@ -83,10 +82,18 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list:
     return LocalWorld(size, timeout_seconds=30).run(fn, *args)
 
 
+def retire() -> None:
+    """Have this process of `spawn` serve no other call, because it changed what cannot be changed back."""
+    global _is_retired
+    _is_retired = True
+
+
 def device_mesh(*sizes: int, names: tuple[str, ...] = ("replicate", "shard")) -> dist.DeviceMesh:
-    """A mesh over all workers of `spawn`; their processes then serve no other call."""
-    global _has_mesh
-    _has_mesh = True
+    """A mesh over all workers of `spawn`.
+
+    PyTorch caches meshes by value, and with them process groups: a process that made one cannot make an equal one again.
+    """
+    retire()
     return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
 
 
@@ -151,7 +158,7 @@ def _serve(connection: Connection) -> None:
             os.environ.clear()
             os.environ.update(environment)
             gc.collect()
-            if threading.active_count() > 1 or _has_mesh:
+            if threading.active_count() > 1 or _is_retired:
                 return  # what the task left running would disturb the next
             connection.send_bytes(b"free")
 

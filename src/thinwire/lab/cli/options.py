@@ -8,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -28,7 +28,7 @@ def fail(message: object, code: int) -> int:
     return code
 
 
-def named(known: dict[str, Any], name: str, kind: str, where: str) -> Any:
+def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     """Look up a name; the error for an unknown name suggests a similar one."""
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}{_suggestion(name, known)}; see {where}")

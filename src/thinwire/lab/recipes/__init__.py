@@ -6,7 +6,10 @@ All modules of this package with `TASKS` contribute them, in the order of the mo
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 
 from .base import SMALL, Method, Recipe, Task
 
@@ -19,8 +22,9 @@ def tasks() -> list[Task]:
     return [task for module in modules for task in getattr(module, "TASKS", ())]
 
 
-def recipes() -> dict[str, Recipe]:
-    """All recipes by name.
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """All recipes by name. They are made once.
 
     Raises:
         ValueError: two have the same name.
@@ -31,4 +35,4 @@ def recipes() -> dict[str, Recipe]:
             if name in made:
                 raise ValueError(f"two recipes are called {name!r}; tasks of one name must not share methods")
             made[name] = recipe
-    return made
+    return MappingProxyType(made)
