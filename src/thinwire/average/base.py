@@ -95,6 +95,10 @@ class Averager(Algorithm, ABC):
         """This averager where so many consecutive ranks share a node; itself if it makes no use of that."""
         return self
 
+    def planned(self, size: int) -> Averager:
+        """What a plan runs in its place, if that is quicker and a round takes as long; else itself."""
+        return self
+
     def is_circulant(self, size: int, shift: int = 1) -> bool:
         """Whether of `size` workers each does what the one `shift` ranks before it does, with peers that are as far away."""
         return True

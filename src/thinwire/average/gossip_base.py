@@ -33,6 +33,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,6 +110,9 @@ class Gossip(Averager):
 
     def debias_factor(self, state: GossipState) -> float:
         return 1.0 / state.weight
+
+    def planned(self, size: int) -> Gossip:
+        return replace(self, topology=self.topology.planned(size))
 
     def is_circulant(self, size: int, shift: int = 1) -> bool:
         return self.topology.is_circulant(size, shift)

@@ -183,6 +183,7 @@ def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, worker
 
     Where nodes do not matter, all workers do the same with peers as far away.
     """
+    averager = averager.planned(workers)
     if not averager.is_circulant(workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node)
     if averager.gives_one_mean and averager.on_nodes(workers_per_node) is averager:

@@ -110,7 +110,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "__and__", "__xor__", "__rshift__"), _elementwise),
     **dict.fromkeys(("add_", "sub_", "mul_", "zero_", "addmm_"), _in_place),
-    **dict.fromkeys(("zeros_like", "empty_like", "abs", "neg"), _like),
+    **dict.fromkeys(("zeros_like", "empty_like", "abs", "neg", "sign"), _like),
     "clamp": lambda x, *_, **__: _like(x),
     **dict.fromkeys(("matmul", "mm"), _product),
     "zeros": _new,

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
 
@@ -182,19 +183,34 @@ class Topology(Algorithm, ABC):
             for rank in range(size)
         )
 
+    def planned(self, size: int) -> Topology:
+        """What a plan simulates in its place, if that is quicker and a round takes as long; else itself.
+
+        Example:
+            >>> from thinwire.topology import RandomPairs
+            >>> RandomPairs().planned(8).neighbours(rank=1, step=0, size=8).sends
+            {5: 0.5}
+        """
+        return self
+
     def is_column_stochastic(self, size: int) -> bool:
         """Whether every column of P sums to one at every step, so that the sum over workers is kept."""
         return all(_is_one(own.self_weight, own.sends) for own in self._everyone(size))
 
     def is_doubly_stochastic(self, size: int) -> bool:
         """Whether every column and every row sums to one at every step: plain gossip then converges to the mean."""
-        return all(
-            _is_one(own.self_weight, own.sends) and _is_one(own.self_weight, own.receives)
-            for own in self._everyone(size)
-        )
+        return _is_doubly_stochastic(self, size)
 
     def _everyone(self, size: int) -> Iterator[Neighbours]:
         return (self.neighbours(rank, step, size) for step in self.steps(size) for rank in range(size))
+
+
+@lru_cache(maxsize=256)
+def _is_doubly_stochastic(topology: Topology, size: int) -> bool:
+    return all(
+        _is_one(own.self_weight, own.sends) and _is_one(own.self_weight, own.receives)
+        for own in topology._everyone(size)
+    )
 
 
 def _is_one(self_weight: float, weights: dict[int, float]) -> bool:

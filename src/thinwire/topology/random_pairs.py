@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from .base import Neighbours, Topology
+from .circulant import Circulant, Groups
 from .random_graphs import UniformStream
 
 
@@ -51,6 +52,17 @@ class RandomPairs(Topology):
         if peer == rank:
             return Neighbours({}, {}, 1.0)
         return Neighbours({peer: 0.5}, {peer: 0.5}, 0.5)
+
+    def planned(self, size: int) -> Topology:
+        return self if size % 2 else _OppositePairs()
+
+
+@dataclass(frozen=True, repr=False)
+class _OppositePairs(Circulant):
+    """Pairs of workers that are W/2 apart, for even W."""
+
+    def _groups(self, size: int) -> Groups:
+        return ((size // 2,),)
 
 
 @lru_cache(maxsize=4096)
