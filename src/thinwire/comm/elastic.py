@@ -32,7 +32,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from .handle import CommunicationError
 from .lighthouse import torchft
 from .members import Loss, Members, RoundCounts, Shared
 
+Result = TypeVar("Result")
 HANG_UP_TAG = 1  # all messages have tag 0
 NOTE_LENGTH = 8
 """Numbers that a worker may add to its vote."""
@@ -174,7 +175,7 @@ class ElasticCommunicator(Communicator):
         versions: list[tuple[int, int]] = [(row[1], row[2]) for row in told]
         latest = max(versions)
         # Before the first round, nobody has anything that the others lack: all begin with the first worker's state.
-        known = [version == latest and version[0] > 0 for version in versions]
+        known = [version == latest > (0, 0) for version in versions]
         source = known.index(True) if any(known) else 0
         healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
         before = tuple(row[3] if is_known and row[3] >= 0 else None for row, is_known in zip(told, known, strict=True))
@@ -246,6 +247,32 @@ class ElasticCommunicator(Communicator):
         self.notes = votes[:, 2:]
         self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
         return bool((votes[:, 0] == 1.0).all())
+
+    def resume(self, rounds: int) -> None:
+        """Say that this worker's state is that of a checkpoint after so many rounds. Call it before the first round.
+
+        The workers of the newest checkpoint heal the others, and keep their own memory. Workers of a run that goes on have
+        newer state than any checkpoint.
+        """
+        self._version, self.counts.committed = (0, rounds), rounds
+
+    def between_rounds(self, do: Callable[[], Result]) -> Result | None:
+        """Return `do()`, which calls operations between two rounds; None if a worker died meanwhile.
+
+        All workers of the last round call it together. The ledger does not count these operations.
+
+        Args:
+            do: work that changes nothing that workers must have in common, such as adding up metrics.
+        """
+        counted = self.ledger.state_dict()
+        try:
+            return do()
+        except CommunicationError as error:
+            self._error = self._error or error
+            self._give_up()
+            return None
+        finally:
+            self.ledger.load_state_dict(counted)
 
     def close(self) -> None:
         with self._lock:

@@ -250,7 +250,7 @@ def test_entries_of_the_wrong_type_name_the_checkpoint_and_the_remedy(name, chan
         (b"5", "expected a row of metrics, got int"),
         (b'{"loss": 1}', "it has no step"),
         (b'{"step": "x"}', "step is 'x'"),
-        (b'{"step": 1, "zzz": 3}', "no column is called 'zzz'"),
+        (b'{"step": 1, "zzz": "3"}', "zzz should be a number"),
         (b"\xff\xfe", "utf|Expecting|decode"),
     ],
 )

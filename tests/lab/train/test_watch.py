@@ -45,7 +45,7 @@ def workers():
 
 def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
     with pytest.raises(WorkerError) as raised:
-        spawn._watch(workers, folder, requests or spawn._Requests(workers), store or dist.HashStore(), limit_seconds)
+        spawn._watch(workers, folder, requests or spawn.Requests(workers), store or dist.HashStore(), limit_seconds)
     return str(raised.value)
 
 
@@ -72,7 +72,7 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
 
     monkeypatch.setattr(spawn, "wait", waiting)
     with pytest.raises(TimeoutError):
-        spawn._watch(workers, tmp_path, spawn._Requests(workers), dist.HashStore(), 0.5)
+        spawn._watch(workers, tmp_path, spawn.Requests(workers), dist.HashStore(), 0.5)
 
 
 def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):
@@ -104,7 +104,9 @@ def ended(worker, code):
 def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, expected, workers, tmp_path):
     """Rank 0 had failed too when the launcher looked, and its words came first."""
     store = dist.HashStore()
-    spawn._report(store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711"))
+    spawn.report_failure(
+        store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711")
+    )
     workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
     assert watched(workers, tmp_path, store=store).startswith(expected)
 
@@ -112,7 +114,7 @@ def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, ex
 def test_a_folder_that_was_removed_is_named(workers, tmp_path):
     store, folder = dist.HashStore(), tmp_path / "gone"
     error = FileNotFoundError(2, "No such file or directory", b"gone/tensorboard/events.out")
-    spawn._report(store, folder, 0, error)
+    spawn.report_failure(store, folder, 0, error)
     workers[0] = ended(workers[0], 1)
     assert watched(workers, folder, store=store) == (
         "worker 0 failed: ENOENT: No such file or directory: 'gone/tensorboard/events.out'; "
@@ -123,7 +125,7 @@ def test_a_folder_that_was_removed_is_named(workers, tmp_path):
 def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
     stop(workers[1])
-    requests = spawn._Requests(workers)
+    requests = spawn.Requests(workers)
     requests.receive(signal.SIGTERM, None)
     said = watched(workers, tmp_path, requests)
     assert said.startswith(
@@ -151,9 +153,9 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
 def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
     store = dist.HashStore()
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
-    spawn._report(store, tmp_path / "gone", 2, full)
+    spawn.report_failure(store, tmp_path / "gone", 2, full)
     time.sleep(0.01)
-    spawn._report(store, tmp_path, 0, RuntimeError("connection closed by peer"))
+    spawn.report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
     workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
     workers[0].start()
     assert watched(workers, tmp_path, store=store) == (

@@ -69,6 +69,11 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
             yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
     for name, key, title, about in CURVES:
         yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
+    if any("workers" in row for group in compared for run in group.runs for row in run.rows):
+        workers = Metric("workers", "workers")
+        yield CaptionedFigure(
+            "workers", "Workers of elastic runs", lines(compared, epochs, workers), f"{WORKERS} {said}"
+        )
     yield CaptionedFigure(
         "levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels"
     )
@@ -93,6 +98,7 @@ CURVES = (
         "Relative variance |Q(g) - g|² / |g|² of the codec Q on rank 0's own gradient g; logarithmic.",
     ),
 )
+WORKERS = "Number of workers in the round of each row; workers come, go and die within a run."
 LEVELS = (
     "Levels to which gradients, in units of their bucket's norm, are rounded, as they adapt; a line a level and seed. "
     "Logarithmic on either side of zero."

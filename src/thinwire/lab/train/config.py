@@ -123,6 +123,16 @@ class RunConfig:
     wandb: str | None = None
     """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
 
+    elastic: bool = False
+    """Let workers come, go and die within the run; needs the extra `elastic`. A worker that is killed is started again."""
+    min_workers: int = 2
+    """With elastic: fewer workers wait for others."""
+    lighthouse: str | None = None
+    """With elastic: address of a Lighthouse such as http://node1:29510, which workers of several starts or machines share.
+    None starts one for this run."""
+    first_worker: int = 0
+    """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
+
     network: str | None = None
     """Also count virtual seconds: those of the steps on a network of RATE,LATENCY that is not there, such as "1gbit,0.5ms"."""
     per_node: int = 1
@@ -163,6 +173,7 @@ class RunConfig:
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
         self._check_local_updates()
+        self._check_elastic()
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
         require(
@@ -213,6 +224,21 @@ class RunConfig:
         )
         self.parsed_outer()
 
+    def _check_elastic(self) -> None:
+        require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
+        require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
+        alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
+        require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
+        wrong = {
+            "network": self.network is not None,
+            "overlap": self.overlap,
+            "split": self.split != "even",
+            "data.in_order": bool(getattr(self.data, "in_order", False)),
+            "backend mpi or nccl": self.backend in ("mpi", "nccl"),
+        }
+        named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
+        require(not named, f"elastic runs go over Gloo with data that is split anew; leave out {', '.join(named)}")
+
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager object.
 
@@ -228,6 +254,7 @@ class RunConfig:
             averager.has_rounds or self.network is None,
             f"{averager!r} has no rounds, and so no virtual seconds; leave --network out",
         )
+        require(averager.has_rounds or not self.elastic, f"{averager!r} has no rounds; leave --elastic out")
         late = self.overlap or self.staleness or self.order != "combine_then_adapt"
         require(
             (averager.has_rounds and not averager.gives_one_mean) or not late,

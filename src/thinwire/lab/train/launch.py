@@ -19,6 +19,8 @@ from . import loop
 from .callbacks import Callback
 from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
+from .elastic_spawn import spawn_elastic
+from .elastic_tasks import join_elastic
 from .environment import Environment, adopt
 from .interrupt import Interrupted, Interruption, requeue
 from .run_folder import abandon, finished_run, held_folder
@@ -53,17 +55,19 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
     environment = adopt()
     if finished := finished_run(config):
         return finished
+    if environment and config.elastic:
+        return join_elastic(config, environment, on_stop, callbacks)
     if environment:
         return _join(config, environment, on_stop, callbacks)
     return _spawn(config, on_stop, callbacks)
 
 
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
-    choose_interface(config.interface, one_node=True)
+    choose_interface(config.interface, one_node=config.lighthouse is None)
     loop.choose_device(config)
     with held_folder(config) as folder:
         try:
-            spawn(config, folder, callbacks)
+            (spawn_elastic if config.elastic else spawn)(config, folder, callbacks)
         except ValueError:
             abandon(folder)
             raise

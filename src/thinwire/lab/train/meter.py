@@ -53,22 +53,27 @@ class Meter:
         self._sums += self._data.sums(scores, labels)
         self._num_examples += len(labels)
 
-    def row(self) -> dict[str, float]:
-        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together."""
+    def row(self, comm: Communicator | None = None) -> dict[str, float]:
+        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together.
+
+        Args:
+            comm: connects these workers; None for those of the constructor.
+        """
+        comm = comm or self._comm
         now, ledger = time.perf_counter(), self._strategy.handle.ledger
         counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
-        totals = self._comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
-        sent = (totals[4:7] / self._comm.size).round().long().tolist()
+        totals = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
+        sent = (totals[4:7] / comm.size).round().long().tolist()
         row = self._data.metrics(totals[:4])
         row |= dict(zip(COUNTS, sent, strict=True))
         skips = round(totals[8].item())  # where models are equal, all workers skip together
-        row["skipped_steps"] = skips if self._strategy.models_differ else skips // self._comm.size
+        row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
         row |= self._all_virtual_seconds() | self._seconds_by_phase()
         if self._strategy.models_differ:
             # Models differ only under gossip and local updates.
             gossip = cast(GossipStrategy, self._strategy.handle)
-            row["consensus_distance"] = gossip.consensus_distance(self._comm)
+            row["consensus_distance"] = gossip.consensus_distance(comm)
         self._start_row()
         return row
 

@@ -19,6 +19,7 @@ from .folder_lock import LOCK, locked
 FREE = (
     *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
     *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
+    *("elastic", "min_workers", "lighthouse", "first_worker"),
     "data.num_loaders",
 )
 """Fields that may change in a resumed run, because they change its result only by rounding. (With `overlap`, a checkpoint

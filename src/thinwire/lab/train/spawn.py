@@ -66,8 +66,8 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
         context.Process(target=_worker, args=(rank, config, folder, store.port, callbacks))
         for rank in range(config.workers)
     ]
-    with _requests_passed_on(workers) as requests:
-        with _for_children(config):
+    with requests_passed_on(workers) as requests:
+        with for_children(config):
             for worker in workers:
                 worker.start()
         try:
@@ -92,8 +92,13 @@ def loopback_store(port: int) -> dist.TCPStore:
         raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
 
 
+def connect_to(port: int) -> dist.TCPStore:
+    """The launcher's store, in a worker."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)
+
+
 @contextmanager
-def _for_children(config: RunConfig) -> Iterator[None]:
+def for_children(config: RunConfig) -> Iterator[None]:
     """Context that sets what child processes inherit: the number of threads, and blocked signals.
 
     Workers unblock the signals when their handlers are ready. The fork server never does, so SLURM's signals cannot end it.
@@ -113,7 +118,7 @@ def _for_children(config: RunConfig) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-class _Requests:
+class Requests:
     """Signals to this process, which are passed on to the workers."""
 
     def __init__(self, workers: Sequence[BaseProcess]):
@@ -138,9 +143,9 @@ class _Requests:
 
 
 @contextmanager
-def _requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[_Requests]:
+def requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[Requests]:
     """Context that passes signals on to the workers, and kills all that are left at its end."""
-    requests = _Requests(workers)
+    requests = Requests(workers)
     handlers = {number: signal.signal(number, requests.receive) for number in SIGNALS}
     try:
         yield requests
@@ -154,7 +159,7 @@ def _requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[_Requests]:
 
 
 def _watch(
-    workers: Sequence[BaseProcess], folder: Path, requests: _Requests, store: dist.Store, limit_seconds: float
+    workers: Sequence[BaseProcess], folder: Path, requests: Requests, store: dist.Store, limit_seconds: float
 ) -> None:
     """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit.
 
@@ -172,15 +177,15 @@ def _watch(
                     f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}"
                 )
         if any(worker.exitcode not in (None, 0, *signalled) for worker in workers):
-            raise WorkerError(_diagnosis(workers, folder, store))
+            raise WorkerError(diagnosis(workers, folder, store))
         running = [worker for worker in running if worker.exitcode is None]
         requests.pass_on()  # again: a worker that was still starting may have missed it
         now = time.monotonic()
-        stopped_since = {rank: stopped_since.get(rank, now) for rank in _stopped(workers)}
+        stopped_since = {rank: stopped_since.get(rank, now) for rank in stopped(workers)}
         told &= stopped_since.keys()
         for rank, since in stopped_since.items():
             if now - since >= limit_seconds:
-                raise WorkerError(_diagnosis(workers, folder, store))
+                raise WorkerError(diagnosis(workers, folder, store))
             if now - since >= NOTICE_SECONDS and rank not in told:
                 told.add(rank)
                 pid = workers[rank].pid
@@ -191,14 +196,14 @@ def _watch(
                     flush=True,
                 )
         if running and now > requests.deadline:
-            raise WorkerError(_too_slow(workers, requests.signal, folder))
+            raise WorkerError(too_slow(workers, requests.signal, folder))
     if workers[0].exitcode:
         saved = latest(folder / "checkpoints")
         assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
         raise Interrupted(workers[0].exitcode - 128, saved)
 
 
-def _stopped(workers: Sequence[BaseProcess]) -> list[int]:
+def stopped(workers: Sequence[BaseProcess]) -> list[int]:
     """Ranks of the workers that are stopped, as after SIGSTOP."""
     return [rank for rank, worker in enumerate(workers) if worker.exitcode is None and _state(worker.pid) == "T"]
 
@@ -211,23 +216,23 @@ def _state(pid: int | None) -> str:
         return ""
 
 
-def _too_slow(workers: Sequence[BaseProcess], number: int, folder: Path) -> str:
+def too_slow(workers: Sequence[BaseProcess], number: int, folder: Path) -> str:
     """The message for workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
-    late = _stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
+    late = stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
     name = signal.Signals(number).name
     return (
         f"worker {late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
-        f"{'; it was stopped by SIGSTOP' * bool(_stopped(workers))}; what was saved is in {folder}"
+        f"{'; it was stopped by SIGSTOP' * bool(stopped(workers))}; what was saved is in {folder}"
     )
 
 
-def _diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) -> str:
+def diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) -> str:
     """The worker that failed first, and why. The others fail after it, because they lose their connection."""
     for rank, worker in enumerate(workers):
         exitcode = worker.exitcode or 0
         if exitcode < 0:
             return f"worker {rank} was ended by {signal.Signals(-exitcode).name}"
-    for rank in _stopped(workers):
+    for rank in stopped(workers):
         pid = workers[rank].pid
         return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
     silent = [
@@ -243,7 +248,7 @@ def _diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) 
     return first if folder.is_dir() else f"{first}; the run's folder {folder} was removed"
 
 
-def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
+def report_failure(store: dist.Store | None, folder: Path, rank: int, error: Exception) -> None:
     """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
     came, line = time.time_ns(), failure(rank, error)
     path = folder / f"worker-{rank}-error.txt"
@@ -258,14 +263,14 @@ def _report(store: dist.Store | None, folder: Path, rank: int, error: Exception)
 def _worker(rank: int, config: RunConfig, folder: Path, port: int, callbacks: Sequence[Callback]) -> None:
     """The main function of a worker process."""
     end_with_parent()
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     threading.excepthook = ignore_file_errors
     environment = Environment("thinwire", rank, config.workers, rank, config.workers, LOOPBACK, port)
     os.environ.update(environment.variables())
     store = None
     try:
         with Interruption() as interruption:
-            store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)
+            store = connect_to(port)
             with connected(config, environment, store) as comm:
                 loop.run(config, folder, comm, interruption, callbacks)
                 interruption.settle()
@@ -278,11 +283,11 @@ def _worker(rank: int, config: RunConfig, folder: Path, port: int, callbacks: Se
         os._exit(MISTAKEN)
     except BaseException as error:
         if isinstance(error, Exception):
-            _report(store, folder, rank, error)
+            report_failure(store, folder, rank, error)
         os._exit(1)  # at once: a normal exit would wait for threads that wait for other workers
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a worker is a child process"
     launcher.join()

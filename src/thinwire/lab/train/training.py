@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithm import require
+from ...comm import Communicator
 from ...membership import mean_of
 from .config import RunConfig
 from .data import Batch, Dataset
@@ -187,8 +188,12 @@ def is_finite(state: Any) -> bool:
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
-def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
+def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Communicator | None = None) -> Training:
     """Build model, optimizer and strategy; the seed makes the model equal on all workers, which call this together.
+
+    Args:
+        config, data, device: of the run.
+        comm: connects the workers for averaging; None opens a communicator.
 
     Raises:
         ValueError: averager, optimizer and options do not fit together.
@@ -199,7 +204,7 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device) -> Training:
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
-    strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None)
+    strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None, comm)
     # A compiled module is a module, although `torch.compile` promises only a callable.
     compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
     return Training(config, model, compiled, optimizer, scaler, strategy, virtual=virtual)
