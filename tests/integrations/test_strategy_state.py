@@ -68,6 +68,29 @@ def checkpoint_worker(comm, folder):
             train(again, comm.rank, 2)
         assert state_of(model) == state_of(again)
 
+    # State that has not the shape of parameters: the same shards, the same bits.
+    for i, averager in enumerate(
+        (tw.PowerSGD(rank=2), tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"))
+    ):
+        place = f"{folder}-{i}"
+        with tw.compress_gradients(model, averager, replicas=mesh["replicate"]) as handle:
+            train(model, comm.rank, 2)
+            dcp.save({"model": get_model_state_dict(model), "thinwire": StrategyState(handle)}, checkpoint_id=place)
+            train(model, comm.rank, 2)
+        end = state_of(model)
+        with tw.compress_gradients(model, averager, replicas=mesh["replicate"]) as handle:
+            values = {"model": get_model_state_dict(model)}
+            dcp.load(values, checkpoint_id=place)
+            set_model_state_dict(model, values["model"])
+            load(handle, place)
+            train(model, comm.rank, 2)
+        assert state_of(model) == end
+    with (
+        tw.compress_gradients(Net(), tw.PowerSGD(rank=2)) as handle,
+        pytest.raises(ValueError, match="loads on as many shards as it was saved on"),
+    ):
+        load(handle, f"{folder}-0")
+
     # Another number of replicas: one of four shards, and four whole models, keep the mean of the memories.
     expected = {name: (replicas[0][name] + replicas[2][name]) / 2 for name in held}
     one = device_mesh(1, 4)

@@ -1,7 +1,8 @@
 """`torch.distributed.checkpoint`: the state of a strategy, saved on one mesh and loaded on another.
 
 save    every tensor of the state that belongs to a parameter is saved in the parameter's shape; of a sharded parameter each
-        worker writes its shard. The state of replica r lies under `rank<r>`.
+        worker writes its shard. The state of replica r lies under `rank<r>`. What has another size, such as PowerSGD's Q of
+        a shard, lies under a key that names the shard.
 load    as many replicas as before: each reads its own state, with the same bits. Another number: each reads the states of
         all, and `Strategy.load_state_dict` deals out what was a worker's own, so that what is late keeps its weight.
 """
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ..algorithm import require
 from ..strategy import Strategy
+
+PLACE = "shard "
 
 
 class StrategyState:
@@ -47,12 +50,12 @@ class StrategyState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker's replica; tensors of a parameter in its shape, of sharded ones as DTensors."""
-        shaped: dict[str, Any] = _map(self._strategy, self._strategy.state_dict(), _as_parameter)
+        shaped: dict[str, Any] = _shaped(self._strategy, self._strategy.state_dict())
         return shaped
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, of this replica or of all."""
-        self._strategy.load_state_dict(_map(self._strategy, saved, _as_held))
+        self._strategy.load_state_dict(_held(saved))
 
 
 def load(strategy: Strategy, checkpoint_id: str | os.PathLike[str], key: str = "thinwire") -> None:
@@ -68,40 +71,35 @@ def load(strategy: Strategy, checkpoint_id: str | os.PathLike[str], key: str = "
     """
     state = StrategyState(strategy)
     ((own_key, own),) = state.state_dict().items()
-    saved_keys = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-    found = {name.removeprefix(f"{key}.").split(".")[0] for name in saved_keys if name.startswith(f"{key}.rank")}
+    saved = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    found = {name.removeprefix(f"{key}.").split(".")[0] for name in saved if name.startswith(f"{key}.rank")}
     require(
         bool(found), f"{checkpoint_id} holds no state of a strategy under {key!r}; save StrategyState(strategy) there"
     )
     needed = [own_key] if len(found) == strategy.comm.size else sorted(found)
-    template = {name: _copy(own) for name in needed}
+    template = {name: _template(own, f"{key}.{name}", saved) for name in needed}
     dcp.load({key: template}, checkpoint_id=checkpoint_id)
     state.load_state_dict(template)
 
 
-def _map(strategy: Strategy, state: Any, convert: Any, parameter: Tensor | None = None) -> Any:
-    """The state with `convert(tensor, parameter)` in place of each tensor below a parameter's name."""
+def _shaped(strategy: Strategy, state: Any, parameter: Tensor | None = None) -> Any:
+    """The state with each tensor below a parameter's name in the parameter's shape, as far as it has its size."""
     parameters = dict(strategy.parameters)
     if isinstance(state, Mapping):
         owners = {key: parameters.get(key, parameters.get(str(key).rpartition(".")[0], parameter)) for key in state}
-        return {key: _map(strategy, value, convert, owners[key]) for key, value in state.items()}
+        return {key: _shaped(strategy, value, owners[key]) for key, value in state.items()}
     if isinstance(state, list):
-        return [_map(strategy, value, convert, parameter) for value in state]
+        return [_shaped(strategy, value, parameter) for value in state]
     if isinstance(state, Tensor) and parameter is not None:
-        return convert(state, parameter)
+        return _as_parameter(state, parameter)
     return state
 
 
-def _as_parameter(value: Tensor, parameter: Any) -> Tensor:
+def _as_parameter(value: Tensor, parameter: Any) -> Tensor | dict[str, Tensor]:
     sharded = isinstance(parameter, DTensor)
     held = parameter.to_local().shape if sharded else parameter.shape
     if value.numel() != held.numel():
-        require(
-            not sharded or value.numel() == 1,
-            f"a state of {value.numel()} elements belongs to a shard of {held.numel()}, and cannot be saved by shards; use an "
-            "averager whose memory has the parameters' shapes, such as Mean(..., exchange='all_gather')",
-        )
-        return value
+        return {_place(parameter): value} if sharded else value
     if not sharded:
         return value.reshape(held)
     shape, stride = parameter.shape, parameter.stride()
@@ -110,13 +108,34 @@ def _as_parameter(value: Tensor, parameter: Any) -> Tensor:
     )
 
 
-def _as_held(value: Tensor, parameter: Any) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+def _place(parameter: DTensor) -> str:
+    """The key of what belongs to this worker's shard of a parameter, and has not its shape."""
+    place = parameter.device_mesh.get_coordinate()
+    return f"{PLACE}{place} of {list(parameter.device_mesh.shape)}"
 
 
-def _copy(state: Any) -> Any:
+def _held(state: Any) -> Any:
+    """The state with the local parts of DTensors, and without the keys of `_place`."""
     if isinstance(state, Mapping):
-        return {key: _copy(value) for key, value in state.items()}
+        values = {key: _held(value) for key, value in state.items()}
+        (only, *others) = values or [""]
+        return values[only] if not others and str(only).startswith(PLACE) else values
     if isinstance(state, list):
-        return [_copy(value) for value in state]
-    return torch.zeros_like(state) if isinstance(state, Tensor) else state
+        return [_held(value) for value in state]
+    return state.to_local() if isinstance(state, DTensor) else state
+
+
+def _template(state: Any, path: str, saved: Mapping[str, Any]) -> Any:
+    """What to load into: built as `state` is, its tensors of the sizes that were saved under `path`."""
+    if isinstance(state, Mapping):
+        return {key: _template(value, f"{path}.{key}", saved) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_template(value, f"{path}.{i}", saved) for i, value in enumerate(state)]
+    if not isinstance(state, Tensor):
+        return state
+    require(
+        path in saved,
+        f"the checkpoint has no {path}; a state whose size is not that of a parameter, such as PowerSGD's Q or the memory of "
+        "scatter_reduce's owners, loads on as many shards as it was saved on",
+    )
+    return torch.zeros_like(state) if isinstance(state, DTensor) else state.new_zeros(saved[path].size)
