@@ -61,4 +61,4 @@ wheel: $(READY)
 	build/wheel-env/bin/python scripts/try_wheel.py
 
 clean:
-	rm -rf $(VENV) build demo dist runs site
+	rm -rf $(VENV) .cache build demo dist runs site
