@@ -15,7 +15,7 @@ from thinwire.lab.bench.start_values import KINDS, start_values
 from thinwire.lab.cli import main
 
 COLUMNS = ["averager", "step_size", "round", "bits_sent", "messages", "squared_error"]
-COLUMNS += ["workers", "data", "shape", "seed"]
+COLUMNS += ["theta", "workers", "data", "shape", "seed"]
 
 
 def test_rows_of_a_known_graph(tmp_path, capsys):
@@ -167,3 +167,13 @@ def test_a_mistake_about_a_topology_gets_one_clear_line(options, expected, capsy
     complaint = capsys.readouterr().err
     assert complaint.startswith("thinwire: ") and complaint.count("\n") == 1 and expected in complaint
     assert not list(tmp_path.iterdir())
+
+
+def test_a_grid_over_theta_takes_the_bound_that_holds(capsys):
+    """Neighbours differ by up to about 7: with a theta of 0.1 differences are taken modulo too little, and 8 is enough."""
+    rows = ConsensusBench(
+        averager=("Moniqua(Ring(), bits=8, step_size=0.5)",), workers=4, rounds=60, shape=(6, 5), thetas=(0.1, 8.0)
+    ).run()
+    ends = {row["theta"]: row["squared_error"] for row in rows if row["round"] == 60}
+    assert ends[8.0] < 0.01 < ends[0.1]
+    assert "theta 8" in capsys.readouterr().out

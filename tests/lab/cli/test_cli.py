@@ -16,6 +16,8 @@ import torch
 from helpers.command import TORCHRUN, python, started, thinwire
 from helpers.program import wait_until
 
+from thinwire.lab.cli import main
+
 COMMAND = [sys.executable, "-m", "thinwire"]
 SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
 
@@ -48,6 +50,20 @@ def finished(tmp_path_factory) -> Path:
     assert done.stderr == ""
     (cwd / "printed").write_text(done.stdout)
     return cwd
+
+
+def test_a_checkpoint_is_evaluated(finished, capsys, monkeypatch):
+    """The same numbers as at the end of the run, up to the order of float32 sums in batches of another size."""
+    monkeypatch.chdir(finished)
+    (checkpoint,) = (finished / "runs" / "first" / "checkpoints").glob("step-000012")
+    assert main(["train", "digits", "--evaluate", str(checkpoint), "--test-batch-size", "97"]) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    final = summary_of(finished / "runs" / "first")["final"]
+    assert {name: float(value) for name, value in printed.items()} == pytest.approx(
+        {name: value for name, value in final.items() if name.startswith("test_")}, rel=1e-4
+    )
+    assert main(["train", "digits", "--evaluate", str(finished)]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
 
 
 def test_a_run_leaves_its_records(finished):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire import LocalWorld
-from thinwire.lab.train import RunConfig, train, worker_differences
+from thinwire.lab.train import RunConfig, gradient_spectra, train, worker_differences
 from thinwire.lab.train.callbacks import called
 from thinwire.lab.train.models import DigitsNet
 
@@ -64,3 +64,14 @@ def test_differences_between_workers_by_their_singular_values():
 
     for found in LocalWorld(3).run(worker):
         assert found == pytest.approx({"difference_rank1_share": 16 / 25, "difference_norm": 5.0})
+
+
+def test_spectra_of_known_gradients():
+    """One matrix of rank 1, and one of singular values 2, 1, 1, 1, 1; vectors and missing gradients do not count."""
+    model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(3, 3)])
+    model[0].weight.grad, model[0].bias.grad = torch.outer(torch.arange(5.0), torch.ones(5)), torch.ones(5)
+    model[1].weight.grad = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0]))
+    (found,) = LocalWorld(1).run(lambda comm: gradient_spectra(model, {}, comm))
+    assert found["gradient_rank1_share"] == pytest.approx((1 + 4 / 8) / 2)
+    assert found["gradient_rank4_share"] == pytest.approx((1 + 7 / 8) / 2)
+    assert found["gradient_stable_rank"] == pytest.approx((1 + 2) / 2)

@@ -27,7 +27,7 @@ from ..report.consensus import best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
-STEP_SIZE = "step_size"  # the field of the averagers that have one
+STEP_SIZE, THETA = "step_size", "theta"  # fields of the averagers that have them
 DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
 
 Row = Mapping[str, Any]
@@ -50,6 +50,8 @@ class ConsensusBench:
     """Rows and columns of each worker's matrix; digits have 64 columns."""
     step_sizes: tuple[float, ...] = ()
     """Step sizes to try with every averager that has one (`step_size`), instead of its own."""
+    thetas: tuple[float, ...] = ()
+    """Bounds on the disagreement to try with every averager that has one (`theta`, as Moniqua), instead of its own."""
     target: float = 1e-4
     """Fraction of the initial squared error at which bits are compared; lower => more rounds until then."""
     every: int = 1
@@ -73,7 +75,7 @@ class ConsensusBench:
     def run(self) -> list[Row]:
         """Measure, print the table, write the files, return the rows."""
         given = [as_parsed(text, Averager) for text in self.averager]
-        groups = [candidates(averager, self.step_sizes) for averager in given]
+        groups = [candidates(averager, self.step_sizes, self.thetas) for averager in given]
         start_values(self.data, self.shape, 0, self.workers, self.seed)  # before any worker starts
         if self.figure is not None:
             check_kind(self.figure)
@@ -102,22 +104,29 @@ class ConsensusBench:
             print(f"  {self.figure}")
 
 
-def candidates(averager: Averager, step_sizes: Sequence[float]) -> list[Averager]:
-    """The averager with each step size, or itself alone where it has none or none are given.
+def candidates(averager: Averager, step_sizes: Sequence[float], thetas: Sequence[float] = ()) -> list[Averager]:
+    """The averager with each step size and each theta, as far as it has these fields and any are given.
 
     Example:
         >>> import thinwire as tw
         >>> candidates(tw.Choco(), [0.1, 0.5]), candidates(tw.PushSum(), [0.1, 0.5])
         ([Choco(step_size=0.1), Choco(step_size=0.5)], [PushSum()])
+        >>> candidates(tw.Moniqua(), [], [0.5, 1.0])
+        [Moniqua(theta=0.5), Moniqua(theta=1.0)]
     """
-    name = _step_size_field(averager)
-    if name is None or not step_sizes:
-        return [averager]
-    return [dataclasses.replace(averager, **{name: step_size}) for step_size in step_sizes]
+    found = [averager]
+    for name, values in ((STEP_SIZE, step_sizes), (THETA, thetas)):
+        if values and _has(averager, name):
+            found = [dataclasses.replace(one, **{name: value}) for one in found for value in values]
+    return found
+
+
+def _has(averager: Averager, name: str) -> bool:
+    return name in {field.name for field in dataclasses.fields(averager)}
 
 
 def _step_size_field(averager: Averager) -> str | None:
-    return STEP_SIZE if STEP_SIZE in {field.name for field in dataclasses.fields(averager)} else None
+    return STEP_SIZE if _has(averager, STEP_SIZE) else None
 
 
 def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) -> list[list[Row]]:
@@ -138,7 +147,13 @@ def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> 
     """A row for JSON; an error that is not finite is None."""
     field = _step_size_field(averager)
     named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
-    named |= {"workers": bench.workers, "data": bench.data, "shape": list(bench.shape), "seed": bench.seed}
+    named |= {
+        "theta": getattr(averager, THETA) if _has(averager, THETA) else None,
+        "workers": bench.workers,
+        "data": bench.data,
+        "shape": list(bench.shape),
+        "seed": bench.seed,
+    }
     return named | {"squared_error": record.squared_error if math.isfinite(record.squared_error) else None}
 
 
@@ -164,9 +179,9 @@ def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
 
 
 def _label(text: str, run: Sequence[Row]) -> str:
-    """The averager as given, and the step size that was chosen for it."""
-    step_size = run[0]["step_size"]
-    return text if step_size is None else f"{text}, step size {step_size:g}"
+    """The averager as given, and the step size and theta that were chosen for it."""
+    chosen = {"step size": run[0]["step_size"], "theta": run[0]["theta"]}
+    return ", ".join([text, *(f"{name} {value:g}" for name, value in chosen.items() if value is not None)])
 
 
 def _cells(run: Sequence[Row], target: float) -> list[str]:

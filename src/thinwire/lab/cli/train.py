@@ -27,6 +27,9 @@ and mpirun, which then start the workers:
 
 --config FILE takes values from a TOML file, or from a run's config.json; several are composed in order, and options come last.
 
+--evaluate CHECKPOINT trains nothing: it tests the model of a checkpoint, such as runs/NAME/checkpoints/best, with the
+configuration that is saved there; options change it, such as --data.folder.
+
 Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` continues it. Exit codes: 0 finished,
 1 a worker failed, 2 an error in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
@@ -53,13 +56,61 @@ def train_command(options: list[str]) -> None:
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = adopt()
     default = replace(default, workers=environment.size if environment else default.workers)
+    checkpoint, options = _checkpoint(options)
+    if checkpoint is not None:
+        default = _of_checkpoint(default, checkpoint)
     default, rest = _composed(default, options)
     config = parsed(type(default), rest, f"thinwire train {recipe}", default, known[recipe].about)
+    if checkpoint is not None:
+        _evaluate(config, checkpoint)
+        return
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, options, config, stop)}")
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
         print(f"  {folder}")
+
+
+def _checkpoint(options: list[str]) -> tuple[Path | None, list[str]]:
+    """The folder of `--evaluate CHECKPOINT`, if it is among the options; and the other options.
+
+    Example:
+        >>> _checkpoint(["--seed", "1", "--evaluate", "best"])
+        (PosixPath('best'), ['--seed', '1'])
+    """
+    for i, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if name == "--evaluate":
+            rest = options[i + 1 :] if equals else options[i + 2 :]
+            found = value if equals else "".join(options[i + 1 : i + 2])
+            require(bool(found), "--evaluate needs a checkpoint, such as --evaluate runs/NAME/checkpoints/best")
+            return Path(found), [*options[:i], *rest]
+    return None, options
+
+
+def _of_checkpoint(config: Any, folder: Path) -> Any:
+    """The configuration that is saved in a checkpoint of the same recipe."""
+    from ..fields import flat
+    from ..files import load_json_object
+    from ..sweep.overrides import overridden
+
+    facts = folder / "checkpoint.json"
+    require(facts.is_file(), f"{folder} is no checkpoint: it has no checkpoint.json")
+    saved = load_json_object(facts)["config"]
+    recipe = saved["recipe"]
+    require(
+        recipe == config.recipe, f"{folder} is of the recipe {recipe}; write: thinwire train {recipe} --evaluate ..."
+    )
+    return overridden(config, dict(flat({key: value for key, value in saved.items() if key != "recipe"})))
+
+
+def _evaluate(config: Any, folder: Path) -> None:
+    """Test the model of a checkpoint, and print its metrics."""
+    from ..train import evaluate_checkpoint
+
+    if os.environ.get("RANK", "0") == "0":
+        for name, value in evaluate_checkpoint(config, folder).items():
+            print(f"{name} {value:.6g}")
 
 
 def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:

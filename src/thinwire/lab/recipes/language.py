@@ -8,10 +8,11 @@ by 10 after 60 and 80 epochs. Warm-up starts at a tenth of it. The authors repor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...average import LocalParts, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
+from ...average import demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from ..train import RunConfig
 from ..train.data import PlainText, WikiText2
 from ..train.models import GPT, LSTMLanguageModel
@@ -81,18 +82,18 @@ WIKITEXT2_GPT_SMALL = replace(
 )
 
 
-def local(about: str, parts: LocalParts, small: LocalParts, **changes: Any) -> Method:
-    """A method of local updates, from its parts as published and for the small recipe."""
+def local(about: str, parts: Mapping[str, Any], small: Mapping[str, Any]) -> Method:
+    """A method of local updates, from its parts and other fields as published and for the small recipe."""
     return Method(
         about,
         repr(parts["averager"]),
         small_averager=repr(small["averager"]),
-        changes=_fields(parts) | changes,
-        small_changes=_fields(small) | changes,
+        changes=_fields(parts),
+        small_changes=_fields(small),
     )
 
 
-def _fields(parts: LocalParts) -> dict[str, Any]:
+def _fields(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `RunConfig`, but for the averager."""
     return {name: repr(value) if name == "outer" else value for name, value in parts.items() if name != "averager"}
 
@@ -155,7 +156,9 @@ GPT_METHODS = {
     ),
     "noloco": local("NoLoCo: random pairs, every 30 steps (arXiv 2506.10911)", no_loco(30), no_loco(10)),
     "muloco": local(
-        "MuLoCo: Muon inside, 2 bits, every 30 steps (arXiv 2505.23725)", mulo_co(30), mulo_co(10), optimizer=_MUON
+        "MuLoCo: Muon inside, 2 bits, every 30 steps (arXiv 2505.23725)",
+        {**mulo_co(30), "optimizer": _MUON},
+        {**mulo_co(10), "optimizer": replace(_MUON, learning_rate=3e-3)},
     ),
 }
 

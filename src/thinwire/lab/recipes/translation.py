@@ -68,12 +68,12 @@ METHODS = {
     "dense": Method("all-reduce of gradients"),
     "sgp": Method(
         "Stochastic Gradient Push: one peer a step, each worker its own Adam",
-        "PushSum(Exponential())",
+        "PushSum(Exponential(alternating=True))",
         small_changes={"optimizer": OWN_ADAM},
     ),
     "osgp": Method(
         "Overlap SGP: the same, and messages fly during the next step",
-        "PushSum(Exponential())",
+        "PushSum(Exponential(alternating=True))",
         changes={"overlap": True, "staleness": 1},
         small_changes={"overlap": True, "staleness": 1, "optimizer": OWN_ADAM},
     ),

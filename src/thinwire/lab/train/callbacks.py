@@ -58,3 +58,21 @@ def worker_differences(model: nn.Module, row: Mapping[str, Any], comm: Communica
         norms.append(squares.sum().sqrt().item())
         shares.append((squares[0] / squares.sum().clamp(min=1e-30)).item())
     return {"difference_rank1_share": sum(shares) / len(shares), "difference_norm": sum(norms) / len(norms)}
+
+
+def gradient_spectra(model: nn.Module, row: Mapping[str, Any], comm: Communicator) -> dict[str, float]:
+    """A callback: how far the gradients of this worker's last step are from low rank.
+
+    For each matrix G with singular values `s_1 >= s_2 >= ...`, means over matrices of the share of the largest one,
+    `s_1^2 / sum s_i^2` (`gradient_rank1_share`), of the four largest (`gradient_rank4_share`), and of the stable rank
+    `sum s_i^2 / s_1^2` (`gradient_stable_rank`). PowerSGD of rank r keeps at most the share of the r largest (Vogels et al.
+    2019, arXiv 1905.13727). Where gradients are averaged, they are those of the mean.
+    """
+    gradients = [p.grad.detach().float().reshape(len(p), -1) for p in model.parameters() if p.grad is not None]
+    squares = [torch.linalg.svdvals(g).square() for g in gradients if min(g.shape) > 1]
+    spectra = [s / s.sum() for s in squares if s.sum() > 0]
+    if not spectra:
+        return {}
+    values = [[s[0].item(), s[:4].sum().item(), 1 / s[0].item()] for s in spectra]
+    names = ("gradient_rank1_share", "gradient_rank4_share", "gradient_stable_rank")
+    return {name: sum(column) / len(column) for name, column in zip(names, zip(*values, strict=True), strict=True)}

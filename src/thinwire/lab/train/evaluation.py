@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from torch import nn
 
+from ...algorithm import require
 from ...comm import Communicator
 from .config import RunConfig
 from .data import Dataset
@@ -36,3 +40,28 @@ def _shared_out(config: RunConfig, data: Dataset, model: nn.Module, comm: Commun
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {prefix + name: value for name, value in metrics.items()}
+
+
+def evaluate_checkpoint(config: RunConfig, folder: Path) -> dict[str, float]:
+    """The metrics of a checkpoint's model on the test set of the configuration, in this process.
+
+    Where workers have models of their own, the checkpoint's shared model is their mean; it also has the mean running
+    statistics.
+
+    Args:
+        config: whose data, model and precision; usually those of the run, with other data.
+        folder: the checkpoint, such as `runs/digits/checkpoints/best`.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or its model is another one than the configuration's.
+    """
+    file = folder / "shared.pt"
+    require(file.is_file(), f"{folder} is no checkpoint: it has no shared.pt; give a folder such as checkpoints/best")
+    data = config.data.load()
+    model = config.model.build(data.num_classes)
+    try:
+        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{file} is not of this model: {error}") from None
+    sums = data.evaluate(model, 0, 1, config.test_batch_size)
+    return _named("test_", data.metrics(sums))

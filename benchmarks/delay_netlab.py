@@ -1,0 +1,129 @@
+"""The training step of local updates over a thin wire of network namespaces, with and without a delay.
+
+    sudo env "PATH=$PATH" python benchmarks/delay_netlab.py [--rate 20mbit] [--hosts 2]
+
+A perceptron trains on every host, on a core of its own where there are enough. Every method trains `--steps` steps, and the
+shortest of `--repetitions` is taken, because other programs disturb the cores; methods take turns. The ratio is the step
+divided by that of the computation alone, which exchanges nothing. On a machine that others use too, `--pause` keeps the cores
+that they take out of the step: the training rests for so long instead of computing.
+
+The table goes into docs/benchmarks.md, between two markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from netlab import Lab
+from studies import replace_part
+from torch import nn
+
+import thinwire as tw
+from thinwire.comm import Communicator
+
+EVERY, FRAGMENTS, DELAY = 20, 4, 5
+ALONE = "computation alone"
+METHODS: dict[str, dict[str, Any] | None] = {
+    ALONE: None,
+    "streaming, 4 bits, delay 5": {**tw.streaming_diloco(EVERY, FRAGMENTS, DELAY)},
+    "streaming, 4 bits, no delay": {**tw.streaming_diloco(EVERY, FRAGMENTS, 0)},
+    "DiLoCo, float32": {**tw.diloco(EVERY)},
+    "SparseLoCo": {**tw.sparse_loco(EVERY)},
+}
+WIDTH, LAYERS, BATCH = 512, 4, 384  # 1.05 million parameters
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="20mbit")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest instead of forward and backward")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options.worker, options.steps, options.repetitions, options.pause)
+    with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.rate) as lab:
+        file = Path(folder, "rows.json")
+        numbers = [f"--{name}={getattr(options, name)}" for name in ("steps", "repetitions", "pause")]
+        if code := lab.run([sys.executable, __file__, "--worker", str(file), *numbers], {"OMP_NUM_THREADS": "1"}):
+            sys.exit(code)
+        rows = json.loads(file.read_text())
+    alone = rows[ALONE]["step"]
+    lines = ["| method | step | ratio | blocked a step | bytes a step | peak bytes |", "|---|---|---|---|---|---|"]
+    for name, row in rows.items():
+        times = f"{1e3 * row['step']:.1f} ms | {row['step'] / alone:.2f} | {1e3 * row['blocked']:.1f} ms"
+        lines.append(f"| {name} | {times} | {row['bytes']:,.0f} | {row['peak']:,.0f} |")
+    print("\n".join(lines))
+    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "delay, network lab", lines)
+
+
+def work(file: Path, steps: int, repetitions: int, pause: float) -> None:
+    """One host; host 0 writes the rows."""
+    torch.distributed.init_process_group("gloo")
+    with tw.comm.ProcessGroupCommunicator() as comm:
+        rows: dict[str, dict[str, float]] = {}
+        for _ in range(repetitions):
+            for name, parts in METHODS.items():
+                row = measured(comm, parts, steps, pause)
+                if name not in rows or row["step"] < rows[name]["step"]:
+                    rows[name] = row
+        if comm.rank == 0:
+            file.write_text(json.dumps(rows))
+    torch.distributed.destroy_process_group()
+
+
+def measured(comm: Communicator, parts: dict[str, Any] | None, steps: int, pause: float) -> dict[str, float]:
+    """Seconds and bytes of a step of the slowest worker, over whole periods after a first one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    handle = None if parts is None else tw.local_updates(model, optimizer, **parts)
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
+
+    def compute() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            if pause:
+                time.sleep(pause)  # with the gradients of the step before
+            else:
+                compute()
+            optimizer.step()
+
+    compute()
+    train(EVERY)
+    comm.barrier()
+    waited = blocked(handle)
+    sent = 0 if handle is None else handle.ledger.bytes_sent
+    began = time.perf_counter()
+    train(steps)
+    seconds = torch.tensor([(time.perf_counter() - began) / steps, (blocked(handle) - waited) / steps])
+    comm.barrier()
+    seconds = torch.stack(comm.all_gather(seconds).wait()).amax(0)
+    row = {"step": seconds[0].item(), "blocked": seconds[1].item(), "bytes": 0.0, "peak": 0.0}
+    if handle is not None:
+        row |= {"bytes": (handle.ledger.bytes_sent - sent) / steps, "peak": handle.ledger.peak_bytes_sent}
+        handle.detach()
+    return row
+
+
+def blocked(handle: tw.strategy.LocalUpdates | None) -> float:
+    """Seconds so far that the training waited for messages."""
+    if handle is None:
+        return 0.0
+    return sum(handle.seconds.get(phase, 0.0) for phase in (("blocked",) if "blocked" in handle.seconds else ("wait",)))
+
+
+if __name__ == "__main__":
+    main()
