@@ -158,9 +158,10 @@ def test_a_loop_in_the_style_of_torchtitan(tmp_path):
     with_forked_programs(modules, torchtitan_resumes, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "fence", re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/trainers.md").read_text(), re.S)
-)
+PAGES = (ROOT / "docs/guide/trainers.md").read_text() + (ROOT / "docs/sharded.md").read_text().partition("## Check")[2]
+
+
+@pytest.mark.parametrize("fence", re.findall(r"```python\n(.*?)```", PAGES, re.S))
 def test_the_guide_shows_what_the_examples_run(fence: str):
     examples = [path.read_text() for path in TRAINERS.glob("*.py")]
     for part in fence.strip("\n").split("\n...\n"):
