@@ -10,6 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.membership import dealt
 
+# Their state has other shapes than parameters too.
+OTHERS = (tw.PowerSGD(rank=2), tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"))
+
+
+def memory_of(handle):
+    """The memory of this worker's replica, put together from its shards."""
+    from torch.distributed.tensor import DTensor
+
+    from thinwire.integrations.checkpoint import StrategyState
+
+    (state,) = StrategyState(handle).state_dict().values()
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state["memory"].items()}
+
 
 class Run:
     """A model with momentum, compressed between replicas; sharded models also encode what FSDP sends."""
@@ -54,13 +67,6 @@ class Run:
         load(self.handle, folder)
         return self
 
-    def memory(self):
-        """The memory of this worker's replica, put together from its shards."""
-        from thinwire.integrations.checkpoint import StrategyState
-
-        (state,) = StrategyState(self.handle).state_dict().values()
-        return {name: (t.full_tensor() if self.mesh is not None else t).clone() for name, t in state["memory"].items()}
-
     def close(self):
         self.handle.detach()
         if self.shards is not None:
@@ -71,27 +77,47 @@ def first_run(comm, folder):
     run = Run(comm, device_mesh(2, 2))
     run.train(8)
     run.save(folder)
-    held = run.memory()
+    held = memory_of(run.handle)
     run.train(3)
     ends = fingerprint(run.model), loss_of(run.model)
     run.close()
-    return held, ends
+    return held, ends, [with_other(run, averager, f"{folder}-{i}") for i, averager in enumerate(OTHERS)]
 
 
-def elsewhere(comm, folder, memories, loss, to_one_replica, to_ddp):
+def with_other(run, averager, folder):
+    """Save another averager's state; returns its memory."""
+    import torch.distributed.checkpoint as dcp
+
+    from thinwire.integrations.checkpoint import StrategyState
+
+    with tw.compress_gradients(run.model, averager, replicas=run.mesh["replicate"]) as handle:
+        train(run.model, run.comm.rank, 2)
+        dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=folder)
+        return memory_of(handle)
+
+
+def elsewhere(comm, folder, memories, loss, others, to_one_replica, to_ddp):
     """One replica of two shards, then two replicas of whole models."""
+    from thinwire.integrations.checkpoint import load
+
     run = Run(comm, device_mesh(1, 2)).load(folder)
     expected = {name: dealt([m[name] for m in memories], 0, 1) for name in memories[0]}
-    assert all(torch.equal(t, expected[name]) for name, t in run.memory().items())
+    assert all(torch.equal(t, expected[name]) for name, t in memory_of(run.handle).items())
     assert run.shards.state_dict() == {"": 8, "hidden": 8}
     run.train(3)
     assert loss_of(run.model) < 1.1 * loss
     run.save(to_one_replica)
-    one = run.memory()
+    one = memory_of(run.handle)
     run.close()
+    for i, averager in enumerate(OTHERS):
+        with tw.compress_gradients(run.model, averager, replicas=run.mesh["replicate"]) as handle:
+            load(handle, f"{folder}-{i}")
+            for name, t in memory_of(handle).items():
+                assert torch.equal(t, dealt([replica[i][name] for replica in others], 0, 1))
+            train(run.model, comm.rank, 1)
 
     run = Run(comm).load(folder)
-    assert all(torch.equal(t, memories[comm.rank][name]) for name, t in run.memory().items())
+    assert all(torch.equal(t, memories[comm.rank][name]) for name, t in memory_of(run.handle).items())
     run.save(to_ddp)
     run.train(3)
     run.close()
@@ -108,7 +134,7 @@ def back_again(comm, one_replica, ddp, memory, ends):
     run.close()
     # One replica's memory is shared by two; its mean is kept.
     run = Run(comm, mesh).load(one_replica)
-    parts = comm.gather_objects({name: t.tolist() for name, t in run.memory().items()})
+    parts = comm.gather_objects({name: t.tolist() for name, t in memory_of(run.handle).items()})
     for name, t in memory.items():
         kept = (torch.tensor(parts[0][name]) + torch.tensor(parts[2][name])) / 2
         torch.testing.assert_close(kept, t)
@@ -122,5 +148,6 @@ def test_a_checkpoint_moves_between_meshes_and_ddp(tmp_path):
     results = spawn(4, first_run, first)
     memories = [results[0][0], results[2][0]]
     assert any(t.any() for t in memories[0].values())
-    moved = spawn(2, elsewhere, first, memories, results[0][1][1], one, ddp)
-    spawn(4, back_again, one, ddp, moved[0], [ends[0] for _, ends in results])
+    others = [results[0][2], results[2][2]]
+    moved = spawn(2, elsewhere, first, memories, results[0][1][1], others, one, ddp)
+    spawn(4, back_again, one, ddp, moved[0], [ends[0] for _, ends, _ in results])

@@ -133,6 +133,8 @@ def _template(state: Any, path: str, saved: Mapping[str, Any]) -> Any:
         return [_template(value, f"{path}.{i}", saved) for i, value in enumerate(state)]
     if not isinstance(state, Tensor):
         return state
+    if isinstance(state, DTensor) and path not in saved:  # one replica owns all of what replicas have shared
+        return {_place(state): _template(state.to_local(), f"{path}.{_place(state)}", saved)}
     require(
         path in saved,
         f"the checkpoint has no {path}; a state whose size is not that of a parameter, such as PowerSGD's Q or the memory of "
