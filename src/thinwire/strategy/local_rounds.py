@@ -36,7 +36,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,10 +56,10 @@ from .fragments import Fragment, make_fragments
 from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .local_options import LocalOptions
+from .local_tensors import anchor_of, average_exactly, renamed, states_of
 from .models import make_equal, refuse_ddp, trainable, unexpanded, values_of
 from .optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from .own_gradients import OwnGradients
-from .shards import local
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
 
@@ -100,7 +100,7 @@ class LocalUpdates(GossipStrategy):
             make_equal(model, comm, averager=averager, **options.as_dict(), parameters=names)
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
-            self._anchors = [(name, _anchor(p)) for name, p in self._live.tensors()]
+            self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._device, self._clock.device = WorkStream(device), device, device
             made = outer([anchor for _, anchor in self._anchors])
@@ -156,14 +156,14 @@ class LocalUpdates(GossipStrategy):
                 self._merge(fragment, alpha=0.0)
         self._step = 0
         if not self.averager.gives_one_mean:
-            _average_exactly([anchor for _, anchor in self._anchors], self.comm)
+            average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
             for fragment in self._fragments:
                 for _, anchor in fragment.anchors:
                     anchor.div_(self.averager.debias_factor(fragment.state))
                 self._restart(fragment, alpha=0.0)
         buffers = [values_of(b) for b in self._model.buffers()]
-        _average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
+        average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
     def settle(self) -> None:
         """Wait until the messages of all rounds in flight have come. Merges nothing."""
@@ -193,7 +193,7 @@ class LocalUpdates(GossipStrategy):
             "step": self._step,
             "num_steps": self._num_steps,
             "anchor": {name: anchor.detach().clone() for name, anchor in self._anchors},
-            "outer": _rename(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
+            "outer": renamed(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
             "scheduler": None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict()),
             "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
@@ -205,7 +205,7 @@ class LocalUpdates(GossipStrategy):
         for name, anchor in self._anchors:
             anchor.data.copy_(saved["anchor"][name])
         indices = {name: i for i, name in enumerate(self._outer_names())}
-        self._outer.load_state_dict(_rename(copy.deepcopy(saved["outer"]), indices))
+        self._outer.load_state_dict(renamed(copy.deepcopy(saved["outer"]), indices))
         if self._scheduler is not None:
             self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
         for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
@@ -302,7 +302,7 @@ class LocalUpdates(GossipStrategy):
         if due:
             self._ready()
         for key in due:
-            _average_exactly(_states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
+            average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
 
     # ---- a round, in the four phases of the module's text ----
 
@@ -435,37 +435,3 @@ class LocalUpdates(GossipStrategy):
         """Names of the anchors in the order in which the outer optimizer numbers them."""
         names = {id(anchor): name for name, anchor in self._anchors}
         return [names[id(p)] for group in self._outer.param_groups for p in group["params"]]
-
-
-def _anchor(p: Tensor) -> nn.Parameter:
-    """A copy in float32 at least, so that small outer steps are not lost."""
-    wide = torch.promote_types(p.dtype, torch.float32)
-    return nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))
-
-
-def _states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], key: str) -> list[Tensor]:
-    """One state of each parameter; zeros, which nothing keeps, where a worker has not made it yet."""
-    states = [optimizer.state.get(p, {}) for p in parameters]
-    known = {name for state in states for name in state}
-    require(
-        not known or key in known,
-        f"local_updates: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
-    )
-    return [state[key] if key in state else torch.zeros_like(p) for p, state in zip(parameters, states, strict=True)]
-
-
-def _average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
-    held = [local(t) for t in tensors]
-    whole = [t.contiguous() for t in held]
-    for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(held, whole, strict=True)]:
-        handle.wait()
-        t.copy_(total.div_(comm.size))
-
-
-def _rename(saved: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict with other names for its parameters: names for numbers, or numbers for names."""
-    unknown = sorted(str(key) for group in saved["param_groups"] for key in group["params"] if key not in names)
-    require(not unknown, f"saved outer optimizer does not fit this one: it has {unknown[:5]}")
-    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in saved["param_groups"]]
-    return {"state": {names[key]: value for key, value in saved["state"].items()}, "param_groups": groups}
