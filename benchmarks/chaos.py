@@ -1,0 +1,373 @@
+"""Faults in elastic runs, one after the other: who survives, how soon the others notice and go on, and what is lost.
+
+    python benchmarks/chaos.py --faults 200 --seed 0            # processes on this machine
+    python benchmarks/chaos.py --faults 40 --seed 0 --lab       # hosts of netlab.py, whose links can fail (root)
+
+Four workers train a small model, for each configuration in a run of its own. The seed chooses what happens, to whom and in
+which phase of a round. After each fault, the victim is started again and the next one waits until all workers have committed
+together. A fault is *survived* if
+
+    1. all other workers commit a round within `--limit` seconds,
+    2. workers that have committed the same round hold the same bits (averagers with one mean),
+    3. the victim comes back, and all workers commit together.
+
+The same seed gives the same faults; which message of a phase they hit depends on timing. `--scale` runs 4 -> 2 -> 6 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chaos_worker import Fault, enter, worker
+from netlab import INTERFACE, Lab
+
+import thinwire as tw
+from thinwire.comm import Lighthouse
+
+WORKERS = 4
+CONFIGURATIONS = {
+    "no memory": "Mean(TopK(0.2))",
+    "error feedback": "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())",
+    "sparse all-reduce": "Mean(TopK(0.1), ErrorFeedback(), exchange='sparse_reduce')",
+    "owner memory": "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce')",
+    "momentum": "dgc(0.1)",
+    "PowerSGD": "PowerSGD(rank=2)",
+    "gossip": "Mix(Exponential())",
+    "gossip with neighbour state": "Choco(Ring(), TopK(0.2))",
+    "local updates": "local: Mean(TopK(0.2), ErrorFeedback())",
+}
+PHASES = ("compute", "send", "vote", "checkpoint", "heal")
+FAULTS = {  # name -> how often, relative to the others
+    "kill": 8,
+    "stop for 10 s": 1,
+    "stop for ever": 1,
+    "NaN": 2,
+    "ten times slower": 1,
+    "one worker more": 1,
+    "Lighthouse restarts": 1,
+}
+LAB_FAULTS = {"kill": 2, "link down for 8 s": 3, "link down for ever": 3}
+
+
+class Outcome(NamedTuple):
+    """What became of a fault: seconds, what was reported as lost, and the reason if it was not survived."""
+
+    configuration: str
+    fault: Fault
+    detected: float | None
+    committed: float | None
+    lost: float | None
+    failure: str = ""
+
+
+# ---- the run of one configuration ----
+
+
+def serve(pipe: Connection, host: str, port: int, namespace: str | None) -> None:
+    """A Lighthouse in a process of its own, so that it can be killed."""
+    enter(namespace)
+    lighthouse = Lighthouse(2, host, port, join_seconds=20.0)
+    pipe.send(lighthouse.address)
+    threading.Event().wait()
+
+
+class Run:
+    """Workers of one configuration, and what they said."""
+
+    def __init__(self, averager: str, lab: Lab | None = None):
+        self.averager, self.lab = averager, lab
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["thinwire", "torch._dynamo", "torchft", "netlab"])
+        self.processes: dict[int, Any] = {}
+        self.pipes: dict[int, Connection] = {}
+        self.events: dict[int, list[tuple[str, float, dict[str, Any]]]] = defaultdict(list)
+        self.host = "127.0.0.1" if lab is None else lab.address(WORKERS + 1)
+        self.port = 0
+        self.serve()
+        for number in range(WORKERS):
+            self.start(number)
+
+    def serve(self) -> None:
+        parent, child = self.context.Pipe()
+        namespace = None if self.lab is None else self.lab.namespaces[WORKERS + 1]
+        self.lighthouse = self.context.Process(target=serve, args=(child, self.host, self.port, namespace), daemon=True)
+        self.lighthouse.start()
+        self.address = parent.recv()
+        self.port = int(self.address.rsplit(":", 1)[1])
+
+    def start(self, number: int) -> None:
+        parent, child = self.context.Pipe()
+        namespace = None if self.lab is None else self.lab.namespaces[number]
+        arguments = (child, self.address, number, self.averager, namespace)
+        process = self.context.Process(target=worker, args=arguments, daemon=True)
+        process.start()
+        child.close()
+        self.processes[number], self.pipes[number], self.events[number] = process, parent, []
+
+    def kill(self, number: int) -> None:
+        self.processes.pop(number).kill()
+        self.pipes.pop(number)
+
+    def close(self) -> None:
+        for process in [*self.processes.values(), self.lighthouse]:
+            process.kill()
+            process.join()
+
+    def listen(self, seconds: float = 0.05) -> None:
+        """Take in what workers say."""
+        for pipe in wait(list(self.pipes.values()), seconds):
+            number = next(number for number, known in self.pipes.items() if known is pipe)
+            try:
+                self.events[number].append(pipe.recv())  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                self.kill(number)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            self.listen()
+        return True
+
+    def commits(self, number: int, since: float = 0.0) -> list[tuple[float, dict[str, Any]]]:
+        """Times and facts of a worker's commits after a time."""
+        return [(at, facts) for kind, at, facts in self.events[number] if kind == "commit" and at > since]
+
+    def together(self, numbers: set[int], since: float) -> bool:
+        """Whether all of these have committed a round of just so many workers."""
+        return all(any(f["size"] == len(numbers) for _, f in self.commits(n, since)) for n in numbers)
+
+    def differing(self, since: float) -> str:
+        """The first round after which living workers held different bits."""
+        if not tw.parse(self.averager.removeprefix("local: ")).gives_one_mean:
+            return ""
+        found: dict[int, set[str]] = defaultdict(set)
+        for number in self.processes:
+            for _, facts in self.commits(number, since):
+                found[facts["round"]].add(facts["digest"])
+        wrong = sorted(number for number, digests in found.items() if len(digests) > 1)
+        return f"different bits after round {wrong[0]}" if wrong and "local" not in self.averager else ""
+
+
+def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outcome:
+    """Let one fault happen, wait for the others, and bring the victim back."""
+    everyone, began = set(run.processes), time.monotonic()
+    victim = fault.number
+    if not run.wait_until(lambda: run.together(everyone, began), 90):
+        return Outcome(configuration, fault, None, None, None, "workers did not come together before the fault")
+    at = time.monotonic()
+    if fault.name == "Lighthouse restarts":
+        run.lighthouse.kill()
+        run.lighthouse.join()
+        time.sleep(1.0)
+        run.serve()
+        survivors = everyone
+    elif fault.name == "one worker more":
+        run.start(victim)
+        survivors = everyone
+    elif fault.name.startswith("link"):
+        set_link(run, victim, "down")
+        survivors = everyone - {victim}
+    else:
+        run.pipes[victim].send(tuple(fault))
+        other = (victim + 1) % WORKERS
+        if fault.phase == "heal":  # somebody must be healed for it, once the victim has heard of its fault
+            run.wait_until(lambda: len(run.commits(victim, at)) > 1, limit)
+            run.kill(other)
+            run.start(other)
+        if not run.wait_until(lambda: any(kind == "fault" for kind, when, _ in run.events[victim] if when >= at), 60):
+            return Outcome(configuration, fault, None, None, None, "the phase did not come")
+        at = max(when for kind, when, _ in run.events[victim] if kind == "fault")
+        harmless = fault.name in ("NaN", "ten times slower")
+        survivors = everyone if harmless else everyone - {victim} - ({other} if fault.phase == "heal" else set())
+    went_on = run.wait_until(lambda: all(run.commits(number, at) for number in survivors), limit)
+    if not went_on:
+        silent = [number for number in survivors if not run.commits(number, at)]
+        return Outcome(configuration, fault, None, None, None, f"workers {silent} committed nothing in {limit:g} s")
+    committed = max(run.commits(number, at)[0][0] for number in survivors) - at
+    told = [when - at for n in survivors for kind, when, _ in run.events[n] if kind == "gave up" and when > at]
+    failure = restored(run, fault, everyone, at)
+    lost = [entry[2] for n in survivors for _, f in run.commits(n, at) for entry in f["lost"] if entry[1] == victim]
+    norm = max((value for value in lost if value is not None), default=None)
+    return Outcome(configuration, fault, min(told, default=None), committed, norm, failure or run.differing(at))
+
+
+def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
+    """Bring the victim back; returns why this failed, or ""."""
+    victim = fault.number
+    if fault.name.endswith(("10 s", "8 s")):
+        time.sleep(max(0.0, at + float(fault.name.split()[-2]) - time.monotonic()))
+    if fault.name.startswith("link"):
+        set_link(run, victim, "up")
+    if fault.name == "stop for 10 s":
+        os.kill(run.processes[victim].pid, signal.SIGCONT)
+    if fault.name in ("stop for ever", "link down for ever"):
+        run.kill(victim)
+    run.listen(0.5)
+    if victim in run.processes and not run.processes[victim].is_alive():
+        run.kill(victim)
+    if victim not in run.processes:
+        run.start(victim)
+    came_back = time.monotonic()
+    if fault.name == "one worker more":
+        everyone = everyone | {victim}
+        if not run.wait_until(lambda: run.together(everyone, at), 60):
+            return "the new worker did not join"
+        run.kill(victim)
+        everyone, came_back = everyone - {victim}, time.monotonic()
+    if fault.name == "ten times slower":
+        run.kill(victim)  # it would stay slow
+        run.start(victim)
+    return "" if run.wait_until(lambda: run.together(everyone, came_back), 90) else "the victim did not come back"
+
+
+def set_link(run: Run, number: int, state: str) -> None:
+    assert run.lab is not None
+    subprocess.run(["ip", "-n", run.lab.switch, "link", "set", f"port{number}", state], check=True)
+
+
+# ---- the table ----
+
+
+def draw_fault(random_: random.Random, faults: dict[str, int]) -> Fault:
+    """Draw a fault."""
+    name = random_.choices(list(faults), list(faults.values()))[0]
+    phase = random_.choice(PHASES if name == "kill" else PHASES[:1] if name == "NaN" else PHASES[:3])
+    return Fault(name, phase, WORKERS if name == "one worker more" else random_.randrange(WORKERS))
+
+
+def chaos(configuration: str, faults: list[Fault], limit: float, lab: Lab | None) -> list[Outcome]:
+    """The outcomes of these faults, one after the other."""
+    outcomes, averager = [], CONFIGURATIONS[configuration]
+    run = Run(averager, lab)
+    try:
+        for fault in faults:
+            outcome = try_fault(run, configuration, fault, limit)
+            outcomes.append(outcome)
+            mark = outcome.failure or f"committed after {outcome.committed:.1f} s"
+            print(f"{configuration:28} {fault.name:20} {fault.phase:10} worker {fault.number}: {mark}", flush=True)
+            if outcome.failure:  # begin anew
+                run.close()
+                if lab is not None:
+                    set_link(run, fault.number, "up")
+                run = Run(averager, lab)
+    finally:
+        run.close()
+    return outcomes
+
+
+def scale(averager: str) -> str:
+    """Run on 4 workers, kill two, and let four join; says how it went.
+
+    Raises:
+        RuntimeError: a number of workers was not reached, or bits differ.
+    """
+    run = Run(averager)
+    try:
+        for numbers in (range(4), (2, 3), range(6)):
+            for number in set(run.processes) - set(numbers):
+                run.kill(number)
+            for number in set(numbers) - set(run.processes):
+                run.start(number)
+            began = time.monotonic()
+            if not run.wait_until(partial(run.together, set(numbers), began), 90):
+                raise RuntimeError(f"{len(numbers)} workers did not commit together")
+            print(f"{len(numbers)} workers committed together after {time.monotonic() - began:.1f} s", flush=True)
+        if wrong := run.differing(began):
+            raise RuntimeError(wrong)
+        return "4 -> 2 -> 6 workers in one run: no error, the same bits"
+    finally:
+        run.close()
+
+
+def table(outcomes: list[Outcome], by: Callable[[Outcome], str], title: str) -> list[str]:
+    """A table in Markdown, with a row for each kind of outcome."""
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[by(outcome)].append(outcome)
+    lines = [
+        f"| {title} | survived | noticed after (s) | next commit after (s) | largest norm lost |",
+        "| --- " * 5 + "|",
+    ]
+    for name, found in groups.items():
+        survived = sum(not outcome.failure for outcome in found)
+        cells = [_seconds([getattr(o, key) for o in found]) for key in ("detected", "committed")]
+        lost = max((o.lost for o in found if o.lost is not None), default=None)
+        cells.append("-" if lost is None else f"{lost:.2g}")
+        lines.append(f"| {name} | {survived} of {len(found)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _seconds(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.1f}, at most {max(known):.1f}" if known else "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=18, help="number of faults, shared out over the configurations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds within which the others must commit")
+    parser.add_argument("--only", choices=CONFIGURATIONS, help="one configuration alone")
+    parser.add_argument("--kinds", nargs="*", help="these faults alone, such as kill NaN")
+    parser.add_argument("--lab", action="store_true", help="on hosts of netlab.py, whose links fail; needs root")
+    parser.add_argument(
+        "--scale", action="store_true", help="4 -> 2 -> 6 workers, for the first configuration with memory"
+    )
+    parser.add_argument("--out", type=Path, help="append each outcome to this file, as JSON")
+    options = parser.parse_args()
+    os.environ.update(MASTER_ADDR="127.0.0.1", RUST_LOG="error")
+    if options.scale:
+        print(scale(CONFIGURATIONS["error feedback"]))
+        return 0
+    kinds = LAB_FAULTS if options.lab else FAULTS
+    kinds = {name: weight for name, weight in kinds.items() if options.kinds is None or name in options.kinds}
+    configurations = list(CONFIGURATIONS) if options.only is None else [options.only]
+    draws = random.Random(options.seed)
+    drawn = [(configurations[i % len(configurations)], draw_fault(draws, kinds)) for i in range(options.faults)]
+    outcomes: list[Outcome] = []
+    with Lab(WORKERS + 2, "100mbit") if options.lab else contextlib.nullcontext() as lab:
+        if lab is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        for configuration in configurations:
+            faults = [fault for name, fault in drawn if name == configuration]
+            found = chaos(configuration, faults, options.limit, lab) if faults else []
+            outcomes += found
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.writelines(json.dumps(outcome) + "\n" for outcome in found)
+    print("\n".join(report(outcomes)))
+    return int(any(outcome.failure for outcome in outcomes))
+
+
+def report(outcomes: list[Outcome]) -> list[str]:
+    """The tables, by fault and by configuration, and the failures."""
+    lines = table(outcomes, lambda o: f"{o.fault.name}, {o.fault.phase}", "fault, phase")
+    lines += ["", *table(outcomes, lambda o: o.configuration, "configuration"), ""]
+    return lines + [
+        f"not survived: {o.configuration}: {o.fault.name}, {o.fault.phase}, worker {o.fault.number}: {o.failure}"
+        for o in outcomes
+        if o.failure
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

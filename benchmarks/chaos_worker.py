@@ -1,0 +1,144 @@
+"""A worker of `chaos.py`: it trains a small model, tells what happens, and does to itself what it is ordered to."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from thinwire.comm import ElasticCommunicator
+
+PERIOD = 10  # rounds between two checkpoints
+ROUND_SECONDS = 0.02  # of computation, so that faults hit rounds and not the pauses between them
+TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
+
+
+class Fault(NamedTuple):
+    """What happens to whom: `number` is the victim's, in `phase` of a round."""
+
+    name: str
+    phase: str
+    number: int
+
+
+def enter(namespace: str | None) -> None:
+    """Move this process to a network namespace; do it before there are threads."""
+    if namespace is not None:
+        file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+        assert ctypes.CDLL(None, use_errno=True).setns(file, 0) == 0, "setns failed"
+
+
+def worker(pipe: Connection, address: str, number: int, averager: str, namespace: str | None) -> None:
+    """Train until told to stop; send events, and do to itself what the parent orders."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    enter(namespace)
+    torch.manual_seed(number)
+    comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    parsed = tw.parse(averager.removeprefix("local: "))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.has_momentum else 0.9)
+    handle: Any
+    if averager.startswith("local: "):
+        handle = tw.local_updates(model, optimizer, parsed, every=2, comm=comm)
+    elif parsed.gives_one_mean:
+        handle = tw.compress_gradients(model, parsed, comm=comm)
+        comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+    else:
+        handle = tw.gossip_parameters(model, optimizer, parsed, comm=comm)
+    order = _Order(pipe, comm)
+    losses = 0
+    while True:
+        order.receive()
+        handle.begin_round()
+        before = comm.counts.committed
+        generator = torch.Generator().manual_seed(1000 * before + comm.rank)
+        x = torch.randn(16, 20, generator=generator)
+        time.sleep(ROUND_SECONDS * (10 if order.is_slow else 1))
+        order.reached("compute")
+        loss = cross_entropy(model(x), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        (loss * (float("nan") if order.spoils() else 1.0)).backward()
+        optimizer.step()
+        if comm.counts.committed == before:
+            continue
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+        lost = [list(entry) for entry in comm.counts.losses[losses:]]
+        losses += len(lost)
+        facts = {"round": comm.counts.committed, "size": comm.size, "digest": digest, "lost": lost}
+        facts["loss"] = loss.item()
+        pipe.send(("commit", time.monotonic(), facts))
+        if comm.counts.committed % PERIOD == 0:
+            comm.between_rounds(partial(_checkpoint, comm, handle, order))
+
+
+def _checkpoint(comm: ElasticCommunicator, handle: Any, order: _Order) -> None:
+    torch.save(handle.state_dict(), io.BytesIO())
+    order.reached("checkpoint")
+    comm.barrier()
+
+
+class _Order:
+    """What the parent wants to happen to this worker, and the places where it does."""
+
+    def __init__(self, pipe: Connection, comm: ElasticCommunicator):
+        self._pipe, self._fault, self._spoils, self.is_slow = pipe, None, False, False
+        _call_before(comm, "_vote", partial(self.reached, "vote"))
+        _call_before(comm, "heal", partial(self.reached, "heal"))
+        _call_before(comm, "_give_up", lambda: pipe.send(("gave up", time.monotonic(), {})))
+        issue = comm._issue
+
+        def issued(tensors: Any, start: Any) -> Any:
+            done = issue(tensors, start)
+            if comm.in_round:
+                self.reached("send")
+            return done
+
+        comm._issue = issued  # type: ignore[method-assign]
+
+    def receive(self) -> None:
+        while self._pipe.poll():
+            self._fault = Fault(*self._pipe.recv())
+
+    def reached(self, phase: str) -> None:
+        """Let the fault happen if it is due in this phase."""
+        fault = self._fault
+        if fault is None or fault.phase != phase:
+            return
+        self._fault = None
+        self._pipe.send(("fault", time.monotonic(), {}))
+        if fault.name == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.name.startswith("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._spoils = fault.name == "NaN"
+        self.is_slow = fault.name == "ten times slower"
+
+    def spoils(self) -> bool:
+        spoils, self._spoils = self._spoils, False
+        return spoils
+
+
+def _call_before(target: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(target, name)
+
+    def wrapped(*args: Any) -> Any:
+        call()
+        return original(*args)
+
+    setattr(target, name, wrapped)
