@@ -41,7 +41,6 @@ from .exchange import (
     Flight,
     Job,
     Load,
-    Observe,
     agree_on_nodes,
     agreed_all_reduce,
     cheapest,
@@ -218,7 +217,8 @@ class Mean(Averager):
         return cheapest(load), nodes
 
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
-        observe = self._adapt(state, tensors, comm)
+        part = self.codec.adaptive_part
+        observe = None if part is None else state.adapt(part, comm, tensors[0][1].device)
         codec = self.current_codec(state)
         targets = [(name, t.detach()) for name, t in tensors]
         comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
@@ -267,21 +267,6 @@ class Mean(Averager):
         if self.granularity == "layer" or not encoded:
             return encoded
         return [torch.cat([tensor.reshape(-1) for tensor in encoded])]
-
-    def _adapt(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Observe | None:
-        """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None."""
-        part, step, device = self.codec.adaptive_part, state.progress.step, tensors[0][1].device
-        if part is None:
-            return None
-        if part.is_due(state.codec, step):
-            with state.clock("adapt"):
-                statistics = comm.all_gather(part.statistics(state.codec).to(device)).wait()
-                learned = part.learn(state.codec, statistics).to(device)
-                state.keep_codec()
-                part.adopt(state.codec, comm.broadcast(learned).wait(), step)
-        if not part.observes(step):
-            return None
-        return lambda codec, segments, keys: part.observe(state.codec, codec.reaching(segments, keys), keys)
 
     def commit(self, state: MeanState) -> bool:
         finite = kernels.flags.read(state.finite)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..algorithm import require
 from ..clock import Clock
-from ..codec import Key
+from ..codec import AdaptiveCodec, Key
+from ..comm import Communicator
 from ..kernels import Flag
 from ..memory import ErrorFeedbackState
 from ..schedule import Progress
-from .exchange import Flight
+from .exchange import Flight, Observe
 
 
 @dataclass
@@ -88,9 +89,24 @@ class MeanState:
             residual, spare = ({name: torch.zeros_like(t) for name, t in owner_memory.items()} for _ in range(2))
             self.exchange, self.owner_memory = exchange, ErrorFeedbackState(residual, spare)
 
-    def keep_codec(self) -> None:
-        """Remember the adaptive part as it is, until the round is committed."""
-        self.codec_before = copy.deepcopy(self.codec)
+    def adapt(self, part: AdaptiveCodec, comm: Communicator, device: torch.device) -> Observe | None:
+        """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None.
+
+        Args:
+            part: the adaptive part of the codec.
+            comm: connects the workers.
+            device: of the gradients.
+        """
+        step = self.progress.step
+        if part.is_due(self.codec, step):
+            with self.clock("adapt"):
+                statistics = comm.all_gather(part.statistics(self.codec).to(device)).wait()
+                learned = part.learn(self.codec, statistics).to(device)
+                self.codec_before = copy.deepcopy(self.codec)  # until the round is committed
+                part.adopt(self.codec, comm.broadcast(learned).wait(), step)
+        if not part.observes(step):
+            return None
+        return lambda codec, segments, keys: part.observe(self.codec, codec.reaching(segments, keys), keys)
 
     def restore_codec(self) -> None:
         """Forget an update of the adaptive part in a round that is discarded."""

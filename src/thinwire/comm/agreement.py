@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
+
+from .handle import CommunicationError
 
 ABSENT = "(absent)"
 MAX_CHARS = 160
@@ -52,3 +55,15 @@ def excerpt(value: str, start: int) -> str:
 
 def name_ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def parsed(text: bytes, rank: int) -> Any:
+    """What a worker sent as JSON.
+
+    Raises:
+        CommunicationError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CommunicationError(f"rank {rank} sent {len(text)} bytes that are no JSON: {error}") from error

@@ -32,7 +32,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +41,19 @@ from .. import debug
 from ..algorithm import require
 from ..network import Messages, Moves, Relay, Ring
 from . import check
-from .agreement import fingerprint, raise_disagreement
+from .agreement import fingerprint, parsed, raise_disagreement
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
-from .members import Members
+from .rounds import Rounds
 from .virtual import VirtualClock, messages_of, traced
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
 
 
-class Communicator(ABC):
+class Communicator(Rounds, ABC):
     """Moves tensors between W workers. Backends implement the `_start_*` primitives, `_issue` and `close`.
 
     Attributes:
@@ -177,7 +177,7 @@ class Communicator(ABC):
         length = torch.tensor([len(text)], device=self._object_device)
         lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
         texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
-        return [_parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
+        return [parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
 
     def all_true(self, flag: bool) -> bool:
         """Return whether every worker passed True. Blocks; sends a byte to each worker."""
@@ -251,39 +251,6 @@ class Communicator(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # ---- rounds; only an elastic communicator has any ----
-
-    is_elastic: ClassVar[bool] = False
-    """Whether workers come and go between rounds."""
-
-    in_round: bool = True
-    """Whether a round is open, so that operations may be called."""
-
-    def form_round(self) -> Members | None:
-        """Agree on the workers of the next round. Returns None if they are the same, and nobody needs healing."""
-        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
-
-    def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Send the state that `save` returns from `members.source` to the workers that are healed, which `load` it."""
-        raise NotImplementedError(f"{type(self).__name__} heals nobody")
-
-    def open_round(self, members: Members | None) -> None:
-        """Begin the round that `form_round` formed. If its workers have changed, all wait until all have regrouped.
-
-        Raises:
-            CommunicationError: a worker died meanwhile; another round must be formed.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
-
-    def close_round(self, success: bool, norm: float = 0.0) -> bool:
-        """End the round. Returns whether all workers of the round commit it: all of them had success, and know it.
-
-        Args:
-            success: whether this worker has all results.
-            norm: of this worker's own memory, for the report of what is lost with it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
 
     # ---- what a backend implements; a primitive starts an operation and returns a function that waits for it ----
 
@@ -429,10 +396,3 @@ class Communicator(ABC):
                     f"{messages[i].numel()} bytes, checksum {expected:08x} at the call and {got:08x} at the end. Call "
                     f"wait() before writing to it, or send a copy."
                 )
-
-
-def _parsed(text: bytes, rank: int) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CommunicationError(f"rank {rank} sent {len(text)} bytes that are no JSON: {error}") from error

@@ -40,23 +40,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import kernels
 from ..algorithm import require
-from ..average.base import Averager, NamedTensors
+from ..average.base import Averager
 from ..clock import Clock
 from ..comm import CommunicationError, Communicator, Group
-from ..membership import mean_of
 from ..streams import WorkStream, refuse_capture
 from .dgc_sgd import check_optimizer
 from .flight import Flight
 from .fragments import Fragment, make_fragments
-from .gossip_base import GossipStrategy
 from .live_parameters import LiveParameters
 from .local_options import LocalOptions
-from .local_tensors import anchor_of, average_exactly, renamed, states_of
+from .local_state import LocalState
+from .local_tensors import anchor_of, average_exactly, states_of
 from .models import make_equal, refuse_ddp, trainable, unexpanded, values_of
 from .optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from .own_gradients import OwnGradients
@@ -64,11 +63,10 @@ from .own_gradients import OwnGradients
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
 
 
-class LocalUpdates(GossipStrategy):
+class LocalUpdates(LocalState):
     """What `local_updates` returns: the rounds of one model."""
 
     call = "local_updates"
-    averager: Averager
 
     def __init__(
         self,
@@ -181,78 +179,6 @@ class LocalUpdates(GossipStrategy):
             return comm
         self._ready()  # rounds in flight use the strategy's own
         return self.comm
-
-    @property
-    def _states(self) -> list[Any]:
-        return [fragment.state for fragment in self._fragments]
-
-    def _own_state(self) -> dict[str, Any]:
-        """Anchor, outer optimizer, fragments and steps since the last round; with the model and the inner optimizer, beside
-        which each worker saves it, training resumes bit for bit. Results of rounds in flight are saved, not merged."""
-        return {
-            "step": self._step,
-            "num_steps": self._num_steps,
-            "anchor": {name: anchor.detach().clone() for name, anchor in self._anchors},
-            "outer": renamed(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
-            "scheduler": None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict()),
-            "fragments": [fragment.state_dict() for fragment in self._fragments],
-        }
-
-    @torch.no_grad()
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        there, here = len(saved["fragments"]), len(self._fragments)
-        require(there == here, f"local_updates: the saved state has {there} fragments, expected {here}")
-        for name, anchor in self._anchors:
-            anchor.data.copy_(saved["anchor"][name])
-        indices = {name: i for i, name in enumerate(self._outer_names())}
-        self._outer.load_state_dict(renamed(copy.deepcopy(saved["outer"]), indices))
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
-        for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
-            fragment.load_state_dict(state)
-            if saved.get("restarts"):
-                self._restart(fragment, alpha=0.0)
-        self._step, self._num_steps = saved["step"], saved["num_steps"]
-
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        """All workers go on from the anchors, because changes since the last rounds were each worker's own."""
-        if any(fragment["has_moved"] for fragment in saved[0]["fragments"]):
-            text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
-            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
-        differing = saved[:1] if self.averager.gives_one_mean else saved
-        agreed = {key: mean_of([one[key] for one in differing]) for key in ("anchor", "outer")}
-        fragments = []
-        for i, fragment in enumerate(self._fragments):
-            states = [one["fragments"][i] for one in saved]
-            tensors = fragment.anchors if self._options.pull is None else fragment.named_pulled()
-            averager = self.averager.deal([s["averager"] for s in states], tensors, self.comm.rank, self.comm.size)
-            landed = {} if self.averager.gives_one_mean else {"landed": None, "finite": None, "steps_to_merge": 0}
-            fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
-        return saved[0] | agreed | {"fragments": fragments, "restarts": True}
-
-    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
-        pulls = self._options.pull is not None
-        return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
-
-    def _shared(self) -> dict[str, Any]:
-        """Without what the live worker has changed since its last round, which is its own."""
-        own, averager = self._own_state(), self.averager
-        fragments = [
-            saved | {"averager": averager.shared(fragment.state), "has_moved": False, "gave_up": False}
-            for fragment, saved in zip(self._fragments, own["fragments"], strict=True)
-        ]
-        buffers = {name: b for name, b in self._model.named_buffers()}
-        inner = self._optimizer.state_dict()
-        return own | {"fragments": fragments, "buffers": buffers, "inner": inner, "restarts": True}
-
-    def _adopt(self, shared: dict[str, Any]) -> None:
-        for fragment, saved in zip(self._fragments, shared["fragments"], strict=True):
-            self.averager.adopt(fragment.state, saved["averager"])
-            saved["averager"] = fragment.state.state_dict()
-        self._load_own(shared)
-        self._optimizer.load_state_dict(shared["inner"])
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(shared["buffers"][name])
 
     def _ready(self) -> None:
         for fragment in self._fragments:
@@ -413,25 +339,8 @@ class LocalUpdates(GossipStrategy):
             for _, anchor in fragment.anchors:
                 anchor.grad = None  # the next step is another fragment's
 
-    def _restart(self, fragment: Fragment, alpha: float) -> None:
-        factor = self.averager.debias_factor(fragment.state)
-        for (_, anchor), p in zip(fragment.anchors, self._parts(fragment), strict=True):
-            start = anchor * factor
-            p.copy_(start if alpha == 0 else torch.lerp(start, p.to(start.dtype), alpha))
-        fragment.has_moved = alpha != 0
-
-    def _parts(self, fragment: Fragment) -> list[Tensor]:
-        """The parameters of a fragment, as they are now."""
-        parameters = self._live.tensors()
-        return [parameters[place][1] for place in fragment.places]
-
     def _warn(self) -> None:
         warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
-
-    def _outer_names(self) -> list[str]:
-        """Names of the anchors in the order in which the outer optimizer numbers them."""
-        names = {id(anchor): name for name, anchor in self._anchors}
-        return [names[id(p)] for group in self._outer.param_groups for p in group["params"]]
