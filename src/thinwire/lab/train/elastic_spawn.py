@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import torch.distributed as dist
 
 from ...algorithm import require
 from ...comm import ElasticCommunicator, Lighthouse
@@ -29,23 +30,18 @@ from .checkpoint import latest
 from .config import RunConfig
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
-from .parent_death import end_with_parent
-from .shared_errors import SharedError
 from .spawn import (
     MISTAKEN,
     PRELOADED,
     Requests,
     WorkerError,
-    connect_to,
     diagnosis,
-    end_with_launcher,
     for_children,
-    ignore_file_errors,
     loopback_store,
-    report_failure,
     requests_passed_on,
     stopped,
     too_slow,
+    work_and_exit,
 )
 
 MAX_RESTARTS = 20
@@ -186,27 +182,12 @@ def _worker(
     is_restart: bool,
 ) -> None:
     """The main function of a worker process."""
-    end_with_parent()
-    threading.Thread(target=end_with_launcher, daemon=True).start()
-    threading.excepthook = ignore_file_errors
     number, host = config.first_worker + place, urlsplit(lighthouse).hostname or LOOPBACK
-    os.environ.update(Environment("thinwire", place, config.workers, place, config.workers, host, port).variables())
-    store = None
-    try:
-        with Interruption() as interruption:
-            store = connect_to(port)
-            comm = communicator(config, lighthouse, number)
-            with comm:
-                elastic.run(config, folder, comm, interruption, callbacks, is_restart)
-            store.set(f"finished/{place}", "")
-    except Interrupted as stop:
-        os._exit(128 + stop.signal)
-    except SharedError as mistake:
-        assert store is not None, "workers share an error only once they are connected"
-        store.set("mistake", str(mistake))
-        os._exit(MISTAKEN)
-    except BaseException as error:
-        if isinstance(error, Exception):
-            report_failure(store, folder, place, error)
-        os._exit(1)
+
+    def train(interruption: Interruption, store: dist.Store) -> None:
+        comm = communicator(config, lighthouse, number)
+        with comm:
+            elastic.run(config, folder, comm, interruption, callbacks, is_restart)
+
+    work_and_exit(Environment("thinwire", place, config.workers, place, config.workers, host, port), folder, train)
     os._exit(0)  # at once: torchft's threads wait for others

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -262,18 +262,33 @@ def report_failure(store: dist.Store | None, folder: Path, rank: int, error: Exc
 
 def _worker(rank: int, config: RunConfig, folder: Path, port: int, callbacks: Sequence[Callback]) -> None:
     """The main function of a worker process."""
+    environment = Environment("thinwire", rank, config.workers, rank, config.workers, LOOPBACK, port)
+
+    def train(interruption: Interruption, store: dist.Store) -> None:
+        with connected(config, environment, store) as comm:
+            loop.run(config, folder, comm, interruption, callbacks)
+            interruption.settle()
+
+    work_and_exit(environment, folder, train)
+
+
+def work_and_exit(environment: Environment, folder: Path, work: Callable[[Interruption, dist.Store], None]) -> None:
+    """Do the work of a worker process, tell the launcher how it ended, and leave with an exit code that says so.
+
+    Args:
+        environment: of the worker; its port is that of the launcher's store.
+        folder: of the run.
+        work: gets the signals to this worker, and the store.
+    """
     end_with_parent()
     threading.Thread(target=end_with_launcher, daemon=True).start()
     threading.excepthook = ignore_file_errors
-    environment = Environment("thinwire", rank, config.workers, rank, config.workers, LOOPBACK, port)
     os.environ.update(environment.variables())
-    store = None
+    rank, store = environment.rank, None
     try:
         with Interruption() as interruption:
-            store = connect_to(port)
-            with connected(config, environment, store) as comm:
-                loop.run(config, folder, comm, interruption, callbacks)
-                interruption.settle()
+            store = connect_to(environment.master_port)
+            work(interruption, store)
             store.set(f"finished/{rank}", "")
     except Interrupted as stop:
         os._exit(128 + stop.signal)
