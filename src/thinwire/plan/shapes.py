@@ -115,7 +115,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("matmul", "mm"), _product),
     "zeros": _new,
     "arange": _arange,
-    "new_zeros": _new_zeros,
+    **dict.fromkeys(("new_zeros", "new_empty"), _new_zeros),
     "cat": _cat,
     "stack": _stack,
     "isfinite": lambda x: _empty(x.shape, torch.bool),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class SizedCodec(Codec):
     def sends_floats(self) -> bool:
         return self.codec.sends_floats
 
-    # The public methods skip the checks of tensors and keys: with a thousand workers these take longer than the plan.
+    # The public methods skip the checks of tensors and keys, and the rules of `Shapes`, which nothing in here needs: with a
+    # thousand workers these take longer than the plan.
 
     def encode(
         self,
@@ -109,7 +111,8 @@ class SizedCodec(Codec):
         key: Key | Sequence[Key] = Key(),
         residual: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
-        return self.encode_segments(as_list(x), [], None)
+        with torch._C.DisableTorchFunction():
+            return self.encode_segments(as_list(x), [], None)
 
     def decode_add(
         self,
@@ -118,7 +121,8 @@ class SizedCodec(Codec):
         weight: float = 1.0,
         key: Key | Sequence[Key] | None = None,
     ) -> None:
-        self.decode_add_segments(payload, as_list(out), weight, [])
+        with torch._C.DisableTorchFunction():
+            self.decode_add_segments(payload, as_list(out), weight, [])
 
     def decode_sum(
         self,
@@ -127,7 +131,8 @@ class SizedCodec(Codec):
         weight: float = 1.0,
         key: Key | Sequence[Key] | None = None,
     ) -> Flag:
-        return self.decode_sum_segments(payloads, as_list(out), weight, [])
+        with torch._C.DisableTorchFunction():
+            return self.decode_sum_segments(payloads, as_list(out), weight, [])
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         numels = [s.numel() for s in segments]
@@ -190,6 +195,11 @@ class _SizedParts(SparseParts):
 
 
 def _evenly(counts: list[int], numels: list[int]) -> Tensor:
-    """For each segment, as many of its indices, evenly spaced; int32."""
+    """For each segment, as many of its indices, evenly spaced; int32. Only to be read."""
+    return _evenly_spaced(tuple(counts), tuple(numels))
+
+
+@lru_cache(maxsize=1024)
+def _evenly_spaced(counts: tuple[int, ...], numels: tuple[int, ...]) -> Tensor:
     parts = [torch.arange(k, dtype=torch.int64) * n // k for k, n in zip(counts, numels, strict=True) if k]
     return torch.cat(parts).int() if parts else torch.empty(0, dtype=torch.int32)

@@ -252,6 +252,8 @@ def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
         message.numel() >= 4 * dense_numel,
         f"a message begins with {dense_numel} dense elements, {4 * dense_numel} bytes, got {message.numel()} bytes",
     )
+    if dense_numel == 0:
+        return message.new_empty(0, dtype=torch.float32), message
     return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 

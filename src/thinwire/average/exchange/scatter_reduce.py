@@ -158,8 +158,9 @@ def _place(codec: Codec, shape: torch.Size, size: int, rank: int) -> slice:
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     """The shard of each owner; the pieces of contiguous tensors are views."""
-    pieces = [(t if job.codec.needs_shape and t.ndim else t.reshape(-1)).tensor_split(job.comm.size) for t in tensors]
-    owned = [[i for i, of_tensor in enumerate(pieces) if of_tensor[rank].numel()] for rank in range(job.comm.size)]
+    size, seen = job.comm.size, [t if job.codec.needs_shape and t.ndim else t.reshape(-1) for t in tensors]
+    pieces, rows = [t.tensor_split(size) for t in seen], [t.shape[0] if t.numel() else 0 for t in seen]
+    owned = [[i for i, n in enumerate(rows) if split_numel(n, size, rank)] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
 
 

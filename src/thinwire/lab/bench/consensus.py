@@ -44,8 +44,8 @@ class ConsensusBench:
     """Number of workers."""
     rounds: int = 500
     """Rounds of averaging; more => closer, for more bits."""
-    data: Literal["normal", "offset", "sparse", "lognormal", "digits"] = "normal"
-    """Start values: normal elements, the same plus the rank, a single 1, exp of normal, or images."""
+    data: Literal["normal", "offset", "sparse", "lognormal", "digits", "faces"] = "normal"
+    """Start values: normal elements, the same plus the rank, a single 1, exp of normal, images of digits, or a face."""
     shape: tuple[int, int] = (64, 64)
     """Rows and columns of each worker's matrix; digits have 64 columns."""
     step_sizes: tuple[float, ...] = ()

@@ -24,7 +24,8 @@ def start_values(data: str, shape: Shape, rank: int, size: int, seed: int = 0) -
         seed: seed of the random numbers.
 
     Raises:
-        ValueError: an unknown name; a wrong shape for digits, or more digits than there are.
+        ValueError: an unknown name; a wrong shape for digits or faces, or more of them than there are; faces that cannot
+            be downloaded.
 
     Example:
         >>> start_values("sparse", (8, 8), rank=1, size=4).count_nonzero().item()
@@ -67,11 +68,31 @@ def _digits(shape: Shape, rank: int, size: int, generator: torch.Generator) -> T
     return images[rank * rows : (rank + 1) * rows].clone()
 
 
+def _faces(shape: Shape, rank: int, size: int, generator: torch.Generator) -> Tensor:
+    from sklearn.datasets import fetch_olivetti_faces
+
+    try:
+        images = torch.from_numpy(fetch_olivetti_faces().images).float()
+    except OSError as error:
+        raise ValueError(
+            f"faces: cannot download the Olivetti faces ({error}); connect to the internet once, or copy olivetti.pkz to "
+            "~/scikit_learn_data, where scikit-learn keeps them"
+        ) from None
+    require(tuple(shape) == images.shape[1:], f"faces are images of 64 x 64: shape must be (64, 64), got {shape}")
+    require(size <= len(images), f"faces: there are {len(images)} images, one for each worker, and {size} workers")
+    return images[rank * len(images) // size].clone()
+
+
 KINDS: dict[str, Callable[[Shape, int, int, torch.Generator], Tensor]] = {
     "normal": _normal,
     "offset": _offset,
     "sparse": _sparse,
     "lognormal": _lognormal,
     "digits": _digits,
+    "faces": _faces,
 }
-"""Independent normal elements; the same plus the rank; one element that is 1; exp of normal; images, a row each."""
+"""Independent normal elements; the same plus the rank; one element that is 1; exp of normal; images, a row each; a face.
+
+Faces are the 400 Olivetti faces of 64 x 64 pixels, of which PowerGossip's study starts (Vogels et al. 2020, arXiv 2008.01425).
+Workers begin with those of different persons as far as possible. scikit-learn downloads them on first use.
+"""
