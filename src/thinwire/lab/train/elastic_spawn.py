@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
-
 from ...algorithm import require
 from ...comm import ElasticCommunicator, Lighthouse
 from ...comm.process_world import worker_context
@@ -184,7 +182,7 @@ def _worker(
     """The main function of a worker process."""
     number, host = config.first_worker + place, urlsplit(lighthouse).hostname or LOOPBACK
 
-    def train(interruption: Interruption, store: dist.Store) -> None:
+    def train(interruption: Interruption, store: Any) -> None:
         comm = communicator(config, lighthouse, number)
         with comm:
             elastic.run(config, folder, comm, interruption, callbacks, is_restart)
