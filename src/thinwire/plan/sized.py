@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -155,13 +155,17 @@ class SizedCodec(Codec):
         parts = self.codec.sparse_parts()
         return None if parts is None else _SizedParts(_Evenly(parts.sparsifier, self), parts.coding, parts.values)
 
+    @cached_property
+    def _name(self) -> str:
+        return repr(self.codec)
+
     def note(self, part: str, numel: int) -> None:
         """Note the work on `numel` elements."""
         if self.codec.sends_floats:  # others copy no more than the network library does
             return
         if part == "encode" and self.adds_memory:
             self.actions.append(Work(part, numel, MEMORY))
-        self.actions.append(Work(part, numel, repr(self.codec)))
+        self.actions.append(Work(part, numel, self._name))
 
 
 @dataclass(frozen=True, repr=False)

@@ -213,7 +213,7 @@ def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) 
 
 def piece_key(key: Key, part: int) -> Key:
     """The key of a part of a tensor that is encoded for itself: `part` tells these apart, 1 to `SUMMED`."""
-    return key._replace(stream=key.stream | part << _PART_SHIFT)
+    return Key(key.seed, key.stream | part << _PART_SHIFT, key.step)
 
 
 def split_numel(numel: int, size: int, rank: int) -> int:
