@@ -46,14 +46,16 @@ def main() -> None:
     parser.add_argument("--rate", default="20mbit")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=BATCH, help="examples of a step; more => longer computation")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest instead of forward and backward")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return work(options.worker, options.steps, options.repetitions, options.pause)
+        return work(options.worker, options.steps, options.repetitions, options.pause, options.batch_size)
     with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.rate) as lab:
         file = Path(folder, "rows.json")
         numbers = [f"--{name}={getattr(options, name)}" for name in ("steps", "repetitions", "pause")]
+        numbers.append(f"--batch-size={options.batch_size}")
         if code := lab.run([sys.executable, __file__, "--worker", str(file), *numbers], {"OMP_NUM_THREADS": "1"}):
             sys.exit(code)
         rows = json.loads(file.read_text())
@@ -66,14 +68,14 @@ def main() -> None:
     replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "delay, network lab", lines)
 
 
-def work(file: Path, steps: int, repetitions: int, pause: float) -> None:
+def work(file: Path, steps: int, repetitions: int, pause: float, batch_size: int) -> None:
     """One host; host 0 writes the rows."""
     torch.distributed.init_process_group("gloo")
     with tw.comm.ProcessGroupCommunicator() as comm:
         rows: dict[str, dict[str, float]] = {}
         for _ in range(repetitions):
             for name, parts in METHODS.items():
-                row = measured(comm, parts, steps, pause)
+                row = measured(comm, parts, steps, pause, batch_size)
                 if name not in rows or row["step"] < rows[name]["step"]:
                     rows[name] = row
         if comm.rank == 0:
@@ -81,13 +83,15 @@ def work(file: Path, steps: int, repetitions: int, pause: float) -> None:
     torch.distributed.destroy_process_group()
 
 
-def measured(comm: Communicator, parts: dict[str, Any] | None, steps: int, pause: float) -> dict[str, float]:
+def measured(
+    comm: Communicator, parts: dict[str, Any] | None, steps: int, pause: float, batch_size: int
+) -> dict[str, float]:
     """Seconds and bytes of a step of the slowest worker, over whole periods after a first one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = None if parts is None else tw.local_updates(model, optimizer, **parts)
-    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
+    inputs = torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
 
     def compute() -> None:
         optimizer.zero_grad()
