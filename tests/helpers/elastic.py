@@ -39,7 +39,7 @@ def worker(
     Args:
         address: of the Lighthouse.
         number: of the worker.
-        averager: in Python's notation; "Local(...)" averages changes every 2 steps.
+        averager: of the gradients, in Python's notation.
         size: the run ends with so many workers,
         rounds: after so many rounds of theirs.
         dies_among: kills itself in a round of so many workers, once there have been four; None never.
@@ -51,16 +51,10 @@ def worker(
     torch.manual_seed(number)
     comm = ElasticCommunicator(address, number, timeout_seconds=20)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
-    parsed = tw.parse(averager.removeprefix("Local:"))
-    momentum = 0.0 if parsed.has_momentum else 0.9
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-    if averager.startswith("Local:"):
-        handle = tw.local_updates(model, optimizer, parsed, every=2, comm=comm)
-    elif parsed.gives_one_mean:
-        handle = tw.compress_gradients(model, parsed, comm=comm)
-        comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
-    else:
-        handle = tw.gossip_parameters(model, optimizer, parsed, comm=comm)
+    parsed = tw.parse(averager)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    handle = tw.compress_gradients(model, parsed, comm=comm)
+    comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
     sizes, slowest = [], 0.0
     if dies_in == "regroup":
         type(parsed).regroup = partial(die_among, comm, dies_among, sizes, parsed.regroup)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
 
@@ -199,18 +198,13 @@ class Topology(Algorithm, ABC):
 
     def is_doubly_stochastic(self, size: int) -> bool:
         """Whether every column and every row sums to one at every step: plain gossip then converges to the mean."""
-        return _is_doubly_stochastic(self, size)
+        return all(
+            _is_one(own.self_weight, own.sends) and _is_one(own.self_weight, own.receives)
+            for own in self._everyone(size)
+        )
 
     def _everyone(self, size: int) -> Iterator[Neighbours]:
         return (self.neighbours(rank, step, size) for step in self.steps(size) for rank in range(size))
-
-
-@lru_cache(maxsize=256)
-def _is_doubly_stochastic(topology: Topology, size: int) -> bool:
-    return all(
-        _is_one(own.self_weight, own.sends) and _is_one(own.self_weight, own.receives)
-        for own in topology._everyone(size)
-    )
 
 
 def _is_one(self_weight: float, weights: dict[int, float]) -> bool:
