@@ -22,11 +22,12 @@ def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     def start(number, *dies):
         return Program(worker, lighthouse.address, number, averager, 6, 20, *dies, folder=tmp_path)
 
-    first = [start(0, 4, "round"), start(1, 3, "regroup"), start(2), start(3)]
-    assert [first[number].wait(60) for number in (0, 1)] == [-signal.SIGKILL] * 2
-    wait_until(lambda: first[2].stdout.split()[-1:] == ["2"], "a round of the two that are left")
-    late = [start(number) for number in (0, 1, 4, 5)]  # the dead come back, and two others with them
-    survivors, joined = first[2:], late
+    survivors = [start(2), start(3)]  # before the others, whose state would heal them if they came late
+    wait_until(lambda: survivors[0].stdout.split() == ["2"], "a round of the first two")
+    victims = [start(0, 4, "round"), start(1, 3, "regroup")]
+    assert [victim.wait(60) for victim in victims] == [-signal.SIGKILL] * 2
+    wait_until(lambda: survivors[0].stdout.split()[-1:] == ["2"], "a round of the two that are left")
+    joined = [start(number) for number in (0, 1, 4, 5)]  # the dead come back, and two others with them
     assert [program.wait(90) for program in (*survivors, *joined)] == [0] * 6, [p.stderr for p in (*survivors, *joined)]
     facts = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]
     assert len({fact["model"] for fact in facts}) == 1
