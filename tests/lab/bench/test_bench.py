@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,17 @@ from helpers.command import python
 import thinwire as tw
 from thinwire.lab.bench import CodecsBench, StepBench, timeline
 from thinwire.lab.bench.codecs import DEFAULT_CODECS
-from thinwire.lab.bench.step import DEFAULT_AVERAGERS, mlp
+from thinwire.lab.bench.floor import Floor, Machine
+from thinwire.lab.bench.methods import Method, mlp, of_averager
+from thinwire.lab.bench.step import DEFAULT_AVERAGERS, Turns
 
 CODEC_COLUMNS = [
     "codec", "backend", "num_elements", "encode_gb_per_s", "decode_gb_per_s", "copy_gb_per_s", "encode_ratio",
     "decode_ratio", "reference_encode_gb_per_s", "payload_bytes", "compression",
 ]  # fmt: skip
 STEP_COLUMNS = [
-    *("rate", "workers", "method", "step_seconds", "compute_seconds", "bytes_sent_per_step"),
-    *("cpu_seconds", "compute_cpu_seconds", "phase_seconds"),
+    *("rate", "workers", "method", "step_seconds", "compute_seconds", "cpu_seconds", "compute_cpu_seconds"),
+    *("bytes_sent_per_step", "line_seconds", "memory_passes", "memory_seconds", "floor_seconds", "phase_seconds"),
 ]
 
 
@@ -93,6 +96,7 @@ def test_codecs_mistakes_are_said_in_one_line(options, words):
         ({"workers": 0}, "workers must be"),
         ({"steps": 0}, "steps must be"),
         ({"warmup": -1}, "warmup must be"),
+        ({"every": 0}, "every must be"),
         ({"bucket_megabytes": 0.0}, "bucket_megabytes must be"),
         ({"averagers": ("TopK(0.1)",)}, "is no averager"),
         ({"averagers": ("Mean(QSGD(bits=9))",)}, "bits must be"),
@@ -110,22 +114,60 @@ def test_step_mistakes_are_said_before_any_worker_starts(options, words, tmp_pat
 
 def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(tmp_path):
     drawing = tmp_path / "timeline.svg"
-    rows = _run_step(tmp_path, steps=2, warmup=1, hidden=64, layers=2, batch_size=4, timeline=drawing)
+    averagers = (*DEFAULT_AVERAGERS, "Mix()")
+    sizes = {"steps": 2, "warmup": 1, "hidden": 64, "layers": 2, "batch_size": 4}
+    rows = _run_step(tmp_path, averagers=averagers, overlap=True, timeline=drawing, **sizes)
     assert drawing.read_text().count("<svg") == 1 and len(drawing.read_text()) > 10_000
-    assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *DEFAULT_AVERAGERS]
+    assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *DEFAULT_AVERAGERS, "Mix(), overlap"]
     for row in rows:
         assert list(row) == STEP_COLUMNS
         assert (row["rate"], row["workers"]) == ("loopback", 2)
         assert row["step_seconds"] > 0
-        assert row["compute_seconds"] > 0
+        assert 0 < row["compute_seconds"] <= row["floor_seconds"]
+    assert [row["memory_passes"] for row in rows] == [2, 2, 2, pytest.approx(4, abs=0.1), 2]  # biases have no memory
     model = mlp(64, 2)
     numel = sum(p.numel() for p in model.parameters())
     matrices = [p.numel() for p in model.parameters() if p.ndim == 2]
     dense_bytes = 4 * (numel - sum(matrices))  # biases travel as they are
     codecs = [tw.parse(text).codec for text in DEFAULT_AVERAGERS]
-    # Two workers: a ring all-reduce sends n bytes, a gather one payload.
-    expected = [4 * numel, 2 * numel, *(codec.nbytes(matrices) + dense_bytes for codec in codecs)]
+    # Two workers: a ring all-reduce sends n bytes, a gather one payload, gossip the parameters.
+    expected = [4 * numel, 2 * numel, *(codec.nbytes(matrices) + dense_bytes for codec in codecs), 4 * numel]
     assert [row["bytes_sent_per_step"] for row in rows] == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "is_late", "expected"),
+    [
+        (1, False, ["alone", "step", "absorb"] * 4),
+        (3, False, [*["alone"] * 3, *["step"] * 3, "absorb"] * 2),  # whole periods, at least 4 steps
+        (1, True, ["alone", "step", "step", "absorb"] * 4),  # the first is untimed: the second waits for its round
+    ],
+)
+def test_turns_are_whole_periods_and_leave_nothing_in_flight(every, is_late, expected):
+    calls: list[str] = []
+    alone, step, absorb = (partial(calls.append, name) for name in ("alone", "step", "absorb"))
+    method = Method("some", False, lambda training: None, every=every, is_late=is_late)
+
+    def worker(comm):
+        return Turns(comm, method, alone, step, absorb).run(4)
+
+    [(times, steps)] = tw.LocalWorld(1).run(worker)
+    assert calls == expected
+    assert steps == expected.count("step")
+    assert 0 < times.step_seconds < 1
+
+
+def test_the_options_choose_the_strategy_and_the_floor():
+    gradients = of_averager("Mean()", overlap=True, every=None, ddp=True, bucket_bytes=None)
+    assert (gradients.name, gradients.ddp, gradients.is_concurrent, gradients.is_late) == ("Mean()", True, True, False)
+    gossip = of_averager("Mix()", overlap=False, every=None, ddp=True, bucket_bytes=None)
+    assert (gossip.name, gossip.ddp, gossip.is_concurrent, gossip.is_late) == ("Mix()", False, False, False)
+    local = of_averager("Mix()", overlap=True, every=4, ddp=False, bucket_bytes=None)
+    assert (local.name, local.every, local.is_concurrent, local.is_late) == ("Mix(), every 4", 4, False, False)
+    machine = Machine(line_bytes_per_second=100.0, pass_seconds=0.5)
+    assert Floor.of(machine, 1.0, 300, 2, is_concurrent=True) == Floor(3.0, 2, 1.0, 3.0)
+    assert Floor.of(machine, 1.0, 300, 2, is_concurrent=False) == Floor(3.0, 2, 1.0, 4.0)
+    assert Floor.of(machine, 1.0, 50, 8, is_concurrent=True) == Floor(0.5, 8, 4.0, 5.0)
 
 
 def test_the_timed_model_is_the_one_of_22_million_parameters():

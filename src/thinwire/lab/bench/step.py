@@ -1,8 +1,11 @@
 """`thinwire bench step`: the time of a training step over this network, compared with its computation alone.
 
-Each method trains a multilayer perceptron data-parallel. Measured steps alternate with steps of the same model without any
-communication, on all workers at once, so both run under the same conditions. Each worker takes the median over steps. The
-result is the median of the slowest worker, because all others wait for it.
+Each method trains a multilayer perceptron data-parallel: gradients, gossip or local updates, as the averager and the options
+say. Turns of its steps alternate with as many steps of the same model without any communication, on all workers at once, so
+both run under the same conditions. A turn is one step, or the steps from one round of local updates to the next. With overlap,
+an untimed step comes before it, and a round that is in flight at its end is absorbed, untimed too, so that no message flies
+during the computation alone. Each worker takes the median over turns. The result is the median of the slowest worker, because
+all others wait for it. `floor.py` says what the step needs at least.
 
     python benchmarks/netlab.py --hosts 2 --rate 1gbit -- thinwire bench step    one worker per host
     torchrun --nproc-per-node 4 --no-python thinwire bench step                  under any launcher that sets RANK
@@ -17,48 +20,51 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from ...algorithm import require
 from ...allocator import keep_freed_memory
-from ...average import Averager
 from ...comm import Communicator, ProcessGroupCommunicator
 from ...comm.ledger import ring_all_reduce_bytes
-from ...strategy import compress_gradients
 from . import timeline
-from .rows import as_parsed, check_writable, print_table, write_json
+from .floor import Floor, Machine, passes_of
+from .methods import Method, Training, mlp, of_averager
+from .rows import check_writable, print_table, write_json
 
 DEFAULT_AVERAGERS = (
     "Mean(QSGD(bits=4))",
     "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())",
 )
-NUM_INPUTS, NUM_CLASSES = 512, 10
 
 
 @dataclass(frozen=True)
 class StepBench:
-    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and averagers."""
+    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and averagers.
+
+    The same options as those of `thinwire train` choose between gradients, gossip and local updates.
+    """
 
     averagers: tuple[str, ...] = DEFAULT_AVERAGERS
-    """Averagers in Python's notation."""
+    """Averagers in Python's notation, of gradients or of parameters."""
+    overlap: bool = False
+    """Averagers of parameters: send messages during the next forward and backward pass."""
+    every: int | None = None
+    """Local updates: steps between two rounds of each averager. None averages in every step."""
     baselines: bool = True
     """Also measure DDP's own all-reduce in float32, and with its float16 hook."""
     workers: int = 2
     """Number of processes to start, unless a launcher (RANK in the environment) has started them."""
     steps: int = 20
-    """Measured steps of each method; more => steadier medians."""
+    """Measured steps of each method, at least one turn; more => steadier medians."""
     warmup: int = 3
     """Warm-up steps of each method; DDP arranges its buckets in the first two."""
     hidden: int = 2048
@@ -68,10 +74,11 @@ class StepBench:
     batch_size: int = 64
     """Examples per worker and step; larger => more computation for the same bytes."""
     ddp: bool = False
-    """Attach averagers to a model in DDP, which copies every gradient into its buckets, instead of the module itself."""
+    """Attach averagers of gradients to a model in DDP, which copies every gradient into its buckets, instead of the module
+    itself."""
     bucket_megabytes: float | None = None
-    """Bucket size in MiB, for all methods; by default DDP's own (25), and that of `compress_gradients` (10) for modules.
-    Smaller => sending starts earlier, with more messages."""
+    """Bucket size of gradients in MiB, for all methods; by default DDP's own (25), and that of `compress_gradients` (10) for
+    modules. Smaller => sending starts earlier, with more messages."""
     threads: int = 1
     """Threads that PyTorch may use in each worker."""
     rate: str | None = None
@@ -84,6 +91,7 @@ class StepBench:
     def __post_init__(self):
         for name in ("workers", "steps", "hidden", "layers", "batch_size", "threads"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(self.every is None or self.every >= 1, f"every must be at least 1, got {self.every}")
         require(self.warmup >= 0, f"warmup must be at least 0, got {self.warmup}")
         megabytes = self.bucket_megabytes
         require(megabytes is None or megabytes > 0, f"bucket_megabytes must be positive, got {megabytes}")
@@ -91,8 +99,7 @@ class StepBench:
 
     def run(self) -> list[dict[str, Any]]:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
-        for text in self.averagers:
-            as_parsed(text, Averager)
+        _methods(self)
         if self.timeline:
             timeline.check_kind(self.timeline)
         for path in (self.json, self.timeline):
@@ -117,7 +124,8 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     torch.set_num_threads(bench.threads)
     keep_freed_memory()
     with joined(rendezvous) as comm:
-        rows = [_row(bench, comm, method) for method in _methods(bench)]
+        machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()))
+        rows = [_row(bench, comm, machine, method) for method in _methods(bench)]
         return _report(bench, rows) if comm.rank == 0 else []
 
 
@@ -134,128 +142,129 @@ def joined(rendezvous: str = "env://") -> Iterator[Communicator]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Method:
-    """A data-parallel method: whether it uses DDP, the averager to attach, and the bytes of DDP's own all-reduce."""
-
-    name: str
-    ddp: bool
-    attach: Callable[[nn.Module], Any]
-    bytes_per_element: int = 0  # of DDP's own all-reduce; the ledger counts those of averagers
-
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[Any]:
-        """Context in which this method trains `model`; yields the handle of an attached averager, or None."""
-        handle = self.attach(model)
-        try:
-            yield handle
-        finally:
-            if handle is not None:
-                handle.detach()
-
-
-def _compress_to_fp16(model: nn.Module) -> None:
-    assert isinstance(model, DistributedDataParallel), "the method's `ddp` is set"
-    model.register_comm_hook(None, fp16_compress_hook)
-
-
 def _methods(bench: StepBench) -> list[Method]:
-    baselines = [
-        Method("DDP fp32", True, lambda ddp: None, 4),
+    """What is measured, in the order of the rows.
+
+    Raises:
+        ValueError: a text is no averager.
+    """
+    megabytes = bench.bucket_megabytes
+    size = None if megabytes is None else int(megabytes * 2**20)
+    ours = [of_averager(text, bench.overlap, bench.every, bench.ddp, size) for text in bench.averagers]
+    return (_baselines() if bench.baselines else []) + ours
+
+
+def _baselines() -> list[Method]:
+    """DDP's own all-reduce, in float32 and with its float16 hook."""
+    return [
+        Method("DDP fp32", True, lambda training: None, 4),
         Method("DDP fp16 hook", True, _compress_to_fp16, 2),
     ]
-    size: dict[str, Any] = {}
-    if bench.bucket_megabytes is not None:
-        size["bucket_bytes"] = int(bench.bucket_megabytes * 2**20)
-    averagers = [as_parsed(text, Averager) for text in bench.averagers]
-    ours = [Method(repr(a), bench.ddp, partial(compress_gradients, averager=a, **size)) for a in averagers]
-    return (baselines if bench.baselines else []) + ours
 
 
-def mlp(hidden: int, layers: int) -> nn.Sequential:
-    """512 - hidden x layers - 10, with ReLU; 22 million parameters for 2048 x 6. The same on every worker."""
-    torch.manual_seed(0)
-    widths = [NUM_INPUTS, *[hidden] * layers]
-    parts = [part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(*parts, nn.Linear(hidden, NUM_CLASSES))
+def _compress_to_fp16(training: Training) -> None:
+    assert isinstance(training.model, DistributedDataParallel), "the method's `ddp` is set"
+    training.model.register_comm_hook(None, fp16_compress_hook)
 
 
-class Training:
-    """A model, its data and its optimizer; calling it makes one step."""
-
-    def __init__(self, model: nn.Module, batch_size: int, rank: int):
-        generator = torch.Generator().manual_seed(rank)
-        self.model = model
-        self.inputs = torch.randn(batch_size, NUM_INPUTS, generator=generator)
-        self.targets = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def __call__(self) -> None:
-        self.optimizer.zero_grad()
-        with record_function("forward"):
-            loss = self._loss(self.model(self.inputs))
-        with record_function("backward"):
-            loss.backward()
-        with record_function("optimizer"):
-            self.optimizer.step()
-
-    def _loss(self, outputs: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, self.targets)
-
-
-def _row(bench: StepBench, comm: Communicator, method: Method) -> dict[str, Any]:
+def _row(bench: StepBench, comm: Communicator, machine: Machine, method: Method) -> dict[str, Any]:
     alone = Training(mlp(bench.hidden, bench.layers), bench.batch_size, comm.rank)
     model: nn.Module = mlp(bench.hidden, bench.layers)
     if method.ddp:
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
-    with method.on(model) as handle:
-        step = Training(model, bench.batch_size, comm.rank)
-        _alternate(comm, alone, step, bench.warmup)
-        before = (handle.ledger.snapshot(), handle.seconds) if handle else None
-        compute_seconds, step_seconds, compute_cpu_seconds, cpu_seconds = _alternate(comm, alone, step, bench.steps)
-        if before is not None:
-            sent = handle.ledger.since(before[0]).bytes_sent // bench.steps
-            phases = {phase: (s - before[1].get(phase, 0.0)) / bench.steps for phase, s in handle.seconds.items()}
+    step = Training(model, bench.batch_size, comm.rank)
+    with method.on(step) as strategy:
+        turns = Turns(comm, method, alone, step, strategy.absorb if strategy else _nothing)
+        turns.run(bench.warmup)
+        if strategy is not None:
+            handle = strategy.handle
+            before, seconds = handle.ledger.snapshot(), handle.seconds
+            times, steps = turns.run(bench.steps)
+            traffic = handle.ledger.since(before)
+            sent, got = traffic.bytes_sent / steps, traffic.bytes_received / steps
+            phases = {phase: (s - seconds.get(phase, 0.0)) / steps for phase, s in handle.seconds.items()}
+            passes = passes_of(model, handle.state_dict(), method.every)
         else:
+            times, _ = turns.run(bench.steps)
             numel = sum(p.numel() for p in model.parameters())
-            sent = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # the algorithm of Gloo and NCCL
-            phases = {}
-        spans = _record(comm, step) if bench.timeline else []
+            sent = got = ring_all_reduce_bytes(comm.size, method.bytes_per_element * numel)  # as Gloo and NCCL do it
+            phases, passes = {}, passes_of(model, None)
+        spans = _record(comm, turns) if bench.timeline else []
+    floor = Floor.of(machine, times.compute_seconds, max(sent, got), passes, method.is_concurrent)
     return {
         "rate": bench.rate or os.environ.get("NETLAB_RATE", "loopback"),
         "workers": comm.size,
         "method": method.name,
-        "step_seconds": step_seconds,
-        "compute_seconds": compute_seconds,
-        "bytes_sent_per_step": sent,
-        "cpu_seconds": cpu_seconds,
-        "compute_cpu_seconds": compute_cpu_seconds,
+        **asdict(times),
+        "bytes_sent_per_step": round(sent),
+        "line_seconds": floor.line_seconds,
+        "memory_passes": floor.memory_passes,
+        "memory_seconds": floor.memory_seconds,
+        "floor_seconds": floor.seconds,
         "phase_seconds": phases,
         "spans": spans,
     }
 
 
-def _alternate(comm: Communicator, alone: Training, step: Training, times: int) -> tuple[float, ...]:
-    """Medians of the slowest worker: seconds of computation alone and of the step; then both in processor time."""
-    wall: dict[Training, list[float]] = {alone: [], step: []}
-    processor: dict[Training, list[float]] = {alone: [], step: []}
-    for _ in range(times):
-        for training in (alone, step):
-            comm.barrier()
-            start, processor_start = time.perf_counter(), time.process_time()
+def _nothing() -> None:
+    """Absorb nothing."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a step, and of its computation alone: seconds, and seconds in processor time. Those of the slowest worker."""
+
+    step_seconds: float
+    compute_seconds: float
+    cpu_seconds: float
+    compute_cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Alternates turns of computation alone with turns of a method."""
+
+    comm: Communicator
+    method: Method
+    alone: Callable[[], None]
+    step: Callable[[], None]
+    absorb: Callable[[], None]
+
+    def run(self, steps: int) -> tuple[Times, int]:
+        """At least so many timed steps of each; returns their times, and the steps of the method with the untimed ones."""
+        turns = -(-steps // self.method.every)
+        measured: list[list[float]] = []
+        for _ in range(turns):
+            alone = self._timed(self.alone)
+            self.begin()
+            measured.append(self._timed(self.step, barrier=not self.method.is_late) + alone)
+            self.absorb()
+        medians = [median(column) / self.method.every for column in zip(*measured, strict=True)] or [0.0] * 4
+        step, step_cpu, compute, compute_cpu = (max(c) for c in zip(*self.comm.gather_objects(medians), strict=True))
+        return Times(step, compute, step_cpu, compute_cpu), turns * (self.method.every + self.method.is_late)
+
+    def begin(self) -> None:
+        """With overlap, the untimed step, whose round is in flight at its end."""
+        if self.method.is_late:
+            self.comm.barrier()
+            self.step()
+
+    def _timed(self, training: Callable[[], None], barrier: bool = True) -> list[float]:
+        """Seconds of a turn, and its seconds in processor time."""
+        if barrier:
+            self.comm.barrier()
+        start, processor_start = time.perf_counter(), time.process_time()
+        for _ in range(self.method.every):
             training()
-            wall[training].append(time.perf_counter() - start)
-            processor[training].append(time.process_time() - processor_start)
-    columns = [wall[alone], wall[step], processor[alone], processor[step]]
-    medians = [median(column) if column else 0.0 for column in columns]
-    return tuple(max(column) for column in zip(*comm.gather_objects(medians), strict=True))
+        return [time.perf_counter() - start, time.process_time() - processor_start]
 
 
-def _record(comm: Communicator, step: Training) -> list:
+def _record(comm: Communicator, turns: Turns) -> list[timeline.Span]:
+    turns.begin()
     comm.barrier()
     if comm.rank == 0:
-        return timeline.record(step)
-    step()
+        return timeline.record(turns.step)
+    turns.step()
     return []
 
 
@@ -277,13 +286,21 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['step_seconds'] / row['compute_seconds']:.2f}",
             f"{row['cpu_seconds']:.3f}",
             f"{row['bytes_sent_per_step'] / 1e6:.3f}",
+            f"{row['line_seconds']:.3f}",
+            f"{row['memory_passes']:.1f}",
+            f"{row['memory_seconds']:.3f}",
+            f"{row['floor_seconds']:.3f}",
         ]
         for row in rows
     ]
     print_table(
         f"Training step, {rows[0]['workers']} workers, {rows[0]['rate']}",
-        ["method", "step\ns", "compute\nalone s", "ratio", "core busy\ns", "MB sent\na step"],
+        [
+            *("method", "step\ns", "compute\nalone s", "ratio", "core\nbusy s", "MB\nsent"),
+            *("line\ns", "memory\npasses", "memory\ns", "floor\ns"),
+        ],
         lines,
         "Medians of the slowest worker. Ratio: the step to its computation alone; 1 = communication is free. "
-        "Core busy: processor time of a worker in a step, all its threads.",
+        "Core busy: processor time of a worker in a step, all its threads. Floor: the least time of a step, from its "
+        "computation, its bytes over the line and its passes over memory, each a read or a write of the model.",
     )

@@ -8,8 +8,9 @@ USAGE = """\
 usage: thinwire bench codecs [OPTIONS]
        thinwire bench step [OPTIONS]
 
-Measure how fast codecs encode and decode, or a training step over this network. Each benchmark prints a table and explains
-its options with --help.
+Measure how fast codecs encode and decode, or a training step over this network: gradients, gossip or local updates, beside the
+least time that its computation, bytes and passes over memory need. Each benchmark prints a table and explains its options with
+--help.
 """
 
 

@@ -64,6 +64,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None = None,
     comm: Communicator | None = None,
+    bucket_bytes: int | None = None,
 ) -> Strategy:
     """Attach the configuration's averager to model and optimizer; all workers call this together.
 
@@ -73,15 +74,16 @@ def attach(
         optimizer: that updates the model.
         scaler: of the loss, where it is scaled.
         comm: connects the workers; None opens one over the default process group, with the run's time limit.
+        bucket_bytes: size of the buckets of gradients; None for the default of `compress_gradients`.
 
     Raises:
         ValueError: averager, optimizer and options do not go together.
     """
     if comm is not None:
-        return _attached(config, model, optimizer, scaler, comm)
+        return _attached(config, model, optimizer, scaler, comm, bucket_bytes)
     own_comm = ProcessGroupCommunicator(timeout_seconds=config.timeout)
     try:
-        return replace(_attached(config, model, optimizer, scaler, own_comm), own_comm=own_comm)
+        return replace(_attached(config, model, optimizer, scaler, own_comm, bucket_bytes), own_comm=own_comm)
     except BaseException:
         own_comm.close()
         raise
@@ -93,6 +95,7 @@ def _attached(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     comm: Communicator,
+    bucket_bytes: int | None,
 ) -> Strategy:
     chosen = config.parsed_averager()
     always: dict[str, Any] = {"comm": comm, "on_nonfinite": config.on_nonfinite, "max_nonfinite": config.max_nonfinite}
@@ -118,7 +121,8 @@ def _attached(
         averaging = ("blocked",) if config.delay else ("compensate", "encode", "exchange", "wait", "decode")
         return Strategy(local, True, ("measure", "outer", *averaging), absorb=local.settle)
     if averager.gives_one_mean:
-        gradients = compress_gradients(model, averager, **shared)
+        size: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        gradients = compress_gradients(model, averager, **size, **shared)
         gradients.check_optimizer(optimizer)
         phases = ("compensate", "encode", "exchange", "blocked")
         return Strategy(gradients, False, phases, accumulating=gradients.no_sync)
