@@ -12,6 +12,7 @@ together. A fault is *survived* if
     3. the victim comes back, and all workers commit together.
 
 The same seed gives the same faults; which message of a phase they hit depends on timing. `--scale` runs 4 -> 2 -> 6 workers.
+`--train 2` kills workers in runs of `thinwire train digits --elastic` instead (`chaos_train.py`), with two seeds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chaos_train import train
 from chaos_worker import Fault, enter, worker
 from netlab import INTERFACE, Lab
 
@@ -53,7 +55,7 @@ CONFIGURATIONS = {
     "gossip with neighbour state": "Choco(Ring(), TopK(0.2))",
     "local updates": "local: Mean(TopK(0.2), ErrorFeedback())",
 }
-PHASES = ("compute", "send", "vote", "checkpoint", "heal")
+PHASES = ("form", "compute", "send", "vote", "checkpoint", "heal")
 FAULTS = {  # name -> how often, relative to the others
     "kill": 8,
     "stop for 10 s": 1,
@@ -250,7 +252,7 @@ def set_link(run: Run, number: int, state: str) -> None:
 def draw_fault(random_: random.Random, faults: dict[str, int]) -> Fault:
     """Draw a fault."""
     name = random_.choices(list(faults), list(faults.values()))[0]
-    phase = random_.choice(PHASES if name == "kill" else PHASES[:1] if name == "NaN" else PHASES[:3])
+    phase = random_.choice(PHASES if name == "kill" else ("compute",) if name == "NaN" else PHASES[:3])
     return Fault(name, phase, WORKERS if name == "one worker more" else random_.randrange(WORKERS))
 
 
@@ -332,9 +334,14 @@ def main() -> int:
     parser.add_argument(
         "--scale", action="store_true", help="4 -> 2 -> 6 workers, for the first configuration with memory"
     )
+    parser.add_argument(
+        "--train", type=int, metavar="SEEDS", help="runs of `thinwire train`, with so many seeds from --seed on"
+    )
     parser.add_argument("--out", type=Path, help="append each outcome to this file, as JSON")
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", RUST_LOG="error")
+    if options.train:
+        return int(train(range(options.seed, options.seed + options.train), options.only, options.out) > 0)
     if options.scale:
         print(scale(CONFIGURATIONS["error feedback"]))
         return 0

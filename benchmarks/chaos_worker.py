@@ -7,7 +7,9 @@ import hashlib
 import io
 import logging
 import os
+import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from thinwire.comm import ElasticCommunicator
 
 PERIOD = 10  # rounds between two checkpoints
 ROUND_SECONDS = 0.02  # of computation, so that faults hit rounds and not the pauses between them
+FORM_SECONDS = 0.01  # within which a fault happens while workers agree on a quorum and connect
 TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
 
 
@@ -65,7 +68,7 @@ def worker(pipe: Connection, address: str, number: int, averager: str, namespace
     losses = 0
     while True:
         order.receive()
-        handle.begin_round()
+        order.reached_in("form", handle.begin_round)
         before = comm.counts.committed
         generator = torch.Generator().manual_seed(1000 * before + comm.rank)
         x = torch.randn(16, 20, generator=generator)
@@ -114,6 +117,13 @@ class _Order:
     def receive(self) -> None:
         while self._pipe.poll():
             self._fault = Fault(*self._pipe.recv())
+
+    def reached_in(self, phase: str, do: Callable[[], object]) -> None:
+        """Let the fault happen, if it is due in this phase, while `do` waits for others."""
+        fault = self._fault
+        if fault is not None and fault.phase == phase:
+            threading.Timer(FORM_SECONDS * random.random(), self.reached, (phase,)).start()
+        do()
 
     def reached(self, phase: str) -> None:
         """Let the fault happen if it is due in this phase."""

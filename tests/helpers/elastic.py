@@ -18,6 +18,14 @@ import thinwire as tw
 from thinwire.comm import ElasticCommunicator
 
 
+def serve(port: int):
+    """A Lighthouse in a process of its own; print its port."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    lighthouse = tw.comm.Lighthouse(2, "127.0.0.1", port)
+    print(lighthouse.address.rsplit(":", 1)[1], flush=True)
+    signal.pause()
+
+
 def die_among(comm, size, sizes, otherwise, *args):
     """Kill this process if there are so many workers now and were four before; else call `otherwise`."""
     if comm.size == size and 4 in sizes:

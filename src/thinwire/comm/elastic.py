@@ -3,7 +3,8 @@
 Each worker has a Manager of torchft, which agrees with the others on a *quorum* through the Lighthouse, and a process group
 of torchft's (Gloo), which is connected anew whenever the quorum changes. A round is a transaction:
 
-    1. form     a quorum; workers tell each other how many rounds they have committed. Workers that are behind are *healed*
+    1. form     a quorum; workers tell each other how many rounds they have committed. Workers that are behind are *healed*.
+                While the Lighthouse does not answer, they ask again
     2. heal     the first worker that is up to date sends its shared state to those that are not
     3. open     rank and size are those of the round; after a change of workers, all wait until all have regrouped
     4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
@@ -15,7 +16,8 @@ times that it has regrouped, and one that has missed one is healed. torchft's ow
 replica, which is one worker here.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
-`timeout_seconds`. The Lighthouse leaves out workers whose heartbeat is missing for `HEARTBEAT_SECONDS`.
+`timeout_seconds`. The Lighthouse leaves out workers whose heartbeat is missing for `HEARTBEAT_SECONDS`. If a quorum names a
+worker that has died before it connected, the others try again after `CONNECT_SECONDS`.
 
 Healing runs over the process group, and as tensors and plain values only (`weights_only`), not over torchft's HTTP transport,
 which listens on all interfaces and unpickles what it gets.
@@ -48,6 +50,8 @@ from .members import Loss, Members, RoundCounts, Shared
 
 Result = TypeVar("Result")
 HANG_UP_TAG = 1  # all messages have tag 0
+RESTART_SECONDS = 1.0
+"""After which a Lighthouse that restarts has heard of all workers: they send heartbeats every 0.1 seconds."""
 NOTE_LENGTH = 8
 """Numbers that a worker may add to its vote."""
 
@@ -102,7 +106,7 @@ class ElasticCommunicator(Communicator):
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._process_group = ft.reconfigurable_group(self._timeout, self._connected)
         try:
-            self._manager = ft.manager(
+            self._manager, self._quorums = ft.manager(
                 pg=self._process_group,
                 min_replica_size=min_workers,
                 timeout=self._timeout,
@@ -110,6 +114,7 @@ class ElasticCommunicator(Communicator):
                 connect_timeout=timedelta(seconds=min(quorum_seconds, 30.0)),
                 store=(host, self._store.port),
                 lighthouse_addr=lighthouse,
+                quorum_retries=1_000_000,  # within `quorum_timeout`: the Lighthouse may restart
                 replica_id=f"worker_{number:06d}",
             )
         except Exception as error:
@@ -138,7 +143,7 @@ class ElasticCommunicator(Communicator):
             self._agree_on_quorum()
             try:
                 return self._connect()
-            except CommunicationError as error:  # a worker died meanwhile
+            except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:
                     raise
                 self._error = error
@@ -163,6 +168,11 @@ class ElasticCommunicator(Communicator):
         is_new = self._connections != self._known_connections
         self._group, self.rank, self.size = group, rank, size
         self.ledger.size = size
+        if self._quorums.has_restarted and self.members is not None and size < len(self.members.numbers):
+            time.sleep(RESTART_SECONDS)
+            raise CommunicationError(
+                f"worker {self.number}: the Lighthouse has restarted, and knows {size} workers so far"
+            )
         if not is_new:
             return None
         return self._introduce()
@@ -234,7 +244,8 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
-        self._hang_up()
+        self._hang_up(self._group)
+        self._quorums.disconnected()
         self._manager.report_error(self._error or RuntimeError("the round was given up"))
         self._manager.should_commit()
 
@@ -317,12 +328,11 @@ class ElasticCommunicator(Communicator):
         except Exception as error:
             if self._error is None:
                 self._error = error
-                self._hang_up()
+                self._hang_up(self._group)
             raise
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, group: Any) -> None:
         """Close Gloo's connections, so that workers that wait for this one fail at once; see `process_group.py`."""
-        group = self._group
         for peer in range(self.size if group is not None else 0):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):

@@ -1,21 +1,34 @@
 """What thinwire takes from torchft: the Lighthouse, a Manager that heals nobody by itself, and process groups.
 
 torchft is an optional package. All of its names that thinwire uses are in this file.
+
+When to connect anew. torchft's Managers compare the Lighthouse's numbers of quorums. A Lighthouse that restarts counts from
+the start again, so an old number can come back: some workers would keep connections that others have closed, or read addresses
+that an earlier quorum left in the store. Here workers count for themselves (`Quorums`). Each sends its count where torchft
+sends the step, and the Lighthouse tells all of them the largest. A worker that has lost its connections sends one more than
+the others, so that all of them see it and connect anew. The largest count also names the place in the store. No count comes
+twice there, because the store's owner takes part in all quorums that use it.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from .connect import own_address
 
 HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat. torchft sends one every 0.1 seconds."""
+CONNECT_SECONDS = 5.0
+"""How long workers of a new quorum wait for each other. The limit doubles with each failure in a row."""
 
 
 class Lighthouse:
@@ -60,11 +73,25 @@ class torchft:  # noqa: N801  # reads as the package's name
         self._transport = _module("torchft.checkpointing.transport")
 
     def reconfigurable_group(self, timeout: timedelta, connected: Callable[[], None]) -> Any:
-        """A process group over Gloo that calls `connected` whenever it is connected anew."""
+        """A process group over Gloo that calls `connected` whenever it is connected anew.
 
-        class Group(self._groups.ProcessGroupGloo):  # type: ignore[name-defined, misc]
-            def configure(self, *args: Any, **kwargs: Any) -> None:
-                super().configure(*args, **kwargs)
+        A quorum may name a worker that has just died. So the time to connect has a limit of its own, and the workers meet in
+        the store first: Gloo would try to reach the dead one for the whole `timeout`.
+        """
+        groups = self._groups
+
+        class Group(groups.ProcessGroupGloo):  # type: ignore[name-defined, misc]
+            failures = 0
+
+            def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
+                limit = timedelta(seconds=CONNECT_SECONDS * 2**self.failures)
+                self.failures = min(self.failures + 1, 3)
+                self._timeout = limit
+                self.abort(errored=False)
+                _meet(groups.create_store_client, store_addr, rank, world_size, limit)
+                super().configure(store_addr, replica_id, rank, world_size, *args)
+                self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+                self.failures = 0
                 connected()
 
             @property
@@ -73,8 +100,8 @@ class torchft:  # noqa: N801  # reads as the package's name
 
         return Group(timeout=timeout)
 
-    def manager(self, *, store: tuple[str, int], **options: Any) -> Any:
-        """A Manager of one worker. It agrees on quorums and counts rounds; its healing moves nothing."""
+    def manager(self, *, store: tuple[str, int], **options: Any) -> tuple[Any, Quorums]:
+        """A Manager of one worker, which heals nobody, and what decides when it connects anew."""
 
         class Nothing(self._transport.CheckpointTransport):  # type: ignore[name-defined, misc]
             def metadata(self) -> str:
@@ -84,12 +111,12 @@ class torchft:  # noqa: N801  # reads as the package's name
                 """Nothing to send: `ElasticCommunicator.heal` does."""
 
             def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Any) -> dict[str, Any]:
-                return {"user": {"default": None}, "torchft": {"step": step, "batches_committed": 0}}
+                raise AssertionError("no quorum says that a worker is to be healed")
 
             def disallow_checkpoint(self) -> None:
                 """Nothing to forbid."""
 
-        return self._manager.Manager(
+        manager = self._manager.Manager(
             load_state_dict=lambda state: None,
             state_dict=lambda: None,
             use_async_quorum=False,
@@ -101,6 +128,69 @@ class torchft:  # noqa: N801  # reads as the package's name
             checkpoint_transport=Nothing(),
             **options,
         )
+        quorums = manager._client = Quorums(manager._client)
+        return manager, quorums
+
+
+class Quorums:
+    """Stands before torchft's client, and decides when the process group is connected anew; see the module's text.
+
+    Args:
+        client: torchft's `ManagerClient`.
+
+    Attributes:
+        has_restarted: whether the last quorum is the first of a Lighthouse that has restarted. It counts from the start again.
+    """
+
+    def __init__(self, client: Any):
+        self._client = client
+        self._count = 0
+        self._workers: list[str] = []
+        self._is_connected = False
+        self._connection = self._number = 0
+        self.has_restarted = False
+
+    def disconnected(self) -> None:
+        """Connections are lost: let the next quorum connect all of its workers anew."""
+        self._is_connected = False
+
+    def _quorum(self, **request: Any) -> SimpleNamespace:
+        """The next quorum, as `Manager` wants it: `quorum_id` changes when it shall connect anew, and nobody is healed."""
+        count = self._count + (not self._is_connected)
+        found = self._client._quorum(**request | {"step": count, "init_sync": False})
+        self._count = found.max_step + 1
+        is_same = found.replica_ids == self._workers
+        if found.max_step != count or not is_same or not self._is_connected:
+            self._connection = found.max_step
+        self.has_restarted = found.quorum_id < self._number + (not is_same)
+        self._workers, self._number, self._is_connected = found.replica_ids, found.quorum_id, True
+        return SimpleNamespace(
+            quorum_id=self._connection,
+            replica_ids=found.replica_ids,
+            replica_rank=found.replica_rank,
+            replica_world_size=found.replica_world_size,
+            max_replica_rank=found.replica_rank,
+            max_world_size=found.replica_world_size,
+            store_address=found.store_address,
+            max_step=request["step"],
+            recover_src_manager_address="",
+            recover_dst_replica_ranks=[],
+            heal=False,
+        )
+
+    def should_commit(self, *args: Any, **options: Any) -> bool:
+        """Torchft's vote within a replica, which is one worker here."""
+        return bool(self._client.should_commit(*args, **options))
+
+
+def _meet(connect: Any, store_address: str, rank: int, size: int, limit: timedelta) -> None:
+    """Return when all workers of a quorum are here; raise an error if one is missing at the limit."""
+    host, port = store_address.split("/")[0].rsplit(":", 1)
+    with socket.create_connection((host.strip("[]"), int(port)), limit.total_seconds()):
+        pass  # the store's owner lives
+    store: dist.Store = connect(store_address, limit)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{peer}" for peer in range(size)], limit)
 
 
 def _module(name: str) -> ModuleType:

@@ -1,0 +1,209 @@
+"""Kills in runs of `thinwire train digits --workers 4 --elastic`; `chaos.py --train` calls this.
+
+Each configuration trains once undisturbed and once while workers are killed: worker 0, another one, and any one, at steps that
+the seed draws. After a kill, the next one waits until the killed worker has joined again. The run is the command's own, with
+one more column: how many different models the workers hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from thinwire.comm import Communicator, ElasticCommunicator
+
+WORKERS = 4
+EPOCHS = 40
+STEP_SECONDS = 0.05  # a step is this slow, so that a killed worker comes back long before the end
+COMMIT_SECONDS, JOIN_SECONDS, START_SECONDS = 10.0, 60.0, 240.0
+EVERY = 4
+CONFIGURATIONS = {
+    "error feedback": ("Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())",),
+    "PowerSGD": ("PowerSGD(rank=4)",),
+    "momentum": ("dgc(0.01)", "optimizer:dgcsgd"),
+    "gossip": ("Mix(Exponential())",),
+    "local updates": ("Mean()", "--every", str(EVERY)),
+}
+
+
+class Killed(NamedTuple):
+    """A kill: of which worker after which step, and seconds until the others had committed, and until it had joined again."""
+
+    worker: int
+    step: int
+    committed: float | None = None
+    joined: float | None = None
+
+
+class Trained(NamedTuple):
+    """A run: its kills, its last rows, and why it was not as it should be."""
+
+    kills: list[Killed]
+    rows: list[dict[str, Any]]
+    failure: str = ""
+
+
+def models(model: nn.Module, row: Mapping[str, Any], comm: Communicator) -> dict[str, float]:
+    """A callback: tell this worker's process, take some time, and count the different models."""
+    if isinstance(comm, ElasticCommunicator):
+        Path(f"worker-{comm.number}").write_text(str(os.getpid()))
+        time.sleep(STEP_SECONDS)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return {"models": len(set(comm.gather_objects(digest)))}
+
+
+def command(folder: str, *options: str) -> None:
+    """`thinwire train` in this folder, with the column."""
+    import thinwire.lab.train
+    from thinwire.lab.cli.train import train_command
+
+    os.chdir(folder)
+    thinwire.lab.train.train = partial(thinwire.lab.train.train, callbacks=[models])
+    train_command(list(options))
+
+
+def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) -> Trained:
+    """Train once, with these kills."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    averager, *others = CONFIGURATIONS[configuration]
+    options = ["digits", *others, "--averager", averager, "--workers", str(WORKERS), "--elastic", "--seed", str(seed)]
+    options += ["--epochs", str(EPOCHS), "--log-every", "1", "--name", "run"]
+    script = f"from chaos_train import command; command(*{[str(folder.absolute()), *options]!r})"
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=said, stderr=said, cwd=Path(__file__).parent)
+    watch = _Watch(folder, process)
+    try:
+        done = [watch.kill(planned) for planned in kills]
+        failure = watch.finish(START_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    for kill in done:
+        if kill.committed is None or kill.committed > COMMIT_SECONDS:
+            failure = failure or f"worker {kill.worker}: no commit of the others within {COMMIT_SECONDS:g} s"
+        elif kill.joined is None:
+            failure = failure or f"worker {kill.worker} did not join again"
+    return Trained(done, watch.rows, failure or unequal(configuration, watch.rows))
+
+
+def unequal(configuration: str, rows: list[dict[str, Any]]) -> str:
+    """Why replicas are not as they should be at the end, or ""."""
+    if configuration == "gossip":  # its workers hold models of their own
+        return ""
+    last = rows[-EVERY:] if configuration == "local updates" else rows[-1:]  # these are equal after a round
+    return "" if min(row["models"] for row in last) == 1 else f"{last[-1]['models']:g} different models at the end"
+
+
+class _Watch:
+    """Reads the rows of a run while it goes on, and kills its workers."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]):
+        self.folder, self.process = folder, process
+        self.rows: list[dict[str, Any]] = []
+        self._read = 0
+
+    def kill(self, planned: Killed) -> Killed:
+        """Kill the worker once its step has come, and wait until it has joined again."""
+        worker, step = planned.worker, planned.step
+        if not self._until(lambda row: row["step"] >= step and row["workers"] == WORKERS, START_SECONDS):
+            return planned
+        os.kill(int((self.folder / f"worker-{worker}").read_text()), signal.SIGKILL)
+        at, before = time.monotonic(), self.rows[-1]["step"]
+        killed = Killed(worker, before)
+        if self._until(lambda row: row["workers"] < WORKERS, JOIN_SECONDS):
+            killed = killed._replace(committed=time.monotonic() - at)
+            if self._until(lambda row: row["workers"] == WORKERS, JOIN_SECONDS):
+                killed = killed._replace(joined=time.monotonic() - at)
+        return killed
+
+    def finish(self, seconds: float) -> str:
+        """Wait for the end; returns why the run failed, or ""."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"no end within {seconds:g} s"
+        self._rows()
+        return f"exit code {code}: {(self.folder / 'said').read_text()[-500:]}" if code or not self.rows else ""
+
+    def _until(self, condition: Any, seconds: float) -> bool:
+        """Wait for a new row of this kind."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if any(condition(row) for row in self._rows()):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The rows since the last call."""
+        file = self.folder / "runs/run/metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        if len(lines) < self._read:  # a new writer cuts off rows after its own step
+            self._read = len(lines) - 1
+        new = [json.loads(line) for line in lines[self._read :]]
+        self._read = len(lines)
+        self.rows += new
+        return new
+
+
+def drawn(seed: int) -> list[Killed]:
+    """The kills of a seed: worker 0, another worker, and any worker."""
+    draws = random.Random(seed)
+    workers = [0, draws.randrange(1, WORKERS), draws.randrange(WORKERS)]
+    draws.shuffle(workers)
+    return [Killed(worker, step) for worker, step in zip(workers, sorted(draws.sample(range(20, 300), 3)), strict=True)]
+
+
+def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:
+    """Train each configuration with and without kills, print the table, and return the number of failures."""
+    lines = [
+        "| configuration | seed | killed: worker (step) | next commit after (s) | joined after (s) | models at the end "
+        "| test accuracy | undisturbed |",
+        "| --- " * 8 + "|",
+    ]
+    failures = []
+    for name in CONFIGURATIONS if only is None else [only]:
+        for seed in seeds:
+            plain, hit = (
+                run(name, kills, seed, Path(f"/tmp/chaos-train-{os.getpid()}")) for kills in ([], drawn(seed))
+            )
+            accuracies = [
+                100 * result.rows[-1].get("mean_model_test_accuracy", result.rows[-1]["test_accuracy"])
+                for result in (hit, plain)
+            ]
+            failure = plain.failure or hit.failure
+            if not failure and accuracies[0] < accuracies[1] - 1.0:
+                failure = f"test accuracy {accuracies[0]:.1f} %, undisturbed {accuracies[1]:.1f} %"
+            failures += [f"{name}, seed {seed}: {failure}"] if failure else []
+            cells = [name, seed, ", ".join(f"{k.worker} ({k.step})" for k in hit.kills)]
+            cells += [
+                ", ".join("-" if t is None else f"{t:.1f}" for t in times)
+                for times in zip(*((k.committed, k.joined) for k in hit.kills), strict=True)
+            ]
+            cells += [f"{hit.rows[-1]['models']:g}", *(f"{accuracy:.1f} %" for accuracy in accuracies)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+            print(lines[-1], *failures[-1:], flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(
+                        json.dumps([name, seed, hit.kills, accuracies, failure, hit.rows[-1], plain.rows[-1]]) + "\n"
+                    )
+    print("\n".join([*lines, "", *failures]))
+    return len(failures)
