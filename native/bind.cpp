@@ -159,6 +159,12 @@ void def_indices(nb::module_& m) {
     m.def("words_decode", &words_decode, "payload"_a, "bits"_a, "words"_a, Unlocked());
 }
 
+void def_gossip(nb::module_& m) {
+    m.def("low_rank_products", &low_rank_products, "xs"_a, "rows"_a, "ps"_a, "left"_a, "outs"_a, Unlocked());
+    m.def("low_rank_add", &low_rank_add, "xs"_a, "rows"_a, "a"_a, "b"_a, Unlocked());
+    m.def("mix_add", &mix_add, "outs"_a, "own"_a, "theirs"_a, "weights"_a, "own_weight"_a, Unlocked());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -167,6 +173,7 @@ NB_MODULE(_native, m) {
     def_quantizers(m);
     def_selection(m);
     def_indices(m);
+    def_gossip(m);
     m.def("uniform", &thinwire::uniform, "key"_a, "out"_a, Unlocked());
     m.def("chunk_norms", &chunk_norms, "xs"_a, "chunk"_a, "norms"_a, Unlocked());
     m.def("all_finite", &all_finite, "xs"_a, Unlocked());

@@ -164,6 +164,19 @@ void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, co
 void add_topk(const Inputs& gs, const Inputs& es, const Outputs& outs, float factor, const Counts& counts,
               IndicesOut indices, Output values);
 
+// ---- low_rank ----
+
+// Matrices of rows[i] rows. `ps` are vectors of the side that they multiply, one after the other, and `outs` of the other.
+void low_rank_products(const Inputs& xs, const Counts& rows, const Inputs& ps, bool left, const Outputs& outs);
+// x += sum_r a_r b_r', with a_r of the rows' size and b_r of the columns'.
+void low_rank_add(const Outputs& xs, const Counts& rows, const Inputs& as, const Inputs& bs);
+
+// ---- mix ----
+
+// outs += own_weight own + sum_k weights[k] (theirs[k] - own); returns whether what was added is finite. Vectors hold all segments.
+bool mix_add(const Outputs& outs, Input own, const Inputs& theirs, const std::vector<float>& weights,
+             float own_weight);
+
 // ---- reduce ----
 
 // The L1 norm of each chunk of `chunk` elements; the last one of a segment may be shorter.

@@ -31,7 +31,7 @@ Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,9 @@ from ..codec import Codec
 from ..comm import Communicator, Handle
 
 NamedTensors = Sequence[tuple[str, Tensor]]
+
+Departed = Callable[[], Callable[[NamedTensors], None]]
+"""Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
 
 
 class Averager(Algorithm, ABC):
@@ -182,6 +185,13 @@ class Averager(Algorithm, ABC):
     @abstractmethod
     def step(self, state: Any, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         """Begin to average `tensors`; the handle's `wait` leaves the result in them."""
+
+    def depart(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Departed:
+        """Begin a round that ends in two parts: a thread waits for its messages, and later its change is added.
+
+        Only gossip can: averagers that give one mean replace the tensors.
+        """
+        raise NotImplementedError(f"{self} replaces tensors, so its rounds cannot end while tensors change")
 
     @abstractmethod
     def commit(self, state: Any) -> bool:

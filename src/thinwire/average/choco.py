@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_round import Change, GossipState, Round, tensor_keys
+from .gossip_round import Arrive, GossipState, Round, add_vector, tensor_keys
+from .gossip_values import Parts
 from .layout import Layout
 
 
@@ -124,7 +125,13 @@ class Choco(FittedGossip):
         for peer, theirs in Round(comm, state.progress, *near).exchange(memory.public)().items():
             memory.weighted_sum.add_(theirs, alpha=near.receives[peer])
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        x = torch.cat(own)
+        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
+        finish = self._begin(state, round, x)
+        return lambda: add_vector(finish())
+
+    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
         memory, codec = state.memory, resolve(self.codec, round.progress)
         pace: FittedStep | None = state.pace
         with state.clock("encode"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_round import Change, GossipState, Round, tensor_keys
+from .gossip_round import Arrive, GossipState, Round, add_vector, tensor_keys
+from .gossip_values import Parts
 from .layout import Layout
 
 
@@ -100,7 +102,13 @@ class DeepSqueeze(FittedGossip):
     def adopt_memory(self, state: GossipState, shared: Any) -> None:
         state.memory.lost.zero_()
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        x = torch.cat(own)
+        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
+        finish = self._begin(state, round, x)
+        return lambda: add_vector(finish())
+
+    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
         if self.step_size is None:
             return self._begin_fitted(state, round, own)
         memory, codec, step_size = state.memory, resolve(self.codec, round.progress), self.step_size
@@ -125,7 +133,7 @@ class DeepSqueeze(FittedGossip):
 
         return finish
 
-    def _begin_fitted(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def _begin_fitted(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
         """`begin` with a step size from measurements."""
         memory, codec, layout = state.memory, resolve(self.codec, round.progress), state.layout
         pace: FittedStep = state.pace

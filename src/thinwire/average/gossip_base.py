@@ -2,15 +2,17 @@
 
 A round moves every worker towards its neighbours in `topology`:
 
-    1. read        join all tensors into one flat vector x, float32 (see Precision)
-    2. encode      make one message for each neighbour, of all tensors together
-    3. exchange    send to and receive from `topology.neighbours(rank, step, size)`
-    4. decode      turn the received messages, in rank order, into the change of x
-    5. add         add the change to the tensors
+    1. encode      read the tensors in place, and make one message for each neighbour, of all tensors together
+    2. exchange    send to and receive from `topology.neighbours(rank, step, size)`
+    3. apply       decode the messages, in rank order, and add the change to the tensors in the same pass
+
+The tensors, one after another, are the vector x, float32 (see Precision). No step makes a copy of it that it can avoid:
+a contiguous tensor is read and changed where it lies, by kernels that decode, add and check in one pass.
 
 Overlap. `step` reads the tensors and begins to send. Until `wait`, the caller may change them. `wait` *adds the change* to
 the tensors as they are then: `x(now) + change(x(then))`. If nothing happened in between, this is the mixed value. If the
-optimizer stepped in between, the mixture arrives late and no step is lost. Another thread may call `wait`.
+optimizer stepped in between, the mixture arrives late and no step is lost. Another thread may call `wait`. `depart` divides
+`wait` into two: a thread waits for the messages, and later the training's thread applies the change.
 
 One round at a time. Wait for a round before the next one begins; any number of training steps may lie in between. Several
 rounds in flight do not see each other's changes, which makes `x += (P - I) x(delayed)`. That diverges on an ordinary ring
@@ -32,21 +34,21 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import kernels
 from ..algorithm import require
 from ..comm import Communicator, Handle
 from ..schedule import Progress
 from ..topology import Hierarchical, Neighbours, Ring, Topology
-from .base import Averager, NamedTensors, check_agreement
+from .base import Averager, Departed, NamedTensors, check_agreement
 from .gossip_nodes import mix_nodes
-from .gossip_round import Change, GossipState, Round
+from .gossip_round import Apply, Arrive, GossipState, Round, add_vector
+from .gossip_values import Parts, moving, parts_of
 from .layout import Layout
 
 
@@ -93,13 +95,21 @@ class Gossip(Averager):
 
     def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         require(scale == 1.0, f"{self}: gossip averages parameters, which have no loss scale; got scale={scale}")
+        arrive = self.depart(state, tensors, comm)
+        return Handle(lambda: arrive()(tensors))
+
+    def depart(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Departed:
         require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
-        own = state.layout.flatten(tensors)
-        comm.ledger.add_dense(own.numel())
-        state.finite = kernels.flags.both(state.finite, kernels.all_finite([own]))
-        finish = self._start(state, comm, own)
+        state.layout.check(tensors)
+        comm.ledger.add_dense(state.layout.numel)
+        arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
         state.progress = state.progress._replace(step=state.progress.step + 1)
-        return Handle(lambda: self._finish(state, tensors, finish))
+
+        def arrived() -> Callable[[NamedTensors], None]:
+            apply = arrive()
+            return lambda now: self._apply(state, now, apply)
+
+        return arrived
 
     def commit(self, state: GossipState) -> bool:
         finite, state.finite = kernels.flags.read(state.finite), True
@@ -122,16 +132,18 @@ class Gossip(Averager):
         """Raise ValueError if a valid topology does not suit the algorithm."""
 
     @abstractmethod
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         """Encode `own` and begin to send.
 
         Args:
             state: of this worker.
             round: the neighbours and weights of this round.
-            own: this worker's flat vector; do not change it.
+            own: this worker's values, each part flat. Do not change them, and do not read them after this call: the
+                caller may change them while the messages fly.
 
         Returns:
-            A function that waits, decodes, and returns the change of `own` as a new vector.
+            A function that waits for the messages, in any thread, and returns another one. That one decodes the messages,
+            adds the change of `own` to the parts that it is given, and returns whether `own` and the change are finite.
         """
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
@@ -213,20 +225,22 @@ class Gossip(Averager):
     ) -> None:
         """Restart the memory of edges that have changed; see `Averager.regroup`."""
 
-    def _start(self, state: GossipState, comm: Communicator, own: Tensor) -> Change:
+    def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:
         topology, progress = state.topology, state.progress
         if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
+            x = torch.cat(own)
 
-            def begin(near: Neighbours, mean: Tensor) -> Change:
+            def begin(near: Neighbours, mean: Parts) -> Arrive:
                 return self.begin(state, Round(comm, progress, *near), mean)
 
-            return lambda: mix_nodes(topology, state, comm, own, begin)
+            return lambda: add_vector(mix_nodes(topology, state, comm, x, begin))
         near = topology.neighbours(comm.rank, progress.step, comm.size)
+        if not near.receives:  # no change tells whether its own values are finite
+            state.finite = kernels.flags.both(state.finite, kernels.all_finite(own))
         return self.begin(state, Round(comm, progress, *near), own)
 
-    def _finish(self, state: GossipState, tensors: NamedTensors, finish: Change) -> None:
-        change = finish()
-        with state.clock("decode"):
-            state.layout.add(tensors, change)
-            state.finite = kernels.flags.both(state.finite, kernels.all_finite([change]))
+    def _apply(self, state: GossipState, tensors: NamedTensors, apply: Apply) -> None:
+        state.layout.check(tensors)
+        with state.clock("decode"), moving(tensors, state.layout.dtype) as parts:
+            state.finite = kernels.flags.both(state.finite, apply(parts))
         state.completed += 1

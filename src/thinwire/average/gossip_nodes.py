@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import debug, kernels
 from ..comm import Communicator
 from ..topology import Hierarchical, Neighbours
-from .gossip_round import Change, GossipState
+from .gossip_round import Arrive, GossipState
+from .gossip_values import Parts
 
 WEIGHT_NBYTES = 8
 
@@ -28,7 +29,7 @@ def mix_nodes(
     state: GossipState,
     comm: Communicator,
     own: Tensor,
-    begin: Callable[[Neighbours, Tensor], Change],
+    begin: Callable[[Neighbours, Parts], Arrive],
 ) -> Tensor:
     """Do one round as the module's docstring says; return the change of `own`.
 
@@ -44,7 +45,8 @@ def mix_nodes(
     if comm.rank == leader:
         received = comm.exchange({}, {peer: debug.empty_like(own) for peer in others}).wait()
         mean = sum((received[peer] for peer in others), start=own) / (1 + len(others))
-        mixed = mean + begin(_leaders(topology, comm, step), mean)()
+        apply, mixed = begin(_leaders(topology, comm, step), state.layout.parts(mean))(), mean.clone()
+        state.finite = kernels.flags.both(state.finite, apply(state.layout.parts(mixed)))
         comm.exchange(dict.fromkeys(others, pack_weighted(state.weight, mixed)), {}).wait()
     else:
         up = comm.exchange({leader: own}, {})
@@ -63,15 +65,15 @@ def _leaders(topology: Hierarchical, comm: Communicator, step: int) -> Neighbour
     return Neighbours(sends, receives, near.self_weight)
 
 
-def pack_weighted(weight: float, x: Tensor) -> Tensor:
-    """The message [w float64][x ...], as bytes.
+def pack_weighted(weight: float, *xs: Tensor) -> Tensor:
+    """The message [w float64][x ...], as bytes; x in one part or in several.
 
     Example:
         >>> unpack_weighted(pack_weighted(0.5, torch.ones(2)), torch.float32)
         (0.5, tensor([1., 1.]))
     """
-    w = torch.tensor([weight], dtype=torch.float64, device=x.device)
-    return torch.cat([w.view(torch.uint8), x.view(torch.uint8)])
+    w = torch.tensor([weight], dtype=torch.float64, device=xs[0].device if xs else None)
+    return torch.cat([part.view(torch.uint8) for part in (w, *xs)])
 
 
 def unpack_weighted(message: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:

@@ -17,10 +17,32 @@ from ..codec import Key
 from ..comm import Communicator
 from ..schedule import Progress
 from ..topology import Topology
+from .gossip_values import Parts
 from .layout import Layout
 
-Change = Callable[[], Tensor]
-"""Waits for a round, and returns the change of the flat vector."""
+Apply = Callable[[Parts], kernels.Flag]
+"""Adds a round's change to the values as they are now; returns whether this worker's part of the round was finite."""
+
+Arrive = Callable[[], Apply]
+"""Waits for the messages of a round."""
+
+
+def add_vector(change: Tensor) -> Apply:
+    """Add a change that is one flat vector."""
+
+    def apply(targets: Parts) -> kernels.Flag:
+        for target, part in zip(targets, change.split([t.numel() for t in targets]), strict=True):
+            target.add_(part)
+        return kernels.all_finite([change])
+
+    return apply
+
+
+def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own_weight: float = 0.0) -> Apply:
+    """Add `own_weight own + sum_k weights[k] (theirs[k] - own)`, vectors of float32 or float64, as they were sent."""
+    if own.dtype == torch.float32:
+        return lambda targets: kernels.mix.add(targets, own, theirs, weights, own_weight)
+    return lambda targets: add_vector(kernels.mix.change_of(own, theirs, weights, own_weight))(targets)
 
 
 @dataclass

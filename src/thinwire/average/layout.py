@@ -74,6 +74,10 @@ class Layout:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
 
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Flat views into the flat vector, one for each tensor."""
+        return list(flat.split([shape.numel() for shape in self.shapes]))
+
     def add(self, tensors: NamedTensors, change: Tensor) -> None:
         """Add the flat vector to the tensors in place: in float32, or in float64 where one of the two is float64."""
         for (_, t), part in zip(tensors, self.split(change), strict=True):

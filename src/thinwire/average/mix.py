@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ..topology import Ring, Topology
 from .gossip_base import Gossip
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
-from .gossip_round import Change, GossipState, Round
+from .gossip_round import Apply, Arrive, GossipState, Round, add_differences
+from .gossip_values import Parts
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,15 +66,15 @@ class Mix(Gossip):
         check_doubly_stochastic(self, size)
         check_stable(self, self.step_size, size)
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
-        wait = round.exchange(own)
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        with state.clock("encode"):
+            sent = torch.cat(own)
+        wait = round.exchange(sent)
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
-            change = torch.zeros_like(own)
-            for peer, theirs in received.items():
-                change.add_(theirs.sub_(own), alpha=self.step_size * round.receives[peer])
-            return change
+            weights = [self.step_size * round.receives[peer] for peer in received]
+            return add_differences(sent, list(received.values()), weights)
 
-        return finish
+        return arrive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,8 @@ from ..topology import Ring, Topology
 from .base import NamedTensors
 from .gossip_base import Gossip
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
-from .gossip_round import Change, GossipState, Round
+from .gossip_round import Arrive, GossipState, Round, add_vector
+from .gossip_values import Parts
 from .moniqua_pace import TRAILER_NBYTES, MoniquaPace
 
 
@@ -119,7 +121,13 @@ class Moniqua(Gossip):
         theta = fixed["theta"] if "theta" in fixed else _range_of_all(x, comm)
         return MoniquaPace.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        x = torch.cat(own)
+        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
+        finish = self._begin(state, round, x)
+        return lambda: add_vector(finish())
+
+    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
         if self.theta is None or self.step_size is None:
             return self._begin_adapted(state, round, own)
         modulus, step_size = self.modulus, self.step_size
@@ -141,7 +149,7 @@ class Moniqua(Gossip):
 
         return finish
 
-    def _begin_adapted(self, state: GossipState, round: Round, own: Tensor) -> Change:
+    def _begin_adapted(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
         """`begin` with a bound or a step size from measurements."""
         pace: MoniquaPace = state.pace
         modulus, step_size = self._modulus_at(pace), pace.step_size

@@ -18,7 +18,8 @@ from ..topology import Ring, Topology
 from .base import NamedTensors
 from .gossip_base import Gossip
 from .gossip_checks import check_fixed_undirected, check_stable, check_step_size
-from .gossip_round import Change, GossipState, Round
+from .gossip_round import Apply, Arrive, GossipState, Round
+from .gossip_values import Parts
 from .layout import Layout
 
 Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that the next half step multiplies
@@ -161,16 +162,51 @@ class PowerGossip(Gossip):
         peers = enumerate(before or []) if was_here else ()
         state.memory.directions = {now: old[rank] for now, rank in peers if rank is not None and rank in old}
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
-        first = _HalfStep(self, state, round, own.clone(), torch.zeros_like(own), with_vectors=True)
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        # Half steps after the first read x as the first has left it, which may differ from the caller's tensors by then.
+        x = own if self.iterations == 1 else [part.clone() for part in own]
+        first = _HalfStep(self, state, round, x, with_vectors=True)
 
-        def finish() -> Tensor:
-            first.finish()
+        def arrive() -> Apply:
+            last = change = first.finish()
             for _ in range(1, self.iterations):
-                _HalfStep(self, state, round, first.x, first.change, with_vectors=False).finish()
-            return first.change
+                last.apply(x)
+                last = _HalfStep(self, state, round, x, with_vectors=False).finish()
+                change = change.then(last)
+            return change.apply
 
-        return finish
+        return arrive
+
+
+@dataclass(frozen=True)
+class _LowRankChange:
+    """The change of a round: `a' b` for each matrix, a vector for each other part.
+
+    Attributes:
+        matrices: index of a part -> its number of rows, a (r, n) and b (r, m).
+        vectors: index of a part -> its change.
+    """
+
+    matrices: dict[int, tuple[int, Tensor, Tensor]]
+    vectors: dict[int, Tensor]
+
+    def apply(self, targets: Parts) -> kernels.Flag:
+        """Add the change in one pass; returns whether it is finite."""
+        entries = self.matrices.values()
+        a, b = [a for _, a, _ in entries], [b for _, _, b in entries]
+        kernels.low_rank.add([targets[i] for i in self.matrices], [n for n, _, _ in entries], a, b)
+        for i, change in self.vectors.items():
+            targets[i].add_(change)
+        # Directions are of length one, so products of finite factors are finite.
+        return kernels.all_finite([factor.view(-1) for factor in (*a, *b, *self.vectors.values())])
+
+    def then(self, later: _LowRankChange) -> _LowRankChange:
+        """Both changes as one, of the ranks' sum."""
+        matrices = {
+            i: (n, torch.cat([a, later.matrices[i][1]]), torch.cat([b, later.matrices[i][2]]))
+            for i, (n, a, b) in self.matrices.items()
+        }
+        return _LowRankChange(matrices, self.vectors)
 
 
 class _HalfStep:
@@ -180,54 +216,54 @@ class _HalfStep:
         averager: the configuration.
         state: of this worker; `finish` updates its memory.
         round: the neighbours and weights.
-        x: this worker's flat vector; `finish` moves it.
-        change: flat vector; `finish` adds the same change to it.
+        x: this worker's values, each part flat; read by the constructor only.
         with_vectors: whether vectors and scalars take part.
     """
 
-    def __init__(
-        self, averager: PowerGossip, state: GossipState, round: Round, x: Tensor, change: Tensor, with_vectors: bool
-    ):
-        self.averager, self.state, self.round, self.x, self.change = averager, state, round, x, change
+    def __init__(self, averager: PowerGossip, state: GossipState, round: Round, x: Parts, with_vectors: bool):
+        self.averager, self.state, self.round = averager, state, round
         self.left = state.memory.half_steps % 2 == 0
-        parts = list(zip(state.layout.names, state.layout.split(x), state.layout.split(change), strict=True))
-        self.matrices = [(name, _matrix(t), _matrix(c)) for name, t, c in parts if _is_matrix(t)]
-        self.vectors = [(t, c) for _, t, c in parts if not _is_matrix(t)] if with_vectors else []
+        names, shapes = state.layout.names, state.layout.shapes
+        self.matrices = {
+            i: (names[i], len(x[i]) // shape[0], shape[0]) for i, shape in enumerate(shapes) if _is_matrix(shape)
+        }
+        self.vectors = {i: len(x[i]) for i in range(len(x)) if with_vectors and i not in self.matrices}
         with state.clock("encode"):
-            self.p = self._all_directions()
-            self.sent = self._messages()
+            self.p = self._all_directions(x)
+            self.sent = self._messages(x)
         self.wait = round.exchange(self.sent)
 
-    def finish(self) -> None:
-        """Wait, and move x along every edge."""
+    def finish(self) -> _LowRankChange:
+        """Wait, and return how x moves along all edges."""
         with self.state.clock("wait"):
             received = self.wait()
         with self.state.clock("decode"):
-            for peer, theirs in received.items():
-                self._move(peer, theirs)
+            change = self._change(received)
         self.state.memory.half_steps += 1
+        return change
 
-    def _side(self, matrix: Tensor) -> Tensor:
-        """The matrix, transposed if p multiplies its columns."""
-        return matrix if self.left else matrix.t()
+    def _sides(self, i: int) -> tuple[int, int]:
+        """The side of matrix i that p multiplies, and the other one."""
+        _, m, n = self.matrices[i]
+        return (n, m) if self.left else (m, n)
 
-    def _all_directions(self) -> dict[int, Directions]:
+    def _all_directions(self, x: Parts) -> dict[int, dict[int, Tensor]]:
         peers = list(self.round.receives)
         if self.averager.shared_p and peers:
-            return dict.fromkeys(peers, self._directions(peers[0]))
-        return {peer: self._directions(peer) for peer in peers}
+            return dict.fromkeys(peers, self._directions(peers[0], x))
+        return {peer: self._directions(peer, x) for peer in peers}
 
-    def _directions(self, peer: int) -> Directions:
-        """p of the edge to `peer` for each matrix: orthonormal columns, the same bits at both ends."""
+    def _directions(self, peer: int, x: Parts) -> dict[int, Tensor]:
+        """p of the edge to `peer` for each matrix, (r, side): orthonormal vectors, the same bits at both ends."""
         warm = self.state.memory.directions.get(peer, {})
-        return {name: self._direction(peer, name, self._side(m), warm.get(name)) for name, m, _ in self.matrices}
+        return {i: self._direction(peer, i, x[i].device, warm.get(self.matrices[i][0])) for i in self.matrices}
 
-    def _direction(self, peer: int, name: str, side: Tensor, warm: Tensor | None) -> Tensor:
+    def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
         p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
         if p is None or not kernels.all_finite([p.reshape(-1)]):  # `_orthonormal` of zero is not finite
-            shape = (side.shape[0], min(self.averager.rank, *side.shape))
-            p = _orthonormal(self._draw(peer, name, shape, side.device), self.averager.sign_p)
-        return p
+            shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
+            p = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
+        return p.t().contiguous()
 
     def _draw(self, peer: int, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
@@ -237,53 +273,54 @@ class _HalfStep:
         key = kernels.mix_key(self.state.seed, stream, self.state.memory.half_steps)
         return kernels.uniform(key, math.prod(shape), device).mul_(2.0).sub_(1.0).view(shape)
 
-    def _messages(self) -> dict[int, Tensor]:
+    def _messages(self, x: Parts) -> dict[int, Tensor]:
         """The message to each neighbour: vectors and scalars, then each matrix times the edge's p."""
-        products: dict[int, list[Tensor]] = {peer: [t.reshape(-1) for t, _ in self.vectors] for peer in self.p}
-        for name, matrix, _ in self.matrices:
-            for peer, product in self._products(name, self._side(matrix).t()).items():
-                products[peer].append(product.reshape(-1))
-        return {peer: torch.cat(parts) if parts else self.x[:0] for peer, parts in products.items()}
+        messages: dict[int, list[Tensor]] = {peer: [x[i] for i in self.vectors] for peer in self.p}
+        for products in self._products(x):
+            for peer, product in zip(self.p, products, strict=True):
+                messages[peer].append(product.t().reshape(-1))
+        return {peer: torch.cat(parts) if parts else torch.empty(0) for peer, parts in messages.items()}
 
-    def _products(self, name: str, transposed: Tensor) -> dict[int, Tensor]:
-        """The matrix times each edge's p, in one product for all neighbours; with a shared p, that product serves all."""
+    def _products(self, x: Parts) -> list[list[Tensor]]:
+        """Each matrix times each edge's p, in one read for all neighbours; with a shared p, one product serves all."""
         if not self.p:
-            return {}
-        ps = [directions[name] for directions in self.p.values()]
-        if self.averager.shared_p:
-            return dict.fromkeys(self.p, transposed @ ps[0])
-        products = transposed @ torch.cat(ps, dim=1)
-        return dict(zip(self.p, products.split([p.shape[1] for p in ps], dim=1), strict=True))
+            return []
+        edges = list(self.p.values())[: 1 if self.averager.shared_p else None]
+        parts, rows = [x[i] for i in self.matrices], [n for _, _, n in self.matrices.values()]
+        ps = [torch.cat([p[i] for p in edges]) for i in self.matrices]
+        products = kernels.low_rank.products(parts, rows, ps, self.left)
+        copies = len(self.p) // len(edges)
+        return [list(product.chunk(len(edges))) * copies for product in products]
 
-    def _move(self, peer: int, theirs: Tensor) -> None:
-        # Both ends subtract the higher rank from the lower, so that they hold the same bits of q.
-        sign = 1.0 if self.round.comm.rank < peer else -1.0
-        difference = (self.sent[peer] - theirs).mul_(sign)
-        weight, offset = self.round.receives[peer] * -sign, 0
-        for t, change in self.vectors:
-            part = difference[offset : offset + t.numel()].view(t.shape)
-            offset += t.numel()
-            _add(t, change, part, weight)
-        warm = self.state.memory.directions.setdefault(peer, {}) if self.averager.warm_start else {}
-        for name, matrix, change in self.matrices:
-            p, others = self.p[peer][name], self._side(matrix).shape[1]
-            q = difference[offset : offset + others * p.shape[1]].view(others, -1)
-            offset += q.numel()
-            _add(self._side(matrix), self._side(change), p @ q.t(), weight * self.averager.step_size)
-            warm[name] = q.clone()
+    def _change(self, received: dict[int, Tensor]) -> _LowRankChange:
+        factors: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in self.matrices}
+        vectors: dict[int, Tensor] = {}
+        for peer, theirs in received.items():
+            # Both ends subtract the higher rank from the lower, so that they hold the same bits of q.
+            sign = 1.0 if self.round.comm.rank < peer else -1.0
+            difference = (self.sent[peer] - theirs).mul_(sign)
+            weight, offset = self.round.receives[peer] * -sign, 0
+            for i, numel in self.vectors.items():
+                part = difference[offset : offset + numel] * weight
+                vectors[i] = vectors[i].add_(part) if i in vectors else part
+                offset += numel
+            warm = self.state.memory.directions.setdefault(peer, {}) if self.averager.warm_start else {}
+            for i, (name, _, _) in self.matrices.items():
+                p, others = self.p[peer][i], self._sides(i)[1]
+                q = difference[offset : offset + others * len(p)].view(others, len(p))
+                offset += q.numel()
+                warm[name] = q.clone()
+                factors[i].append((p, q.t() * (weight * self.averager.step_size)))
+        matrices = {}
+        for i, pairs in factors.items():
+            if pairs:
+                p, q = (torch.cat(side) for side in zip(*pairs, strict=True))
+                matrices[i] = (self.matrices[i][2], *((p, q) if self.left else (q, p)))
+        return _LowRankChange(matrices, vectors)
 
 
-def _add(x: Tensor, change: Tensor, difference: Tensor, weight: float) -> None:
-    x.add_(difference, alpha=weight)
-    change.add_(difference, alpha=weight)
-
-
-def _is_matrix(tensor: Tensor) -> bool:
-    return tensor.ndim >= 2 and tensor.numel() > 0
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.view(tensor.shape[0], -1)
+def _is_matrix(shape: torch.Size) -> bool:
+    return len(shape) >= 2 and shape.numel() > 0
 
 
 def _orthonormal(p: Tensor, signs: bool) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from .. import kernels
 from ..topology import Exponential, Topology
 from .gossip_base import Gossip
 from .gossip_nodes import pack_weighted, unpack_weighted
-from .gossip_round import Change, GossipState, Round
+from .gossip_round import Apply, Arrive, GossipState, Round, add_differences
+from .gossip_values import Parts
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,19 +54,26 @@ class PushSum(Gossip):
     def check_topology(self, size: int) -> None:
         """Every topology is column-stochastic."""
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Change:
-        weight = state.weight
-        wait = round.exchange(pack_weighted(weight, own))
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        weight, dtype = state.weight, state.layout.dtype
+        with state.clock("encode"):
+            sent = pack_weighted(weight, *own)
+        wait = round.exchange(sent)
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
-            change, weight_change = own * (round.self_weight - 1.0), weight * (round.self_weight - 1.0)
-            for peer, message in received.items():
-                their_weight, theirs = unpack_weighted(message, own.dtype)
-                change.add_(theirs, alpha=round.receives[peer])
-                weight_change += round.receives[peer] * their_weight
-            state.weight += weight_change
-            return change
 
-        return finish
+            def apply(targets: Parts) -> kernels.Flag:
+                theirs = {peer: unpack_weighted(message, dtype) for peer, message in received.items()}
+                weights = [round.receives[peer] for peer in theirs]
+                own_weight = round.self_weight - 1.0 + sum(weights)  # zero if this worker's weights add up to one
+                state.weight += own_weight * weight
+                for peer, (their_weight, _) in theirs.items():
+                    state.weight += round.receives[peer] * (their_weight - weight)
+                x, xs = unpack_weighted(sent, dtype)[1], [x for _, x in theirs.values()]
+                return add_differences(x, xs, weights, own_weight)(targets)
+
+            return apply
+
+        return arrive

@@ -14,6 +14,7 @@ One file per family: its checked functions, its records and its reference in pla
 | `entropy` | Huffman codes |
 | `scatter` | selected elements out of dense segments, and back |
 | `momentum` | momentum correction and error feedback, with top-k in the same pass |
+| `low_rank`, `mix` | what gossip adds to tensors: updates of low rank, weighted differences |
 | `permutation`, `random` | random subsets and numbers, as functions of a key |
 | `reduce` | whether all is finite; norms |
 
@@ -33,6 +34,8 @@ from . import (
     flags,
     indices,
     levels,
+    low_rank,
+    mix,
     momentum,
     onebit,
     permutation,
@@ -61,6 +64,8 @@ __all__ = [
     "flags",
     "indices",
     "levels",
+    "low_rank",
+    "mix",
     "mix_key",
     "momentum",
     "num_buckets",

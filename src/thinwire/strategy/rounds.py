@@ -1,11 +1,12 @@
 """Rounds of an averager over parameters: one at a time, in place or while the training goes on.
 
     in place     `run`       encode, exchange, decode into the parameters; returns when the round is done
-    in flight    `begin`     encode a copy of the parameters and send it
-                 (a thread)  waits for the messages, decodes them, and stores the change of the parameters
-                 `absorb`    waits for the thread and adds the change to the parameters as they are then
+    in flight    `begin`     encode the parameters and send the messages
+                 (a thread)  waits for the messages
+                 `absorb`    waits for the thread, decodes the messages, and adds the change to the parameters as they are then
 
-In flight, a GPU encodes and decodes on a stream of its own (`thinwire.streams`), so that the training does not wait.
+In flight on a GPU, a stream of its own (`thinwire.streams`) encodes a copy of the parameters, so that the training does not
+wait, and decodes into that copy, which `absorb` adds.
 
 Both ways add the same bits. The thread lives for one round. Half steps after the first (`PowerGossip`) and the exchange in a
 node (`Hierarchical`) also run in it. It is a daemon, so that a process can exit while its neighbours are silent.
@@ -16,14 +17,15 @@ Push-sum. While a round or the optimizer works on them, the parameters are the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import debug
-from ..average.base import Averager, NamedTensors
+from ..average.base import Averager, Departed, NamedTensors
 from ..comm import CommunicationError, Communicator
-from ..streams import WorkStream, refuse_capture
+from ..streams import WorkStream, has_streams, refuse_capture
 from .flight import Flight
 from .live_parameters import LiveParameters
 from .shards import Shards
@@ -48,7 +50,7 @@ class ParameterRounds:
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
         self._changes: NamedTensors = []
-        self._flight: Flight[None] | None = None
+        self._flight: Flight[Callable[[NamedTensors], None]] | None = None
         self._debias_factor, self._is_biased = 1.0, False
         self.transaction: Transaction
 
@@ -92,6 +94,14 @@ class ParameterRounds:
         """Send the parameters as they are now."""
         refuse_capture(self._device)
         self.to_biased()
+        departed = self._copy_departed if has_streams(self._device) else self._departed
+        self._flight = Flight(departed(), self._work, self.comm)
+
+    def _departed(self) -> Departed:
+        return self.averager.depart(self.state, self.live.tensors(), self.comm)
+
+    def _copy_departed(self) -> Departed:
+        """The round of a copy, which becomes the change; the stream must not read parameters that the training changes."""
         parameters = self.live.tensors()
         if not self._changes:
             self._changes = [
@@ -103,7 +113,16 @@ class ParameterRounds:
             handle = self.averager.step(self.state, self._changes, self.comm)
             for _, change in self._changes:
                 change.zero_()  # the round adds its change to this zero
-        self._flight = Flight(handle.wait, self._work, self.comm)
+
+        def arrive() -> Callable[[NamedTensors], None]:
+            handle.wait()
+            return self._add_changes
+
+        return arrive
+
+    def _add_changes(self, tensors: NamedTensors) -> None:
+        for (_, p), (_, change) in zip(tensors, self._changes, strict=True):
+            p.copy_(p + change)  # the sum of half precision and float32 is float32
 
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
@@ -115,11 +134,10 @@ class ParameterRounds:
         if self._flight is None:
             return
         with self.state.clock("blocked"):
-            self.settle()
+            add_change = self._flight.wait()
         self.comm.after(self._flight.landed)
         self.to_biased()
-        for (_, p), (_, change) in zip(self.live.tensors(), self._changes, strict=True):
-            p.copy_(p + change)  # the sum of half precision and float32 is float32
+        add_change(self.live.tensors())
         self._flight = None
         self._commit()
 
@@ -139,7 +157,7 @@ class ParameterRounds:
         """Restore the averager's state. Drops the round in flight, because the parameters are replaced too."""
         self.settle()
         self._flight = None
-        self.state.load_state_dict(saved)
+        self.averager.rewind(self.state, saved)
         self._debias_factor, self._is_biased = self.averager.debias_factor(self.state), False
 
     def regrouped(self) -> None:

@@ -1,0 +1,117 @@
+"""Products of matrices with a few vectors, and updates of low rank, each in one pass over the matrices.
+
+A matrix is a segment with its number of rows. Factors lie vector by vector, `(rank, n)` or `(rank, m)`, for a matrix of
+n rows and m columns. Sums are in float32 in any order, so backends agree up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import debug
+from .backend import kernel
+from .checks import check_length, device_of, segments
+
+
+def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], left: bool) -> list[Tensor]:
+    """`p x` for each matrix if `left`, else `p x'`, for all vectors of p in one read of x.
+
+    Args:
+        xs: segments of float32, each a matrix (n, m) in rows.
+        rows: n of each.
+        ps: float32 of shape (rank, n) if `left`, else (rank, m).
+        left: whether the vectors multiply the rows' side.
+
+    Returns:
+        Tensors of shape (rank, m) if `left`, else (rank, n). An infinite or NaN element of x makes some of them so.
+
+    Raises:
+        ValueError: if shapes do not fit.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> products([x], [2], [torch.tensor([[1.0, 10.0]])], left=True)
+        [tensor([[31., 42.]])]
+    """
+    device = device_of(xs)
+    checked = _matrices(xs, rows, device)
+    check_length("ps", ps, len(xs))
+    outs = []
+    for i, (x, n, p) in enumerate(zip(checked, rows, ps, strict=True)):
+        n, m = n, x.numel() // n
+        _check_factor(f"ps[{i}]", p, n if left else m, device)
+        outs.append(debug.empty(p.shape[0], m if left else n, device=device))
+    _products.on(device)(checked, list(rows), [p.detach() for p in ps], left, outs)
+    return outs
+
+
+def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """`x += a' b` for each matrix, in place: the sum of `rank` outer products, added in one pass.
+
+    Args:
+        xs: segments of float32, each a matrix (n, m) in rows; changed.
+        rows: n of each.
+        a: float32 of shape (rank, n).
+        b: float32 of shape (rank, m).
+
+    Raises:
+        ValueError: if shapes do not fit.
+
+    Example:
+        >>> x = torch.zeros(4)
+        >>> add([x], [2], [torch.tensor([[1.0, 10.0]])], [torch.tensor([[2.0, 3.0]])])
+        >>> x
+        tensor([ 2.,  3., 20., 30.])
+    """
+    device = device_of(xs)
+    checked = _matrices(xs, rows, device)
+    check_length("a", a, len(xs))
+    check_length("b", b, len(xs))
+    for i, (x, n, left, right) in enumerate(zip(checked, rows, a, b, strict=True)):
+        _check_factor(f"a[{i}]", left, n, device)
+        _check_factor(f"b[{i}]", right, x.numel() // n, device)
+        if len(left) != len(right):
+            raise ValueError(f"b[{i}]: expected {len(left)} vectors, as in a[{i}], got {len(right)}")
+    _add.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+
+
+def _matrices(xs: Sequence[Tensor], rows: Sequence[int], device: torch.device) -> list[Tensor]:
+    check_length("rows", rows, len(xs))
+    for i, (x, n) in enumerate(zip(xs, rows, strict=True)):
+        if n < 1 or x.numel() == 0 or x.numel() % n:
+            raise ValueError(f"rows[{i}]: expected a divisor of the matrix's {x.numel()} elements, got {n}")
+    return segments("xs", xs, device)
+
+
+def _check_factor(name: str, factor: Tensor, side: int, device: torch.device) -> None:
+    if (
+        factor.dtype != torch.float32
+        or factor.dim() != 2
+        or factor.shape[0] < 1
+        or factor.shape[1] != side
+        or not factor.is_contiguous()
+        or factor.device != device
+    ):
+        raise ValueError(
+            f"{name}: expected contiguous float32 of shape (rank, {side}) on {device}, got {factor.dtype} of shape "
+            f"{tuple(factor.shape)} on {factor.device}"
+        )
+
+
+# ---- the reference ----
+
+
+@kernel
+def _products(xs: list[Tensor], rows: list[int], ps: list[Tensor], left: bool, outs: list[Tensor]) -> None:
+    for x, n, p, out in zip(xs, rows, ps, outs, strict=True):
+        matrix = x.view(n, -1)
+        torch.mm(p, matrix if left else matrix.t(), out=out)
+
+
+@kernel
+def _add(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> None:
+    for x, n, left, right in zip(xs, rows, a, b, strict=True):
+        x.view(n, -1).addmm_(left.t(), right)
