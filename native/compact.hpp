@@ -1,15 +1,11 @@
 // Copies what is kept of an array to the front of another, with its indices: the inner loop of every selection.
 //
-// Compilers do not vectorise this from a plain loop, so that there is a version with AVX-512 intrinsics beside the plain
-// one; which one runs is decided at run time. (Compression goes to a register and not to memory, which is slow on Zen 4.)
+// Compilers do not vectorise this from a plain loop. (AVX-512 compresses to a register and not to memory, which is slow on
+// Zen 4.)
 #pragma once
 
 #include "hits.hpp"
-
-#if defined(__GNUC__) && defined(__x86_64__)
-#define THINWIRE_HAS_AVX512 1
-#include <immintrin.h>
-#endif
+#include "x86.hpp"
 
 namespace thinwire {
 
@@ -19,24 +15,18 @@ struct Cut {
     size_t ties;
 };
 
-#ifdef THINWIRE_HAS_AVX512
-
-inline bool has_avx512() {
-    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("popcnt");
-    return has;
-}
+#ifdef THINWIRE_X86
 
 // Of 16 elements those in `mask` go to `indices` and `values`; returns how many.
-__attribute__((target("avx512f,popcnt"))) inline size_t compress16(__mmask16 mask, __m512i index, __m512 value,
-                                                                   int32_t* indices, float* values) {
+THINWIRE_AVX512 inline size_t compress16(__mmask16 mask, __m512i index, __m512 value, int32_t* indices, float* values) {
     _mm512_storeu_si512(indices, _mm512_maskz_compress_epi32(mask, index));
     _mm512_storeu_ps(values, _mm512_maskz_compress_ps(mask, value));
     return static_cast<size_t>(__builtin_popcount(mask));
 }
 
 // Appends to `indices` and `values` those of x[at..at + 64) whose magnitude reaches `threshold`; returns how many.
-__attribute__((target("avx512f,popcnt"))) inline size_t compact64_avx512(const float* x, size_t at, int32_t threshold,
-                                                                         int32_t* indices, float* values) {
+THINWIRE_AVX512 inline size_t compact64_avx512(const float* x, size_t at, int32_t threshold, int32_t* indices,
+                                               float* values) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32(threshold);
     __m512 value[4];
     __mmask16 mask[4];
@@ -55,19 +45,16 @@ __attribute__((target("avx512f,popcnt"))) inline size_t compact64_avx512(const f
 }
 
 // Appends until `count` exceeds `capacity` or fewer than a block are left from `at` on, which moves.
-__attribute__((target("avx512f,popcnt"))) inline size_t compact_avx512(const float* x, size_t n, int32_t threshold,
-                                                                       size_t& at, size_t count, int32_t* indices,
-                                                                       float* values, size_t capacity) {
+THINWIRE_AVX512 inline size_t compact_avx512(const float* x, size_t n, int32_t threshold, size_t& at, size_t count,
+                                             int32_t* indices, float* values, size_t capacity) {
     for (; at + kBlock <= n && count <= capacity; at += kBlock)
         count += compact64_avx512(x, at, threshold, indices + count, values + count);
     return count;
 }
 
 // `keep` for whole groups of 16; `at` is where the rest begins. Writes no further than it has read.
-__attribute__((target("avx512f,popcnt"))) inline size_t keep_avx512(const int32_t* from_indices,
-                                                                    const float* from_values, size_t count, Cut& cut,
-                                                                    size_t& at, int32_t* indices, float* values,
-                                                                    size_t room) {
+THINWIRE_AVX512 inline size_t keep_avx512(const int32_t* from_indices, const float* from_values, size_t count,
+                                          Cut& cut, size_t& at, int32_t* indices, float* values, size_t room) {
     const __m512i bits = _mm512_set1_epi32(0x7fffffff), threshold = _mm512_set1_epi32(cut.threshold);
     size_t kept = 0;
     for (; at + 16 <= count && kept + 16 <= room; at += 16) {
@@ -85,9 +72,8 @@ __attribute__((target("avx512f,popcnt"))) inline size_t keep_avx512(const int32_
 }
 
 // For whole groups of 16, of which `at` is the end: counts magnitudes above `high`, and collects the values from `low` on.
-__attribute__((target("avx512f,popcnt"))) inline size_t bracket_avx512(const float* x, size_t n, int32_t low,
-                                                                       int32_t high, size_t& at, size_t& above,
-                                                                       float* values, size_t capacity) {
+THINWIRE_AVX512 inline size_t bracket_avx512(const float* x, size_t n, int32_t low, int32_t high, size_t& at,
+                                             size_t& above, float* values, size_t capacity) {
     const __m512i bits = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32(low), most = _mm512_set1_epi32(high);
     size_t count = 0;
     for (; at + 16 <= n && count <= capacity; at += 16) {
@@ -103,9 +89,8 @@ __attribute__((target("avx512f,popcnt"))) inline size_t bracket_avx512(const flo
 }
 
 // Positions of set bits, for whole groups of 16, of which `at` is the end; stops where a group may not fit the room.
-__attribute__((target("avx512f,popcnt"))) inline size_t positions_avx512(const uint8_t* bits, uint64_t num_bits,
-                                                                         uint64_t& at, int32_t* positions,
-                                                                         size_t room) {
+THINWIRE_AVX512 inline size_t positions_avx512(const uint8_t* bits, uint64_t num_bits, uint64_t& at,
+                                               int32_t* positions, size_t room) {
     __m512i index = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     size_t found = 0;
     for (; at + 16 <= num_bits && found + 16 <= room; at += 16, index = _mm512_add_epi32(index, _mm512_set1_epi32(16))) {
@@ -122,7 +107,7 @@ __attribute__((target("avx512f,popcnt"))) inline size_t positions_avx512(const u
 inline size_t positions_of_bits(const uint8_t* bits, uint64_t num_bits, int32_t* positions, size_t room) {
     size_t found = 0;
     uint64_t at = 0;
-#ifdef THINWIRE_HAS_AVX512
+#ifdef THINWIRE_X86
     if (has_avx512() && room > num_bits / 64)  // where fewer are set, most words are passed over at once
         found = positions_avx512(bits, num_bits, at, positions, room);
 #endif

@@ -67,7 +67,7 @@ THINWIRE_CLONES Progress collect_plain(const float* x, size_t n, int32_t thresho
 
 Progress collect(const float* x, size_t n, int32_t threshold, Progress progress, int32_t* indices, float* values,
                  size_t capacity) {
-#ifdef THINWIRE_HAS_AVX512
+#ifdef THINWIRE_X86
     if (has_avx512())
         progress.count = compact_avx512(x, n, threshold, progress.at, progress.count, indices, values, capacity);
 #endif
@@ -184,7 +184,7 @@ THINWIRE_CLONES Bracket bracket_plain(const float* x, size_t n, int32_t low, int
 Bracket bracket(const float* x, size_t n, int32_t low, int32_t high, float* values, size_t capacity) {
     Bracket found{0, 0};
     size_t at = 0;
-#ifdef THINWIRE_HAS_AVX512
+#ifdef THINWIRE_X86
     if (has_avx512()) found.count = bracket_avx512(x, n, low, high, at, found.above, values, capacity);
 #endif
     if (found.count > capacity) return found;
@@ -196,7 +196,7 @@ Bracket bracket(const float* x, size_t n, int32_t low, int32_t high, float* valu
 size_t keep(const int32_t* from_indices, const float* from_values, size_t count, Cut& cut, int32_t* indices,
             float* values, size_t room) {
     size_t kept = 0, i = 0;
-#ifdef THINWIRE_HAS_AVX512
+#ifdef THINWIRE_X86
     if (has_avx512()) kept = keep_avx512(from_indices, from_values, count, cut, i, indices, values, room);
 #else
     (void)room;

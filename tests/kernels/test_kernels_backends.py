@@ -12,8 +12,10 @@ from helpers.backends import assert_backends_agree, clones, segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import thinwire as tw
 from thinwire import kernels
 from thinwire.kernels import _native
+from thinwire.kernels.levels import Levels
 from thinwire.kernels.quantize import Quantizer
 
 
@@ -37,6 +39,42 @@ def test_quantize(xs, data):
         outs = clones(xs)
         kernels.quantize.decode_add(payload, outs, weight, quantizer)
         return [payload, *residuals, *outs]
+
+    assert_backends_agree(compute)
+
+
+def level_sets(data):
+    """Levels that are near each other, far apart, powers of two, or evenly spaced; of any number."""
+    count = data.draw(st.integers(2, 256))
+    kind = data.draw(st.sampled_from(["any", "powers", "even", "close"]))
+    if kind == "powers":
+        return tw.NUQSGD(bits=data.draw(st.integers(2, 8)), zero=data.draw(st.booleans())).level_values
+    if kind == "even":
+        return torch.linspace(-1, 1, count).tolist()
+    found = torch.rand(count, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) * 2 - 1
+    if kind == "close":
+        found = found.sign() * 2.0 ** (-100 * found.abs())
+    return sorted({-1.0, 1.0, *found.tolist()})[-256:]
+
+
+@settings(max_examples=50)
+@given(segments(), st.data())
+def test_levels(xs, data):
+    levels = Levels(
+        level_sets(data),
+        bucket_size=data.draw(st.sampled_from([1, 3, 100, 512, 5000])),
+        norm=data.draw(st.sampled_from(["max", "l2"])),
+    )
+    keys = [data.draw(st.integers(0, 2**64 - 1)) for _ in xs]
+    for x in xs:  # numbers that are levels
+        x[: len(levels.values)] *= torch.tensor(levels.values)[: x.numel()] if data.draw(st.booleans()) else 1
+
+    def compute():
+        work, outs = clones(xs), clones(xs)
+        payload = torch.empty(levels.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        kernels.levels.encode(work, payload, keys, levels, residuals=work)
+        kernels.levels.decode_add(payload, outs, -1 / 3, levels)
+        return [payload, *work, *outs]
 
     assert_backends_agree(compute)
 
