@@ -27,8 +27,7 @@ from torch import nn
 from thinwire.comm import Communicator, ElasticCommunicator
 
 WORKERS = 4
-EPOCHS = 40
-STEP_SECONDS = 0.05  # a step is this slow, so that a killed worker comes back long before the end
+STEP_SECONDS = 0.03  # added to a step, so that a killed worker comes back long before the end
 COMMIT_SECONDS, JOIN_SECONDS, START_SECONDS = 10.0, 60.0, 240.0
 EVERY = 4
 CONFIGURATIONS = {
@@ -83,7 +82,7 @@ def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) ->
     folder.mkdir(parents=True)
     averager, *others = CONFIGURATIONS[configuration]
     options = ["digits", *others, "--averager", averager, "--workers", str(WORKERS), "--elastic", "--seed", str(seed)]
-    options += ["--epochs", str(EPOCHS), "--log-every", "1", "--name", "run"]
+    options += ["--log-every", "1", "--name", "run"]
     script = f"from chaos_train import command; command(*{[str(folder.absolute()), *options]!r})"
     with (folder / "said").open("w") as said:
         process = subprocess.Popen([sys.executable, "-c", script], stdout=said, stderr=said, cwd=Path(__file__).parent)
@@ -124,11 +123,16 @@ class _Watch:
         if not self._until(lambda row: row["step"] >= step and row["workers"] == WORKERS, START_SECONDS):
             return planned
         os.kill(int((self.folder / f"worker-{worker}").read_text()), signal.SIGKILL)
-        at, before = time.monotonic(), self.rows[-1]["step"]
-        killed = Killed(worker, before)
-        if self._until(lambda row: row["workers"] < WORKERS, JOIN_SECONDS):
+        at, last = time.monotonic(), self.rows[-1]
+        killed = Killed(worker, last["step"])
+
+        def has_joined(row: dict[str, Any]) -> bool:
+            return bool(row["workers"] == WORKERS and row["healings"] > last["healings"])
+
+        # It may be back before the others have noticed for sure, and join their next round.
+        if self._until(lambda row: row["workers"] < WORKERS or has_joined(row), JOIN_SECONDS):
             killed = killed._replace(committed=time.monotonic() - at)
-            if self._until(lambda row: row["workers"] == WORKERS, JOIN_SECONDS):
+            if has_joined(self.rows[-1]) or self._until(has_joined, JOIN_SECONDS):
                 killed = killed._replace(joined=time.monotonic() - at)
         return killed
 
@@ -168,7 +172,7 @@ def drawn(seed: int) -> list[Killed]:
     draws = random.Random(seed)
     workers = [0, draws.randrange(1, WORKERS), draws.randrange(WORKERS)]
     draws.shuffle(workers)
-    return [Killed(worker, step) for worker, step in zip(workers, sorted(draws.sample(range(20, 300), 3)), strict=True)]
+    return [Killed(worker, step) for worker, step in zip(workers, sorted(draws.sample(range(10, 200), 3)), strict=True)]
 
 
 def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -211,8 +213,36 @@ def test_every_kind_of_damage_is_named_and_nothing_is_overwritten(name, damage, 
     assert contents(folder) == before
 
 
+def test_workers_of_an_elastic_run_may_set_the_same_checkpoint_aside(begun, monkeypatch, capsys):
+    """Each loads for itself. Three found the damage before one of them renamed the folder: the others failed."""
+    config, folder = begun
+    (folder / "checkpoints" / "step-000008" / "shared.pt").unlink()
+    found, set_aside = threading.Barrier(3, timeout=60), checkpoint._set_aside
+    monkeypatch.setattr(checkpoint, "_set_aside", lambda *args: (found.wait(), set_aside(*args)))
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: alone(replace(config, workers=1), folder), range(3)))
+    assert capsys.readouterr().err.count("kept as damaged") == 1
+    names = {path.name for path in (folder / "checkpoints").iterdir() if "damaged" in path.name}
+    assert names == {"damaged-step-000008"} and (folder / "checkpoints/damaged-step-000008/checkpoint.json").exists()
+
+
+def test_a_checkpoint_that_another_worker_removes_meanwhile_is_not_damaged(begun, monkeypatch, capsys):
+    """A worker that joins an elastic run may find a checkpoint just when the others tidy up."""
+    config, folder = begun
+    read_all = checkpoint._read_all
+
+    def read(path, comm):
+        if path.name == "step-000008":
+            path.rename(path.with_name(f".{path.name}"))
+        return read_all(path, comm)
+
+    monkeypatch.setattr(checkpoint, "_read_all", read)
+    alone(replace(config, workers=1), folder)
+    assert capsys.readouterr().err == ""
+
+
 def alone(config: RunConfig, folder: Path) -> None:
-    """Load the last checkpoint on both workers, as threads."""
+    """Load the last checkpoint on all workers, as threads."""
     data = config.data.load()
 
     def worker(comm):

@@ -21,12 +21,14 @@ takes over what is due to it; see `Training.deal` and `thinwire.membership`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -262,24 +264,30 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
     Raises:
         ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or averager.
     """
-    found = [path.name for path in reversed(_finished(folder))] if comm.rank == 0 else []
-    names: list[str] = comm.gather_objects(found)[0]
-    mistakes: list[str] = []
-    for path in [folder / name for name in names]:
+    mistakes: dict[str, str] = {}
+    while (name := comm.gather_objects(_newest(folder, mistakes))[0]) is not None:
+        path = folder / name
         try:
             facts, shared, parts = run_on_all(comm, partial(_read_all, path, comm))
         except SharedError as error:
-            mistakes.append(str(error))
+            if comm.gather_objects(path.is_dir())[0]:  # else another worker of an elastic run has removed it meanwhile
+                mistakes[name] = str(error)
             continue
         run_on_all(comm, partial(_restore, path, facts["workers"], shared, parts, training, meter, comm))
         if mistakes and comm.rank == 0:
-            _set_aside(folder, names[: len(mistakes)], mistakes[0], path)
+            _set_aside(folder, mistakes, path)
         return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
     if mistakes:
+        first = next(iter(mistakes.values()))
         raise SharedError(
-            f"{mistakes[0]}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
+            f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
         )
     return Loaded(0, {}, comm.size, START)
+
+
+def _newest(folder: Path, without: Collection[str]) -> str | None:
+    """The name of the checkpoint with the most steps that is not among those without; None if there is none."""
+    return next((path.name for path in reversed(_finished(folder)) if path.name not in without), None)
 
 
 def _read_all(path: Path, comm: Communicator) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
@@ -314,19 +322,27 @@ def _restore(
         ) from error
 
 
-def _set_aside(folder: Path, names: list[str], mistake: str, used: Path) -> None:
-    """Rename damaged checkpoints, so that their steps can be saved again, and say so."""
-    for name in names:
-        target = folder / f"damaged-{name}"
-        if target.is_dir():  # of an earlier time
-            shutil.rmtree(target)
-        (folder / name).rename(target)
-    print(
-        f"thinwire: {mistake}; the run goes on from {used.name}, and {', '.join(names)} "
-        f"{'is' if len(names) == 1 else 'are'} kept as damaged-...",
-        file=sys.stderr,
-        flush=True,
-    )
+def _set_aside(folder: Path, mistakes: dict[str, str], used: Path) -> None:
+    """Rename damaged checkpoints, so that their steps can be saved again, and say so.
+
+    The workers of an elastic run may all try. One of them does it: a rename succeeds for one, and the others find nothing.
+    """
+    names = []
+    for name in mistakes:
+        target, own = folder / f"damaged-{name}", folder / f".damaged-{name}-{uuid.uuid4().hex}"
+        with contextlib.suppress(FileNotFoundError):
+            (folder / name).rename(own)
+            names.append(name)
+            if target.is_dir():  # of an earlier time
+                shutil.rmtree(target)
+            own.rename(target)
+    if names:
+        print(
+            f"thinwire: {mistakes[names[0]]}; the run goes on from {used.name}, and {', '.join(names)} "
+            f"{'is' if len(names) == 1 else 'are'} kept as damaged-...",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
