@@ -56,7 +56,7 @@ def levels_of(codec):
     return getattr(codec, "codec", codec).levels
 
 
-def run(comm, averager, steps=12, scale=1.0, resume_at=None, apart=False):
+def run(comm, averager, steps=11, scale=1.0, resume_at=None, apart=False):
     """Results and levels of every round; at `resume_at` everything goes through a file."""
     state, results, levels = averager.init(gradients(comm.rank, 0), comm, seed=5), [], []
     for step in range(steps):
@@ -77,12 +77,12 @@ def run(comm, averager, steps=12, scale=1.0, resume_at=None, apart=False):
 
 @every_averager
 def test_workers_agree_and_levels_change_when_they_should(averager):
-    everyone = tw.LocalWorld(4).run(run, averager)
+    everyone = tw.LocalWorld(4 if "hierarchical" in repr(averager) else 2).run(run, averager)
     first, levels = everyone[0]
     for results, others in everyone[1:]:
         assert torch.equal(results, first)
         assert others == levels
-    changes = [step for step in range(1, 12) if levels[step] != levels[step - 1]]
+    changes = [step for step in range(1, 11) if levels[step] != levels[step - 1]]
     # The mean square of coordinates is 1 / bucket_size under the L2 norm, so that pooled moments hardly ever change.
     assert changes == UPDATES if "pooled" not in repr(averager) else changes[0] == 2 and set(changes) <= set(UPDATES)
     for found in levels:
@@ -90,7 +90,7 @@ def test_workers_agree_and_levels_change_when_they_should(averager):
         assert all(a < b for a, b in itertools.pairwise(found))
 
 
-@pytest.mark.parametrize("averager", [*AVERAGERS[1:6], *AVERAGERS[8:12:3], AVERAGERS[-1]], ids=repr)
+@pytest.mark.parametrize("averager", [*AVERAGERS[1:4], AVERAGERS[8], AVERAGERS[-1]], ids=repr)
 def test_a_resumed_run_continues_with_the_same_bits(averager):
     """Resumed between sampling and update, and between updates."""
     whole, *resumed = (tw.LocalWorld(2).run(run, averager, 6, 1.0, at) for at in (None, 2, 4))
@@ -244,7 +244,7 @@ def test_ddp_in_processes_and_a_plain_module_in_threads_train_alike(options):
         handle.detach()
         return result
 
-    results = spawn(3, ddp_worker, options) + tw.LocalWorld(3).run(plain_worker)
+    results = spawn(2, ddp_worker, options) + tw.LocalWorld(2).run(plain_worker)
     assert len(set(results)) == 1
 
 
@@ -352,7 +352,7 @@ def test_on_real_gradients_alq_beats_amq_beats_fixed_levels(bucket_size):
     }
     total = sum(t.double().square().sum().item() for tensors in unseen for t in tensors)
     error = {
-        name: sum(sum(squared_errors(codec, tensors, 40)) / 40 for tensors in unseen) / total
+        name: sum(sum(squared_errors(codec, tensors, 10)) / 10 for tensors in unseen) / total
         for name, codec in codecs.items()
     }
     fixed = min(error[name] for name in ("NUQSGD", "QSGD", "exponential", "uniform"))

@@ -72,7 +72,7 @@ def test_variance_never_rises_in_a_sweep(dist, zero, symmetric):
     for levels in (uniform_levels(3, zero), exponential_levels(3, zero=zero), exponential_levels(3, 0.1, zero=zero)):
         # symmetric sets of a skew density are swept under the density of |r|, whose Psi is the same
         variances = [psi(dist, levels)]
-        for _ in range(12):
+        for _ in range(6):
             levels = coordinate_sweep(levels, dist, symmetric)
             variances.append(psi(dist, levels))
             assert is_level_set(levels, symmetric)
@@ -142,11 +142,11 @@ def test_amq_no_worse_than_its_starts_and_alq_from_it_no_worse(dist, zero):
 
 def test_amq_finds_the_best_multiplier(dist):
     p = amq(0.5, dist, bits=3)
-    grid = min(psi(dist, exponential_levels(3, q)) for q in np.linspace(0.02, 0.98, 193))
+    grid = min(psi(dist, exponential_levels(3, q)) for q in np.linspace(0.02, 0.98, 97))
     assert psi(dist, exponential_levels(3, p)) <= grid * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_alq_beats_amq_beats_fixed_levels_on_gradients(seed):
     generator = torch.Generator().manual_seed(seed)
     scales = torch.rand(64, 1, generator=generator).exp()

@@ -58,23 +58,12 @@ def train(comm, averager, num_steps, sleep_seconds=0.0, on_step=None, **options)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train_and_measure(comm, averager, options):
-    """The result of one training, and the least growth of memory in six times 40 steps of another one."""
-    result, memory = train(comm, averager, NUM_STEPS, 0.002, **options), []
-
-    def measure(step):
-        if step >= SETTLED and (step - SETTLED) % 40 == 0:
-            gc.collect()  # the autograd engine's cycles wait for it
-            pages = int(open("/proc/self/statm").read().split()[1])
-            memory.append((pages * os.sysconf("SC_PAGE_SIZE"), sys.getallocatedblocks()))
-
-    train(comm, averager, SETTLED + 241, 0.0, measure, **options)
-    growth = [[after - before for before, after in pairwise(kind)] for kind in zip(*memory, strict=True)]
-    return result, [min(kind) for kind in growth]
-
-
 def train_in_thread(comm, averager, options):
     return train(comm, averager, NUM_STEPS, **options)
+
+
+def train_in_process(comm, averager, options):
+    return train(comm, averager, NUM_STEPS, 0.002, **options)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +76,30 @@ def train_in_thread(comm, averager, options):
     ],
     ids=str,
 )
-def test_workers_of_uneven_speed_get_what_threads_get_in_steady_memory(averager, options):
-    results = spawn(SIZE, train_and_measure, averager, options)
-    expected = run_threads(SIZE, train_in_thread, averager, options)
-    for rank, (result, (resident_bytes, python_objects)) in enumerate(results):
-        assert torch.equal(result, expected[rank])
+def test_workers_of_uneven_speed_get_what_threads_get(averager, options):
+    results = spawn(SIZE, train_in_process, averager, options)
+    for result, expected in zip(results, run_threads(SIZE, train_in_thread, averager, options), strict=True):
+        assert torch.equal(result, expected)
+
+
+def growth_of_memory(comm, averager):
+    """The least growth of resident bytes and of Python objects in six times 40 steps."""
+    memory = []
+
+    def measure(step):
+        if step >= SETTLED and (step - SETTLED) % 40 == 0:
+            gc.collect()  # the autograd engine's cycles wait for it
+            pages = int(open("/proc/self/statm").read().split()[1])
+            memory.append((pages * os.sysconf("SC_PAGE_SIZE"), sys.getallocatedblocks()))
+
+    train(comm, averager, SETTLED + 241, 0.0, measure, overlap=True)
+    growth = [[after - before for before, after in pairwise(kind)] for kind in zip(*memory, strict=True)]
+    return [min(kind) for kind in growth]
+
+
+@pytest.mark.parametrize("averager", AVERAGERS, ids=str)
+def test_memory_is_steady(averager):
+    for resident_bytes, python_objects in spawn(2, growth_of_memory, averager):
         # Every 40 steps, a leaked copy of the parameters a step would add 3.3 MB, and a leaked handle, with its function,
         # more than 80 objects. Caches fill in the first steps, and what is in flight when objects are counted varies.
         assert resident_bytes < 2e6

@@ -39,9 +39,8 @@ def saving_worker(comm, replicas, shards):
     return losses, dense_bytes, thin_bytes, counted
 
 
-@pytest.mark.parametrize("shards", [2, 3])
-def test_hsdp_sends_25_times_fewer_bytes_between_replicas_for_the_same_loss(shards):
-    results = spawn(2 * shards, saving_worker, 2, shards)
+def test_hsdp_sends_25_times_fewer_bytes_between_replicas_for_the_same_loss():
+    results = spawn(4, saving_worker, 2, 2)
     dense_loss, thin_loss = results[0][0]
     assert thin_loss < 1.02 * dense_loss
     assert sum(r[1] for r in results) > 25 * sum(r[2] for r in results) > 0

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,13 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
         assert connect.choose_backend(asked, device, environment, store) == expected
     except ValueError as error:
         assert expected in str(error)
+
+
+def test_a_worker_that_does_not_connect_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 1 did not connect"):
+        connect.choose_backend("gloo", torch.device("cpu"), Environment("thinwire", 0, 2, 0, 2, "127.0.0.1", 0), store)
 
 
 def test_a_worker_without_its_gpu_says_so(tmp_path):

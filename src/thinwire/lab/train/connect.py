@@ -172,16 +172,24 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
 
     Raises:
         ValueError: NCCL was asked for, and a worker has no GPU of its own.
+        TimeoutError: a worker did not connect.
     """
     shared = device.type != "cuda" or environment.local_size > torch.cuda.device_count()
     store.set(f"thinwire/no-gpu/{environment.rank}", str(int(shared or not dist.is_nccl_available())))
-    without = [rank for rank in range(environment.size) if store.get(f"thinwire/no-gpu/{rank}") == b"1"]
+    without = [rank for rank in range(environment.size) if _answer(store, rank) == b"1"]
     require(
         name != "nccl" or not without,
         f"backend 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
         "--backend gloo, or fewer workers",
     )
     return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
+
+
+def _answer(store: dist.Store, rank: int) -> bytes:
+    try:
+        return store.get(f"thinwire/no-gpu/{rank}")
+    except dist.DistStoreError:
+        raise TimeoutError(f"rank {rank} did not connect within {RENDEZVOUS.total_seconds():.0f} seconds") from None
 
 
 def check_mpi() -> None:
