@@ -58,6 +58,7 @@ CONFIGURATIONS = {
 PHASES = ("form", "compute", "send", "vote", "checkpoint", "heal")
 FAULTS = {  # name -> how often, relative to the others
     "kill": 8,
+    "kill two": 2,
     "stop for 10 s": 1,
     "stop for ever": 1,
     "NaN": 2,
@@ -191,6 +192,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     else:
         run.pipes[victim].send(tuple(fault))
         other = (victim + 1) % WORKERS
+        is_one_of_two = fault.phase == "heal" or fault.name == "kill two"
         if fault.phase == "heal":  # somebody must be healed for it, once the victim has heard of its fault
             run.wait_until(lambda: len(run.commits(victim, at)) > 1, limit)
             run.kill(other)
@@ -198,8 +200,10 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         if not run.wait_until(lambda: any(kind == "fault" for kind, when, _ in run.events[victim] if when >= at), 60):
             return Outcome(configuration, fault, None, None, None, "the phase did not come")
         at = max(when for kind, when, _ in run.events[victim] if kind == "fault")
+        if fault.name == "kill two":
+            run.kill(other)
         harmless = fault.name in ("NaN", "ten times slower")
-        survivors = everyone if harmless else everyone - {victim} - ({other} if fault.phase == "heal" else set())
+        survivors = everyone if harmless else everyone - {victim} - ({other} if is_one_of_two else set())
     went_on = run.wait_until(lambda: all(run.commits(number, at) for number in survivors), limit)
     if not went_on:
         silent = [number for number in survivors if not run.commits(number, at)]
@@ -226,8 +230,8 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     run.listen(0.5)
     if victim in run.processes and not run.processes[victim].is_alive():
         run.kill(victim)
-    if victim not in run.processes:
-        run.start(victim)
+    for number in everyone - set(run.processes):
+        run.start(number)
     came_back = time.monotonic()
     if fault.name == "one worker more":
         everyone = everyone | {victim}
@@ -338,7 +342,13 @@ def main() -> int:
         "--train", type=int, metavar="SEEDS", help="runs of `thinwire train`, with so many seeds from --seed on"
     )
     parser.add_argument("--out", type=Path, help="append each outcome to this file, as JSON")
+    parser.add_argument(
+        "--table", type=Path, nargs="*", help="only print the tables of what --out wrote to these files"
+    )
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(report([outcome for path in options.table for outcome in _read(path)])))
+        return 0
     os.environ.update(MASTER_ADDR="127.0.0.1", RUST_LOG="error")
     if options.train:
         return int(train(range(options.seed, options.seed + options.train), options.only, options.out) > 0)
@@ -363,6 +373,10 @@ def main() -> int:
                     file.writelines(json.dumps(outcome) + "\n" for outcome in found)
     print("\n".join(report(outcomes)))
     return int(any(outcome.failure for outcome in outcomes))
+
+
+def _read(path: Path) -> list[Outcome]:
+    return [Outcome(c, Fault(*f), *rest) for c, f, *rest in map(json.loads, path.read_text().splitlines())]
 
 
 def report(outcomes: list[Outcome]) -> list[str]:

@@ -27,6 +27,7 @@ from torch import nn
 from thinwire.comm import Communicator, ElasticCommunicator
 
 WORKERS = 4
+KILLS = "CHAOS_KILLS"  # environment variable of runs with kills
 STEP_SECONDS = 0.03  # added to a step, so that a killed worker comes back long before the end
 COMMIT_SECONDS, JOIN_SECONDS, START_SECONDS = 10.0, 60.0, 240.0
 EVERY = 4
@@ -58,7 +59,7 @@ class Trained(NamedTuple):
 
 def models(model: nn.Module, row: Mapping[str, Any], comm: Communicator) -> dict[str, float]:
     """A callback: tell this worker's process, take some time, and count the different models."""
-    if isinstance(comm, ElasticCommunicator):
+    if isinstance(comm, ElasticCommunicator) and os.environ.get(KILLS):
         Path(f"worker-{comm.number}").write_text(str(os.getpid()))
         time.sleep(STEP_SECONDS)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -82,10 +83,12 @@ def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) ->
     folder.mkdir(parents=True)
     averager, *others = CONFIGURATIONS[configuration]
     options = ["digits", *others, "--averager", averager, "--workers", str(WORKERS), "--elastic", "--seed", str(seed)]
-    options += ["--log-every", "1", "--name", "run"]
+    options += ["--log-every", "1" if kills else "10", "--name", "run"]
     script = f"from chaos_train import command; command(*{[str(folder.absolute()), *options]!r})"
     with (folder / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=said, stderr=said, cwd=Path(__file__).parent)
+        environment = os.environ | {KILLS: "yes" if kills else ""}
+        arguments = [sys.executable, "-c", script]
+        process = subprocess.Popen(arguments, stdout=said, stderr=said, cwd=Path(__file__).parent, env=environment)
     watch = _Watch(folder, process)
     try:
         done = [watch.kill(planned) for planned in kills]
@@ -98,7 +101,7 @@ def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) ->
             failure = failure or f"worker {kill.worker}: no commit of the others within {COMMIT_SECONDS:g} s"
         elif kill.joined is None:
             failure = failure or f"worker {kill.worker} did not join again"
-    return Trained(done, watch.rows, failure or unequal(configuration, watch.rows))
+    return Trained(done, watch.rows, failure or (unequal(configuration, watch.rows) if kills else ""))
 
 
 def unequal(configuration: str, rows: list[dict[str, Any]]) -> str:

@@ -16,17 +16,18 @@ import torch.distributed as dist
 from helpers.elastic import serve, worker
 from helpers.program import Program, wait_until
 
-from thinwire.comm import LocalWorld
-from thinwire.comm.lighthouse import Quorums, _meet
+from thinwire.comm import LocalWorld, lighthouse
+from thinwire.comm.elastic import _wait
+from thinwire.comm.lighthouse import Quorums, _meet, torchft
 
 
 def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     """Rank 0 is killed in a round, another while the rest regroup; these go on, also when the Lighthouse restarts. Four join:
     all end with the same bits."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    lighthouse = Program(serve, 0, folder=tmp_path)
-    wait_until(lambda: lighthouse.stdout.endswith("\n"), "a Lighthouse")
-    port = int(lighthouse.stdout)
+    place = Program(serve, 0, folder=tmp_path)
+    wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
+    port = int(place.stdout)
     averager = "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce')"
 
     def start(number, *dies):
@@ -37,47 +38,48 @@ def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     victims = [start(0, 4, "round"), start(1, 3, "regroup")]
     assert [victim.wait(60) for victim in victims] == [-signal.SIGKILL] * 2
     wait_until(lambda: survivors[0].stdout.split()[-1:] == ["2"], "a round of the two that are left")
-    lighthouse.kill()
-    lighthouse.wait(60)
-    lighthouse = Program(serve, port, folder=tmp_path)
+    place.kill()
+    place.wait(60)
+    place = Program(serve, port, folder=tmp_path)
     joined = [start(number) for number in (0, 1, 4, 5)]  # the dead come back, and two others with them
     assert [program.wait(90) for program in (*survivors, *joined)] == [0] * 6, [p.stderr for p in (*survivors, *joined)]
     facts = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]
     assert len({fact["model"] for fact in facts}) == 1
     for fact in facts[:2]:
         assert fact["healings"] == 0, fact  # they have kept their memory
-        assert fact["aborted"] >= 2 and fact["slowest"] < 10, fact
+        assert fact["aborted"] >= 2 and fact["slowest"] < 20, fact
         for victim in (0, 1):  # one that joined again and fell behind at once has lost nothing
             assert any(number == victim and norm > 0 for _, number, norm, _ in fact["losses"]), fact
         assert 2 in fact["sizes"] and fact["sizes"][-1] == 6, fact
     assert [fact["healings"] for fact in facts[2:]] == [1] * 4
-    lighthouse.kill()
+    place.kill()
 
 
 def test_workers_connect_anew_together_though_a_lighthouse_counts_from_the_start_again():
-    """Its numbers come back: once with connections that are whole, once with those of one worker lost."""
+    """Its numbers come back: with whole connections, with those of one worker lost, and before it knows all workers."""
 
     def worker(comm):
-        numbers = iter((1, 1, 2, 1, 1))
+        told = iter([(1, "ab"), (1, "ab"), (2, "ab"), (1, "ab"), (1, "ab"), (1, "bc"), (2, "bc")])
 
         def quorum(step, init_sync):
             latest = max(int(other) for other in comm.all_gather(torch.tensor([step])).wait())
-            facts = {"quorum_id": next(numbers), "replica_ids": ["a", "b"], "replica_rank": comm.rank}
+            number, workers = next(told)
+            facts = {"quorum_id": number, "replica_ids": list(workers), "replica_rank": comm.rank}
             return SimpleNamespace(**facts, max_step=latest, replica_world_size=2, store_address="host:1")
 
         quorums = Quorums(SimpleNamespace(_quorum=quorum))
         found = []
-        for lost in ((), (), (0, 1), (), (0,)):
+        for lost in ((), (), (0, 1), (), (0,), (), (0, 1)):
             if comm.rank in lost:
                 quorums.disconnected()
-            found.append((quorums._quorum(step=0).quorum_id, quorums.has_restarted))
+            found.append((quorums._quorum(step=0).quorum_id, quorums.is_partial))
         return found
 
     found, other = LocalWorld(2).run(worker)
     assert found == other
-    places, restarts = zip(*found, strict=True)
-    assert places[0] == places[1] < places[2] == places[3] < places[4], places
-    assert restarts == (False, False, False, True, False)
+    places, partial_quorums = zip(*found, strict=True)
+    assert places[0] == places[1] < places[2] == places[3] < places[4] < places[5] < places[6], places
+    assert partial_quorums == (False, False, False, False, False, True, False)
 
 
 def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
@@ -100,6 +102,24 @@ def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
         closed = server.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert meet(closed) < 1 <= meet(store.port) < 5
+
+
+def test_a_worker_may_be_silent_for_longer_than_connecting_may_take(monkeypatch):
+    monkeypatch.setattr(lighthouse, "CONNECT_SECONDS", 3.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def worker(comm):
+        group = torchft().reconfigurable_group(timedelta(seconds=60), lambda: None)
+        group.configure(f"127.0.0.1:{store.port}/place", "worker", comm.rank, 2)
+        received = torch.zeros(1)
+        if comm.rank == 0:
+            _wait([("from rank 1", group.parent.recv([received], 1, 0))], [], timedelta(seconds=60))
+        else:
+            time.sleep(4)
+            _wait([("to rank 0", group.parent.send([torch.ones(1)], 0, 0))], [], timedelta(seconds=60))
+        return float(received)
+
+    assert LocalWorld(2).run(worker) == [1.0, 0.0]
 
 
 def test_only_an_elastic_communicator_has_rounds():

@@ -168,7 +168,7 @@ class ElasticCommunicator(Communicator):
         is_new = self._connections != self._known_connections
         self._group, self.rank, self.size = group, rank, size
         self.ledger.size = size
-        if self._quorums.has_restarted and self.members is not None and size < len(self.members.numbers):
+        if self._quorums.is_partial:
             time.sleep(RESTART_SECONDS)
             raise CommunicationError(
                 f"worker {self.number}: the Lighthouse has restarted, and knows {size} workers so far"
@@ -343,7 +343,7 @@ class ElasticCommunicator(Communicator):
             return _nothing
         sent = _in_main_memory(tensor)
         work = self._group.allreduce([sent], dist.AllreduceOptions())
-        return partial(_wait, [("", work)], [(tensor, sent)])
+        return partial(_wait, [("", work)], [(tensor, sent)], self._timeout)
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._gather_by_exchange(gathered)
@@ -355,13 +355,13 @@ class ElasticCommunicator(Communicator):
         options.rootRank, options.rootTensor = root, 0
         sent = _in_main_memory(tensor)
         work = self._group.broadcast([sent], options)
-        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)])
+        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)], self._timeout)
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self._group.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
         works += [(f"to rank {peer}", self._group.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
-        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
+        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()], self._timeout)
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(
@@ -377,10 +377,10 @@ def _in_main_memory(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def _wait(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]]) -> None:
+def _wait(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]], limit: timedelta) -> None:
     for what, work in works:
         try:
-            work.wait()
+            work.wait(limit)  # Gloo's own limit is that of connecting
         except RuntimeError as error:
             raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
     for tensor, received in landed:

@@ -90,7 +90,7 @@ class torchft:  # noqa: N801  # reads as the package's name
                 self.abort(errored=False)
                 _meet(groups.create_store_client, store_addr, rank, world_size, limit)
                 super().configure(store_addr, replica_id, rank, world_size, *args)
-                self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+                self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # of collective operations
                 self.failures = 0
                 connected()
 
@@ -139,7 +139,8 @@ class Quorums:
         client: torchft's `ManagerClient`.
 
     Attributes:
-        has_restarted: whether the last quorum is the first of a Lighthouse that has restarted. It counts from the start again.
+        is_partial: whether the last quorum lacks workers because the Lighthouse has restarted, and has not heard of all yet.
+            Then its numbers begin again.
     """
 
     def __init__(self, client: Any):
@@ -148,7 +149,7 @@ class Quorums:
         self._workers: list[str] = []
         self._is_connected = False
         self._connection = self._number = 0
-        self.has_restarted = False
+        self.is_partial = False
 
     def disconnected(self) -> None:
         """Connections are lost: let the next quorum connect all of its workers anew."""
@@ -162,7 +163,8 @@ class Quorums:
         is_same = found.replica_ids == self._workers
         if found.max_step != count or not is_same or not self._is_connected:
             self._connection = found.max_step
-        self.has_restarted = found.quorum_id < self._number + (not is_same)
+        has_restarted = found.quorum_id < self._number + (not is_same)
+        self.is_partial = has_restarted and not set(self._workers) <= set(found.replica_ids)
         self._workers, self._number, self._is_connected = found.replica_ids, found.quorum_id, True
         return SimpleNamespace(
             quorum_id=self._connection,
