@@ -1,107 +1,23 @@
-// Canonical Huffman codes of at most 12 bits for bit-packed symbols. Byte layout: docs/wire.md.
-#include <algorithm>
-#include <array>
+// Huffman codes for bit-packed symbols. Byte layout: docs/wire.md.
+//
+// Tables handle several symbols at once. The encoder looks up all symbols of a packed byte, where a byte holds whole symbols.
+// The decoder looks up all symbols whose codes are complete in the next 12 bits, and appends them to the packed output.
+#include "huffman.hpp"
 
-#include "kernels.hpp"
 #include "pack.hpp"
 
 namespace thinwire {
 
 namespace {
 
-constexpr int kMaxLength = 12;
 constexpr uint8_t kRaw = 0, kCoded = 1;
-
-using Lengths = std::array<uint8_t, 256>;
-
-struct Code {
-    uint16_t bits;  // the first bit is the lowest
-    uint8_t length;
-};
-
-struct Node {
-    uint64_t count;
-    int parent;
-};
-
-// Huffman's tree by two queues: leaves in order of (count, symbol), and joined nodes, which are created in order of count. A
-// leaf comes before a joined node of the same count. Returns the length of the longest code.
-int build_lengths(const std::array<uint64_t, 256>& counts, Lengths& lengths) {
-    std::vector<int> symbols;
-    for (int s = 0; s < 256; ++s)
-        if (counts[s]) symbols.push_back(s);
-    lengths.fill(0);
-    std::stable_sort(symbols.begin(), symbols.end(), [&](int a, int b) { return counts[a] < counts[b]; });
-    const size_t num_leaves = symbols.size();
-    std::vector<Node> nodes;
-    for (int s : symbols) nodes.push_back({counts[s], -1});
-    size_t leaf = 0, joined = num_leaves;
-    auto take = [&] {
-        const bool take_leaf = leaf < num_leaves && (joined >= nodes.size() || nodes[leaf].count <= nodes[joined].count);
-        return take_leaf ? leaf++ : joined++;
-    };
-    for (size_t i = 1; i < num_leaves; ++i) {
-        const size_t a = take(), b = take();
-        nodes[a].parent = nodes[b].parent = static_cast<int>(nodes.size());
-        nodes.push_back({nodes[a].count + nodes[b].count, -1});
-    }
-    int longest = num_leaves == 1;
-    if (num_leaves == 1) lengths[symbols[0]] = 1;
-    std::vector<int> depth(nodes.size(), 0);
-    for (size_t i = nodes.size(); i-- > 0;) {
-        if (nodes[i].parent >= 0) depth[i] = depth[nodes[i].parent] + 1;
-        if (i < num_leaves && num_leaves > 1) {
-            longest = std::max(longest, depth[i]);
-            lengths[symbols[i]] = static_cast<uint8_t>(std::min(depth[i], 255));
-        }
-    }
-    return longest;
-}
-
-// Halves the counts until no code exceeds the limit.
-Lengths limited_lengths(std::array<uint64_t, 256> counts) {
-    Lengths lengths;
-    while (build_lengths(counts, lengths) > kMaxLength)
-        for (uint64_t& count : counts) count = (count + 1) / 2;
-    return lengths;
-}
-
-// Assigns codes in order of (length, symbol), each one more than the last. False if no prefix code has these lengths.
-bool assign_codes(const Lengths& lengths, std::array<Code, 256>& codes) {
-    uint32_t next = 0;
-    for (int length = 1; length <= kMaxLength; ++length, next <<= 1)
-        for (int s = 0; s < 256; ++s) {
-            if (lengths[s] != length) continue;
-            if (next >= 1u << length) return false;
-            uint32_t reversed = 0;
-            for (int i = 0; i < length; ++i) reversed |= (next >> i & 1) << (length - 1 - i);
-            codes[s] = {static_cast<uint16_t>(reversed), static_cast<uint8_t>(length)};
-            ++next;
-        }
-    return true;
-}
 
 size_t packed_nbytes(int64_t count, int bits) { return (static_cast<size_t>(count) * bits + 7) / 8; }
 
 // Two lengths per byte.
 size_t table_nbytes(int bits) { return ((size_t{1} << bits) + 1) / 2; }
 
-// Calls `act(symbols, n)` for chunks of the symbols of all segments, in order.
-template <typename Act>
-void for_each_chunk(const uint8_t* packed, const std::vector<int64_t>& counts, int bits, Act act) {
-    alignas(64) uint8_t symbols[kChunk];
-    for (const int64_t count : counts) {
-        const size_t n = static_cast<size_t>(count);
-        for (size_t start = 0; start < n; start += kChunk) {
-            const size_t stop = std::min(kChunk, n - start);
-            unpack_codes(bits, packed + start / 8 * bits, stop, symbols);
-            act(symbols, stop);
-        }
-        packed += packed_nbytes(count, bits);
-    }
-}
-
-size_t checked_nbytes(const std::vector<int64_t>& counts, int bits) {
+size_t checked_nbytes(const Counts& counts, int bits) {
     require(bits >= 1 && bits <= 8, "bits: expected 1 to 8");
     size_t total = 0;
     for (const int64_t count : counts) {
@@ -111,31 +27,130 @@ size_t checked_nbytes(const std::vector<int64_t>& counts, int bits) {
     return total;
 }
 
-struct BitWriter {
-    uint8_t* to;
-    uint64_t buffer = 0;
-    int used = 0;
+// ---- encoding ----
 
-    // At most 56 bits between flushes.
-    THINWIRE_INLINE void put(Code code) {
-        buffer |= static_cast<uint64_t>(code.bits) << used;
-        used += code.length;
+// Calls `act(bytes, n)` for bytes that hold `per_byte` whole symbols each, and `act_one(symbol)` for each symbol of the last
+// byte of a segment if that is not full. Where 8 is no multiple of `bits`, symbols are unpacked first.
+template <typename Act, typename ActOne>
+void for_each_byte(const uint8_t* packed, const Counts& counts, int bits, Act act, ActOne act_one) {
+    alignas(64) uint8_t symbols[kChunk];
+    const int per_byte = 8 % bits == 0 ? 8 / bits : 1;
+    for (const int64_t count : counts) {
+        const size_t n = static_cast<size_t>(count);
+        if (8 % bits == 0) {
+            act(packed, n / per_byte);
+            for (size_t i = 0; i < n % per_byte; ++i)
+                act_one(static_cast<uint8_t>(packed[n / per_byte] >> i * bits & ((1 << bits) - 1)));
+        } else {
+            for (size_t start = 0; start < n; start += kChunk) {
+                const size_t size = std::min(kChunk, n - start);
+                unpack_codes(bits, packed + start / 8 * bits, size, symbols);
+                act(symbols, size);
+            }
+        }
+        packed += packed_nbytes(count, bits);
     }
-    // Writes eight bytes and keeps the complete ones.
+}
+
+// Adds the frequencies of the symbols in a byte that occurs `count` times.
+void add_byte(std::array<uint64_t, 256>& frequency, int byte, int bits, uint64_t count) {
+    if (8 % bits != 0) bits = 8;
+    for (int at = 0; at < 8; at += bits) frequency[byte >> at & ((1 << bits) - 1)] += count;
+}
+
+std::array<uint64_t, 256> frequencies(const uint8_t* packed, const Counts& counts, int bits) {
+    std::array<std::array<uint64_t, 256>, 4> tally{};  // four tables, so that equal neighbours do not wait for each other
+    std::array<uint64_t, 256> frequency{};
+    for_each_byte(
+        packed, counts, bits,
+        [&](const uint8_t* bytes, size_t n) {
+            size_t i = 0;
+            for (; i + 8 <= n; i += 8) {
+                const uint64_t word = load<uint64_t>(bytes + i);
+                for (int j = 0; j < 8; ++j) ++tally[j % 4][word >> 8 * j & 255];
+            }
+            for (; i < n; ++i) ++tally[0][bytes[i]];
+        },
+        [&](uint8_t symbol) { ++frequency[symbol]; });
+    for (const auto& part : tally)
+        for (int byte = 0; byte < 256; ++byte)
+            if (part[byte]) add_byte(frequency, byte, bits, part[byte]);
+    return frequency;
+}
+
+// The codes of all symbols in a byte, one after the other: at most 24 bits, because only 4 bits make long codes of two.
+struct Word {
+    uint64_t bits, length;
+};
+
+std::array<Word, 256> words_of_bytes(const std::array<Code, 256>& codes, int bits) {
+    std::array<Word, 256> words{};
+    if (8 % bits != 0) bits = 8;
+    for (int byte = 0; byte < 256; ++byte)
+        for (int at = 0; at < 8; at += bits) {
+            const Code code = codes[byte >> at & ((1 << bits) - 1)];
+            words[byte].bits |= static_cast<uint64_t>(code.bits) << words[byte].length;
+            words[byte].length += code.length;
+        }
+    return words;
+}
+
+// Writes bits to memory. Bits of at most 56 may be put between flushes.
+struct Writer {
+    uint8_t* to;
+    uint64_t buffer = 0, used = 0;
+
+    THINWIRE_INLINE void put(uint64_t bits, uint64_t count) {
+        buffer |= bits << used;
+        used += count;
+    }
+    // Writes eight bytes and keeps the incomplete one.
     THINWIRE_INLINE void flush() {
         store(to, buffer);
         to += used / 8;
         buffer >>= used / 8 * 8;
         used %= 8;
     }
+    void flush_whole_bytes() {
+        for (; used >= 8; used -= 8, buffer >>= 8) *to++ = static_cast<uint8_t>(buffer);
+    }
+    void finish_segment() {
+        flush_whole_bytes();
+        if (used > 0) *to++ = static_cast<uint8_t>(buffer);
+        buffer = used = 0;
+    }
 };
 
-struct BitReader {
+THINWIRE_CLONES void write_bytes(const uint8_t* bytes, size_t n, const Word* words, Writer* out) {
+    Writer writer = *out;
+    size_t i = 0;
+    for (; i + 2 <= n; i += 2) {  // joined first, so that the next pair waits for one shift only
+        const Word first = words[bytes[i]], second = words[bytes[i + 1]];
+        writer.put(first.bits | second.bits << first.length, first.length + second.length);
+        writer.flush();
+    }
+    if (i < n) writer.put(words[bytes[i]].bits, words[bytes[i]].length), writer.flush();
+    *out = writer;
+}
+
+void write_symbols(const uint8_t* packed, const Counts& counts, int bits, const std::array<Code, 256>& codes,
+                   uint8_t* out) {
+    const std::array<Word, 256> words = words_of_bytes(codes, bits);
+    Writer writer{out};
+    for_each_byte(
+        packed, counts, bits, [&](const uint8_t* bytes, size_t n) { write_bytes(bytes, n, words.data(), &writer); },
+        [&](uint8_t symbol) { writer.put(codes[symbol].bits, codes[symbol].length), writer.flush(); });
+}
+
+// ---- decoding ----
+
+struct SymbolReader {
     const uint8_t *from, *end;
     uint64_t buffer = 0;
-    int held = 0;
+    uint32_t held = 0;
     uint64_t num_read = 0;
 
+    // Then 57 bits or more may be taken.
     THINWIRE_INLINE void refill() {
         if (end - from >= 8) {
             buffer |= load<uint64_t>(from) << held;
@@ -143,20 +158,45 @@ struct BitReader {
             held |= 56;
         } else {
             for (; held <= 56 && from < end; held += 8) buffer |= static_cast<uint64_t>(*from++) << held;
-            held = std::max(held, 57);  // zeros after the end; num_read detects that they were read
+            held = std::max(held, 57u);  // zeros after the end; num_read detects that they were read
         }
     }
-    THINWIRE_INLINE uint8_t take(const Code* table) {
-        const Code code = table[buffer & ((1 << kMaxLength) - 1)];
-        buffer >>= code.length;
-        held -= code.length;
-        num_read += code.length;
-        return static_cast<uint8_t>(code.bits);
+    THINWIRE_INLINE size_t next() const { return buffer & ((1 << kMaxLength) - 1); }
+    THINWIRE_INLINE void skip(uint32_t length) {
+        buffer >>= length;
+        held -= length;
+        num_read += length;
     }
 };
 
+// Symbols whose codes are complete in 12 bits, in one word: in 6 bits the length of these codes, in 5 bits the length of the
+// packed symbols, then the packed symbols, and the highest bit if the 12 bits begin with no code.
+constexpr int kSymbolBits = 20;
+constexpr uint32_t kInvalid = 1u << 31;
+constexpr size_t kMinTabled = 1 << 14;  // symbols that are worth such a table
+constexpr size_t kBatch = 4;            // lookups between refills
+constexpr size_t kBatchBits = kBatch * kSymbolBits + 8 + 64;  // of packed output, so that a flush stays inside
+
+std::vector<uint32_t> table_of_several(const std::vector<Code>& table, int bits) {
+    std::vector<uint32_t> several(table.size());
+    for (size_t i = 0; i < table.size(); ++i) {
+        uint32_t symbols = 0;
+        int length = 0, packed = 0;
+        while (packed + bits <= kSymbolBits) {
+            const Code code = table[i >> length];
+            if (code.length == 0 || length + code.length > kMaxLength) break;
+            symbols |= static_cast<uint32_t>(code.bits) << packed;
+            packed += bits;
+            length += code.length;
+        }
+        several[i] = symbols << 11 | static_cast<uint32_t>(packed) << 6 | static_cast<uint32_t>(length);
+        if (length == 0) several[i] = kInvalid;
+    }
+    return several;
+}
+
 // Entry i has the symbol, in `bits`, whose code is a prefix of i; its length is 0 if there is none.
-std::vector<Code> decoding_table(const Lengths& lengths) {
+std::vector<Code> table_of_one(const Lengths& lengths) {
     std::array<Code, 256> codes{};
     require(assign_codes(lengths, codes), "payload: its code lengths are no code; it is corrupt");
     std::vector<Code> table(1 << kMaxLength, Code{0, 0});
@@ -167,21 +207,53 @@ std::vector<Code> decoding_table(const Lengths& lengths) {
     return table;
 }
 
+const char* const kNoCode = "payload: it holds bits that are no code; it is corrupt";
+
+// Reads symbols several at a time, while more than a batch is left of `num_bits` packed bits. Returns how many bits are left.
+THINWIRE_CLONES size_t read_several(const uint32_t* table, SymbolReader* in, Writer* out, size_t num_bits) {
+    SymbolReader reader = *in;
+    Writer writer = *out;
+    uint32_t all = 0;
+    while (num_bits >= kBatchBits && all < kInvalid) {
+        reader.refill();
+        uint32_t lengths = 0;  // both sums
+        for (size_t i = 0; i < kBatch; ++i) {
+            const uint32_t entry = table[reader.next()];
+            reader.buffer >>= entry & 63;
+            writer.put(entry >> 11, entry >> 6 & 31);
+            lengths += entry & 2047;
+            all |= entry;
+            if (i % 2) writer.flush();
+        }
+        reader.held -= lengths & 63;
+        reader.num_read += lengths & 63;
+        num_bits -= lengths >> 6;
+    }
+    require(all < kInvalid, kNoCode);
+    *in = reader, *out = writer;
+    return num_bits;
+}
+
+void read_each(const std::vector<Code>& table, SymbolReader& reader, Writer& writer, size_t num_bits, int bits) {
+    for (; num_bits > 0; num_bits -= static_cast<size_t>(bits)) {
+        reader.refill();
+        const Code code = table[reader.next()];
+        require(code.length > 0, kNoCode);
+        reader.skip(code.length);
+        writer.put(code.bits, static_cast<uint64_t>(bits));
+        writer.flush_whole_bytes();
+    }
+    writer.finish_segment();
+}
+
 }  // namespace
 
-size_t huffman_encode(Payload symbols_in, const Counts& counts, int bits, Bytes payload) {
-    const uint8_t* packed = symbols_in.data;
-    const size_t nbytes = symbols_in.numel, out_nbytes = payload.numel;
+size_t huffman_encode(Payload symbols, const Counts& counts, int bits, Bytes payload) {
+    const size_t nbytes = symbols.numel;
     uint8_t* out = payload.data;
     require(nbytes == checked_nbytes(counts, bits), "packed: its size does not fit the counts");
-    require(out_nbytes >= nbytes + 1 + 8, "out: expected eight bytes more than the bound");
-    std::array<std::array<uint64_t, 256>, 4> tally{};  // four tables, so that equal neighbours do not wait for each other
-    std::array<uint64_t, 256> frequency{};
-    for_each_chunk(packed, counts, bits, [&](const uint8_t* symbols, size_t n) {
-        for (size_t i = 0; i < n; ++i) ++tally[i % 4][symbols[i]];
-    });
-    for (const auto& part : tally)
-        for (int s = 0; s < 256; ++s) frequency[s] += part[s];
+    require(payload.numel >= nbytes + 1 + 8, "out: expected eight bytes more than the bound");
+    const std::array<uint64_t, 256> frequency = frequencies(symbols.data, counts, bits);
     const Lengths lengths = limited_lengths(frequency);
     std::array<Code, 256> codes{};
     assign_codes(lengths, codes);
@@ -190,33 +262,24 @@ size_t huffman_encode(Payload symbols_in, const Counts& counts, int bits, Bytes 
     const size_t size = 1 + table_nbytes(bits) + (num_bits + 7) / 8;
     if (size > nbytes) {
         out[0] = kRaw;
-        std::memcpy(out + 1, packed, nbytes);
+        std::memcpy(out + 1, symbols.data, nbytes);
         return nbytes + 1;
     }
     out[0] = kCoded;
     for (size_t i = 0; i < table_nbytes(bits); ++i)
         out[1 + i] = static_cast<uint8_t>(lengths[2 * i] | lengths[2 * i + 1] << 4);
-    BitWriter writer{out + 1 + table_nbytes(bits)};
-    for_each_chunk(packed, counts, bits, [&](const uint8_t* symbols, size_t n) {
-        size_t i = 0;
-        for (; i + 4 <= n; i += 4) {
-            for (size_t j = 0; j < 4; ++j) writer.put(codes[symbols[i + j]]);
-            writer.flush();
-        }
-        for (; i < n; ++i) writer.put(codes[symbols[i]]), writer.flush();
-    });
+    write_symbols(symbols.data, counts, bits, codes, out + 1 + table_nbytes(bits));
     return size;
 }
 
 void huffman_decode(Payload coded, const Counts& counts, int bits, Bytes packed) {
     const uint8_t* payload = coded.data;
-    const size_t nbytes = coded.numel, out_nbytes = packed.numel;
-    uint8_t* out = packed.data;
-    require(out_nbytes == checked_nbytes(counts, bits), "out: its size does not fit the counts");
+    const size_t nbytes = coded.numel, total = packed.numel;
+    require(total == checked_nbytes(counts, bits), "out: its size does not fit the counts");
     require(nbytes >= 1 && payload[0] <= kCoded, "payload: its first byte is neither 0 nor 1; it is corrupt");
     if (payload[0] == kRaw) {
-        require(nbytes == out_nbytes + 1, "payload: its size does not fit the counts; it is corrupt");
-        std::memcpy(out, payload + 1, out_nbytes);
+        require(nbytes == total + 1, "payload: its size does not fit the counts; it is corrupt");
+        std::memcpy(packed.data, payload + 1, total);
         return;
     }
     require(nbytes >= 1 + table_nbytes(bits), "payload: it ends before its code lengths; it is corrupt");
@@ -226,28 +289,17 @@ void huffman_decode(Payload coded, const Counts& counts, int bits, Bytes packed)
         lengths[2 * i + 1] = payload[1 + i] >> 4;
     }
     for (const uint8_t length : lengths) require(length <= kMaxLength, "payload: a code is too long; it is corrupt");
-    const std::vector<Code> table = decoding_table(lengths);
+    const std::vector<Code> table = table_of_one(lengths);
+    std::vector<uint32_t> several;
+    if (8 * total / static_cast<size_t>(bits) >= kMinTabled) several = table_of_several(table, bits);
     const uint8_t* end = payload + nbytes;
-    BitReader reader{payload + 1 + table_nbytes(bits), end};
+    SymbolReader reader{payload + 1 + table_nbytes(bits), end};
     const uint64_t num_bits = 8 * static_cast<uint64_t>(end - reader.from);
-    uint8_t shortest = kMaxLength;
-    alignas(64) uint8_t symbols[kChunk];
+    Writer writer{packed.data};
     for (const int64_t count : counts) {
-        const size_t n = static_cast<size_t>(count);
-        for (size_t start = 0; start < n; start += kChunk) {
-            const size_t stop = std::min(kChunk, n - start);
-            for (size_t i = 0; i < stop; i += 4) {
-                reader.refill();
-                for (size_t j = i; j < std::min(i + 4, stop); ++j) {
-                    shortest = std::min(shortest, table[reader.buffer & ((1 << kMaxLength) - 1)].length);
-                    symbols[j] = reader.take(table.data());
-                }
-            }
-            require(shortest > 0, "payload: it holds bits that are no code; it is corrupt");
-            for (size_t i = stop; i % 8; ++i) symbols[i] = 0;
-            pack_codes(bits, symbols, stop, out + start / 8 * bits);
-        }
-        out += packed_nbytes(count, bits);
+        size_t left = static_cast<size_t>(count) * static_cast<size_t>(bits);
+        if (!several.empty()) left = read_several(several.data(), &reader, &writer, left);
+        read_each(table, reader, writer, left, bits);
     }
     require(reader.num_read <= num_bits && num_bits - reader.num_read < 8 && reader.buffer == 0,
             "payload: its size does not fit the counts; it is corrupt");
