@@ -1,7 +1,7 @@
 // Copies what is kept of an array to the front of another, with its indices: the inner loop of every selection.
 //
-// Compilers do not vectorise this from a plain loop. (AVX-512 compresses to a register and not to memory, which is slow on
-// Zen 4.)
+// Compilers do not vectorise this from a plain loop. AVX2 permutes by a table of the lanes that a mask keeps. AVX-512
+// compresses to a register and not to memory, which is slow on Zen 4.
 #pragma once
 
 #include "hits.hpp"
@@ -16,6 +16,109 @@ struct Cut {
 };
 
 #ifdef THINWIRE_X86
+
+// Row m lists the set bits of m, in ascending order.
+struct SetBits {
+    alignas(64) uint8_t rows[256][8];
+
+    constexpr SetBits() : rows() {
+        for (int mask = 0; mask < 256; ++mask)
+            for (int bit = 0, count = 0; bit < 8; ++bit)
+                if (mask >> bit & 1) rows[mask][count++] = static_cast<uint8_t>(bit);
+    }
+};
+
+inline constexpr SetBits kSetBits;
+
+// The lanes whose bits are set in `mask`, first.
+THINWIRE_AVX2_INLINE __m256i lanes_of(uint32_t mask) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kSetBits.rows[mask])));
+}
+
+THINWIRE_AVX2_INLINE size_t popcount(uint32_t mask) { return static_cast<size_t>(__builtin_popcount(mask)); }
+
+THINWIRE_AVX2_INLINE void store8(int32_t* to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+
+THINWIRE_AVX2_INLINE __m256i magnitudes8(__m256 x) {
+    return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+}
+
+// Which of eight integers exceed others.
+THINWIRE_AVX2_INLINE uint32_t greater8(__m256i a, __m256i b) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b))));
+}
+
+THINWIRE_AVX2_INLINE void put_values8(uint32_t mask, __m256 x, float* values) {
+    _mm256_storeu_ps(values, _mm256_permutevar8x32_ps(x, lanes_of(mask)));
+}
+
+// Appends until `count` exceeds `capacity` or fewer than a block are left from `at` on, which moves.
+THINWIRE_AVX2 inline size_t compact_avx2(const float* x, size_t n, int32_t threshold, size_t& at, size_t count,
+                                         int32_t* indices, float* values, size_t capacity) {
+    const __m256i below = _mm256_set1_epi32(threshold - 1);
+    for (; at + kBlock <= n && count <= capacity; at += kBlock) {
+        __m256i largest = _mm256_setzero_si256();
+        for (size_t i = 0; i < kBlock; i += 8)
+            largest = _mm256_max_epi32(largest, magnitudes8(_mm256_loadu_ps(x + at + i)));
+        if (greater8(largest, below) == 0) continue;
+        for (size_t i = at; i < at + kBlock; i += 8) {
+            const __m256 value = _mm256_loadu_ps(x + i);
+            const uint32_t mask = greater8(magnitudes8(value), below);
+            const __m256i lanes = lanes_of(mask);
+            _mm256_storeu_ps(values + count, _mm256_permutevar8x32_ps(value, lanes));
+            store8(indices + count, _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(i))));
+            count += popcount(mask);
+        }
+    }
+    return count;
+}
+
+// `keep` for whole groups of 8; `at` is where the rest begins. Writes no further than it has read.
+THINWIRE_AVX2 inline size_t keep_avx2(const int32_t* from_indices, const float* from_values, size_t count, Cut& cut,
+                                      size_t& at, int32_t* indices, float* values, size_t room) {
+    const __m256i threshold = _mm256_set1_epi32(cut.threshold);
+    size_t kept = 0;
+    for (; at + 8 <= count && kept + 8 <= room; at += 8) {
+        const __m256 value = _mm256_loadu_ps(from_values + at);
+        const __m256i magnitude = magnitudes8(value);
+        uint32_t chosen = greater8(magnitude, threshold);
+        uint32_t equal = ~(chosen | greater8(threshold, magnitude)) & 255;
+        for (; equal && cut.ties; equal &= equal - 1, --cut.ties) chosen |= equal & (0 - equal);
+        const __m256i index = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from_indices + at));
+        store8(indices + kept, _mm256_permutevar8x32_epi32(index, lanes_of(chosen)));
+        put_values8(chosen, value, values + kept);
+        kept += popcount(chosen);
+    }
+    return kept;
+}
+
+// For whole groups of 8, of which `at` is the end: counts magnitudes above `high`, and collects the values from `low` on.
+THINWIRE_AVX2 inline size_t bracket_avx2(const float* x, size_t n, int32_t low, int32_t high, size_t& at, size_t& above,
+                                         float* values, size_t capacity) {
+    const __m256i below = _mm256_set1_epi32(low - 1), most = _mm256_set1_epi32(high);
+    size_t count = 0;
+    for (; at + 8 <= n && count <= capacity; at += 8) {
+        const __m256 value = _mm256_loadu_ps(x + at);
+        const __m256i magnitude = magnitudes8(value);
+        const uint32_t over = greater8(magnitude, most), between = greater8(magnitude, below) & ~over;
+        put_values8(between, value, values + count);
+        count += popcount(between);
+        above += popcount(over);
+    }
+    return count;
+}
+
+// Positions of set bits, for whole bytes, of which `at` is the end; stops where a byte may not fit the room.
+THINWIRE_AVX2 inline size_t positions_avx2(const uint8_t* bits, uint64_t num_bits, uint64_t& at, int32_t* positions,
+                                           size_t room) {
+    size_t found = 0;
+    for (; at + 8 <= num_bits && found + 8 <= room; at += 8) {
+        const uint32_t mask = bits[at / 8];
+        store8(positions + found, _mm256_add_epi32(lanes_of(mask), _mm256_set1_epi32(static_cast<int32_t>(at))));
+        found += popcount(mask);
+    }
+    return found;
+}
 
 // Of 16 elements those in `mask` go to `indices` and `values`; returns how many.
 THINWIRE_AVX512 inline size_t compress16(__mmask16 mask, __m512i index, __m512 value, int32_t* indices, float* values) {
@@ -110,6 +213,8 @@ inline size_t positions_of_bits(const uint8_t* bits, uint64_t num_bits, int32_t*
 #ifdef THINWIRE_X86
     if (has_avx512() && room > num_bits / 64)  // where fewer are set, most words are passed over at once
         found = positions_avx512(bits, num_bits, at, positions, room);
+    else if (has_avx2() && room > num_bits / 32)
+        found = positions_avx2(bits, num_bits, at, positions, room);
 #endif
     for (; at < num_bits; at += 64) {
         const uint64_t size = num_bits - at < 64 ? num_bits - at : 64;

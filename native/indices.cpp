@@ -25,21 +25,25 @@ IndexCode choose(uint64_t count, uint64_t numel) {
     return best;
 }
 
-// Sets one bit for each index, in memory that is zero: bit `index`, or (index >> low) + j for Elias-Fano.
+// Sets one bit for each index, in memory that is zero: bit `index`, or (index >> low) + j for Elias-Fano. The word of the
+// last bit is stored for every index, because a branch on whether it is complete would often be mispredicted.
 void write_marks(const int32_t* indices, size_t count, const IndexCode& code, uint8_t* out) {
+    const int low = code.bitmap ? 0 : code.low_bits;
+    const uint64_t rank = code.bitmap ? 0 : 1, num_words = code.nbytes() / 8;
     uint64_t word = 0, at = 0;  // bits of bytes 8 at to 8 at + 7
-    const auto put = [&] { std::memcpy(out + 8 * at, &word, std::min<uint64_t>(8, code.nbytes() - 8 * at)); };
-    for (size_t j = 0; j < count; ++j) {
-        const uint64_t index = static_cast<uint64_t>(indices[j]);
-        const uint64_t bit = code.bitmap ? index : (index >> code.low_bits) + j;
-        if (bit / 64 != at) {
-            put();
-            word = 0;
-            at = bit / 64;
-        }
+    size_t j = 0;
+    for (; j < count; ++j) {
+        const uint64_t bit = (static_cast<uint64_t>(indices[j]) >> low) + rank * j;
+        if (bit / 64 >= num_words) break;
+        word = bit / 64 == at ? word : 0;
+        at = bit / 64;
         word |= uint64_t{1} << (bit % 64);
+        store(out + 8 * at, word);
     }
-    put();
+    for (; j < count; ++j) {  // of the last bytes, which are no word
+        const uint64_t bit = (static_cast<uint64_t>(indices[j]) >> low) + rank * j;
+        out[bit / 8] = static_cast<uint8_t>(out[bit / 8] | 1u << (bit % 8));
+    }
 }
 
 constexpr int kMaxLowBits = 16;  // that are packed in chunks, a vector at a time

@@ -1,7 +1,8 @@
 // Selection of large magnitudes: all above a threshold, or exactly the k largest.
 //
 // Exact top-k reads memory about once. A strided sample gives a threshold that is almost surely a little too low. One pass
-// collects all elements that reach it, and the k largest are selected among these. If the threshold was too high (fewer
+// collects all elements that reach it, and the k largest are selected among these: in a buffer, or where there are many, in
+// the output. If the threshold was too high (fewer
 // than k elements reach it) or far too low (they do not fit), a histogram of all magnitudes gives the exact threshold.
 #include <algorithm>
 #include <cmath>
@@ -20,8 +21,8 @@ constexpr size_t kMinSamples = 128, kMaxSamples = 16384;
 constexpr uint32_t kBins = 4096;
 constexpr size_t kFew = 4096;         // up to this number, selecting directly is faster than a histogram
 constexpr size_t kMinSampled = 4096;  // in shorter segments every element is a candidate
-constexpr size_t kPiece = 4096;       // collected at a time if there are more elements than ...
-constexpr size_t kMaxBuffered = 1 << 18;  // ... this: new pages for them cost more than reading the segment twice
+constexpr size_t kPiece = 4096;       // collected at a time if the guess was wrong
+constexpr size_t kMaxBuffered = 1 << 18;  // with more candidates, new pages for all of them would cost too much
 
 struct Progress {
     size_t at;     // elements read
@@ -70,6 +71,8 @@ Progress collect(const float* x, size_t n, int32_t threshold, Progress progress,
 #ifdef THINWIRE_X86
     if (has_avx512())
         progress.count = compact_avx512(x, n, threshold, progress.at, progress.count, indices, values, capacity);
+    else if (has_avx2())
+        progress.count = compact_avx2(x, n, threshold, progress.at, progress.count, indices, values, capacity);
 #endif
     return collect_plain(x, n, threshold, progress, indices, values, capacity);
 }
@@ -186,6 +189,7 @@ Bracket bracket(const float* x, size_t n, int32_t low, int32_t high, float* valu
     size_t at = 0;
 #ifdef THINWIRE_X86
     if (has_avx512()) found.count = bracket_avx512(x, n, low, high, at, found.above, values, capacity);
+    else if (has_avx2()) found.count = bracket_avx2(x, n, low, high, at, found.above, values, capacity);
 #endif
     if (found.count > capacity) return found;
     const Bracket rest = bracket_plain(x + at, n - at, low, high, values + found.count, capacity - found.count);
@@ -198,6 +202,7 @@ size_t keep(const int32_t* from_indices, const float* from_values, size_t count,
     size_t kept = 0, i = 0;
 #ifdef THINWIRE_X86
     if (has_avx512()) kept = keep_avx512(from_indices, from_values, count, cut, i, indices, values, room);
+    else if (has_avx2()) kept = keep_avx2(from_indices, from_values, count, cut, i, indices, values, room);
 #else
     (void)room;
 #endif
@@ -223,24 +228,35 @@ bool topk_by_guess(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_
     return true;
 }
 
-// The cut: computed from the elements near it if the guess was right, else from all elements.
-Cut find_cut_near(Input x, size_t k, const Guess& guess, Buffer& buffer) {
-    if (guess.between > 0) {
-        buffer.reserve(guess.between);
-        float* near = buffer.values.get();
-        const Bracket found = bracket(x.data, x.numel, guess.threshold, guess.high, near, guess.between);
-        if (found.count <= guess.between && found.above < k && k <= found.above + found.count)
-            return find_cut(near, found.count, k - found.above, guess.threshold, guess.high);
-    }
-    return find_cut(x.data, x.numel, k, 0, INT32_MAX);
+// For many elements: candidates go to the output, and to the buffer where they no longer fit. Returns whether the guess was
+// right.
+bool topk_in_place(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_t* indices, float* values) {
+    if (guess.between == 0 || k < kBlock) return false;
+    const Progress first = collect(x.data, x.numel, guess.threshold, {0, 0}, indices, values, k - kBlock);
+    buffer.reserve(std::max(guess.capacity, first.count) - first.count);
+    const Progress second = collect(x.data, x.numel, guess.threshold, {first.at, 0}, buffer.indices.get(),
+                                    buffer.values.get(), buffer.capacity);
+    if (second.at < x.numel || first.count + second.count < k) return false;
+    const std::unique_ptr<float[]> near(new float[guess.between + kBlock]);
+    const Bracket a = bracket(values, first.count, guess.threshold, guess.high, near.get(), guess.between);
+    if (a.count > guess.between) return false;
+    const size_t room = guess.between - a.count;
+    const Bracket b = bracket(buffer.values.get(), second.count, guess.threshold, guess.high, near.get() + a.count, room);
+    const size_t above = a.above + b.above, between = a.count + b.count;
+    if (b.count > room || k <= above || k > above + between) return false;
+    Cut cut = find_cut(near.get(), between, k - above, guess.threshold, guess.high);
+    const size_t kept = keep(indices, values, first.count, cut, indices, values, k);
+    keep(buffer.indices.get(), buffer.values.get(), second.count, cut, indices + kept, values + kept, k - kept);
+    return true;
 }
 
 void topk_segment(Input x, size_t k, Buffer& buffer, int32_t* indices, float* values) {
     if (k == 0) return;
     const Guess guess = guess_threshold(x.data, x.numel, k);
-    const bool fits = guess.capacity > 0 && guess.capacity <= kMaxBuffered;
-    if (fits && topk_by_guess(x, k, guess, buffer, indices, values)) return;
-    Cut cut = fits ? find_cut(x.data, x.numel, k, 0, INT32_MAX) : find_cut_near(x, k, guess, buffer);
+    const bool fits = guess.capacity <= kMaxBuffered;
+    const auto select = fits ? topk_by_guess : topk_in_place;
+    if (guess.capacity > 0 && select(x, k, guess, buffer, indices, values)) return;
+    Cut cut = find_cut(x.data, x.numel, k, 0, INT32_MAX);
     buffer.reserve(kMinSampled);
     for (size_t at = 0, kept = 0; at < x.numel && kept < k;) {
         const Progress progress = collect(x.data, x.numel, cut.threshold, {at, 0}, buffer.indices.get(),
