@@ -137,6 +137,7 @@ void def_selection(nb::module_& m) {
           Unlocked());
     m.def("largest", &largest, "xs"_a, Unlocked());
     m.def("gather", &gather, "xs"_a, "indices"_a, "values"_a, "counts"_a, Unlocked());
+    m.def("gather_marked", &gather_marked, "xs"_a, "indices"_a, "values"_a, "counts"_a, Unlocked());
     m.def("scatter_write", &scatter_write, "outs"_a, "indices"_a, "values"_a, "counts"_a, Unlocked());
     m.def("scatter_clear", &scatter_clear, "outs"_a, "indices"_a, "counts"_a, Unlocked());
     m.def("scatter_add", &scatter_add, "outs"_a, "indices"_a, "values"_a, "counts"_a, "weight"_a, Unlocked());

@@ -124,6 +124,8 @@ std::vector<float> largest(const Inputs& xs);
 // ---- scatter ----
 
 void gather(const Inputs& xs, Indices indices, Output values, const Counts& counts);
+// And makes the first value of a segment NaN if the segment holds an infinite or NaN element.
+void gather_marked(const Inputs& xs, Indices indices, Output values, const Counts& counts);
 void scatter_write(const Outputs& outs, Indices indices, Input values, const Counts& counts);
 void scatter_clear(const Outputs& outs, Indices indices, const Counts& counts);
 void scatter_add(const Outputs& outs, Indices indices, Input values, const Counts& counts, float weight);

@@ -1,7 +1,10 @@
 // Selected elements out of dense segments, and back into them. Indices may come from the network, so the indices of a
 // segment are checked before the segment is touched.
+#include <limits>
+
 #include "kernels.hpp"
 #include "platform.hpp"
+#include "reduce.hpp"
 
 namespace thinwire {
 
@@ -16,9 +19,10 @@ THINWIRE_CLONES bool all_below(const int32_t* indices, size_t count, size_t nume
     return count == 0 || largest < numel;
 }
 
-// Calls act(element, at) for every selected element of the segments and its place among all of them.
+// Calls act(segment, indices, count, at) for every segment, its checked indices, and the place of its first value.
 template <typename Segment, typename Act>
-void for_each(const std::vector<Segment>& outs, Indices indices, size_t num_values, const Counts& counts, Act act) {
+void for_each_segment(const std::vector<Segment>& outs, Indices indices, size_t num_values, const Counts& counts,
+                      Act act) {
     const size_t numel = indices.numel;
     size_t at = 0;
     require(num_values == numel, "indices and values: expected the same number of elements");
@@ -28,10 +32,33 @@ void for_each(const std::vector<Segment>& outs, Indices indices, size_t num_valu
         const size_t count = static_cast<size_t>(counts[s]);
         const int32_t* of_segment = indices.data + at;
         require(all_below(of_segment, count, outs[s].numel), "indices: one lies outside its segment; corrupt payload?");
-        for (size_t i = 0; i < count; ++i) act(outs[s].data[of_segment[i]], at + i);
+        act(outs[s], of_segment, count, at);
         at += count;
     }
     require(at == numel, "indices: more than the sum of counts");
+}
+
+// Calls act(element, at) for every selected element of the segments and its place among all of them.
+template <typename Segment, typename Act>
+void for_each(const std::vector<Segment>& outs, Indices indices, size_t num_values, const Counts& counts, Act act) {
+    for_each_segment(outs, indices, num_values, counts,
+                     [=](const Segment& out, const int32_t* of_segment, size_t count, size_t at) {
+                         for (size_t i = 0; i < count; ++i) act(out.data[of_segment[i]], at + i);
+                     });
+}
+
+constexpr size_t kGatherBlock = 4096;  // elements that stay in the first-level cache
+
+// Returns whether the whole segment is finite. Ascending indices find their block in the cache.
+THINWIRE_CLONES bool gather_checked(const float* x, size_t n, const int32_t* indices, size_t count, float* values) {
+    bool finite = true;
+    size_t i = 0;
+    for (size_t at = 0; at < n; at += kGatherBlock) {
+        const size_t end = std::min(n, at + kGatherBlock);
+        finite &= max_magnitude(x + at, end - at) < kInfinityBits;
+        for (; i < count && static_cast<size_t>(indices[i]) < end; ++i) values[i] = x[indices[i]];
+    }
+    return finite;
 }
 
 }  // namespace
@@ -50,6 +77,15 @@ void scatter_add(const Outputs& outs, Indices indices, Input values, const Count
 
 void gather(const Inputs& xs, Indices indices, Output values, const Counts& counts) {
     for_each(xs, indices, values.numel, counts, [=](float x, size_t at) { values.data[at] = x; });
+}
+
+void gather_marked(const Inputs& xs, Indices indices, Output values, const Counts& counts) {
+    for_each_segment(xs, indices, values.numel, counts,
+                     [=](const Input& x, const int32_t* of_segment, size_t count, size_t at) {
+                         float* to = values.data + at;
+                         const bool finite = gather_checked(x.data, x.numel, of_segment, count, to);
+                         if (!finite && count > 0) *to = std::numeric_limits<float>::quiet_NaN();
+                     });
 }
 
 }  // namespace thinwire

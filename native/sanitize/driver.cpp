@@ -232,13 +232,14 @@ Data top_elements() {
 
 Data scattered() {
     Floats written(kNumels), added(kNumels), cleared = kGradients;
-    Selected gathered(kSelected.indices.size());
+    Selected gathered(kSelected.indices.size()), marked(gathered);
     const Input values{kSelected.values.data(), kSelected.values.size()};
     scatter_write(written.outputs(), kSelected.chosen(), values, kCounts);
     scatter_add(added.outputs(), kSelected.chosen(), values, kCounts, kWeight);
     scatter_clear(cleared.outputs(), kSelected.chosen(), kCounts);
     gather(kGradients.inputs(), kSelected.chosen(), gathered.values_out(), kCounts);
-    return joined(written, added, cleared, gathered);
+    gather_marked(kGradients.inputs(), kSelected.chosen(), marked.values_out(), kCounts);
+    return joined(written, added, cleared, gathered, marked);
 }
 
 Data index_message() {

@@ -165,9 +165,21 @@ def test_selection(xs, data):
         kernels.scatter.add(outs, indices, values, counts, -0.7)
         rest = clones(xs)
         kernels.scatter.clear(rest, indices, counts)
-        return [indices, values, *outs, *rest, *kernels.select.above(xs, thresholds), kernels.all_finite(xs)]
+        marked = kernels.scatter.gather_marked(xs, indices, counts)
+        return [indices, values, *outs, *rest, marked, *kernels.select.above(xs, thresholds), kernels.all_finite(xs)]
 
     assert_backends_agree(compute)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "two halves"])
+def test_many_largest(kind):
+    """So many that candidates are collected in the output; with ties at the cut; and where few lie near the cut."""
+    x = torch.randn(900_000, generator=torch.Generator().manual_seed(0))
+    if kind == "ties":
+        x = x.round(decimals=1)
+    elif kind == "two halves":
+        x[450_000:] *= 100.0
+    assert_backends_agree(lambda: list(kernels.select.topk([x[1:], x[:5]], [300_001, 2])))
 
 
 @settings(max_examples=75)

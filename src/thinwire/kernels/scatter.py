@@ -15,7 +15,7 @@ from . import bits as bit
 from .backend import kernel
 from .checks import check_counts, check_length, counted_indices, device_of, numels_of, segments, vector
 from .flags import Fault, Flag, demand
-from .reduce import all_finite
+from .reduce import all_finite, mark_nonfinite
 from .scales import float32
 
 
@@ -33,6 +33,22 @@ def gather(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tens
     checked = segments("xs", xs, device)
     check_counts(counts, numels_of(xs))
     return _gather.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+
+
+def gather_marked(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tensor:
+    """The selected elements, flat; the first of a segment is NaN if the segment holds an infinite or NaN element.
+
+    Raises:
+        ValueError: if an index lies outside its segment.
+
+    Example:
+        >>> gather_marked([torch.tensor([1.0, float("inf"), 3.0])], torch.tensor([0, 2], dtype=torch.int32), [2])
+        tensor([nan, 3.])
+    """
+    device = device_of(xs, indices)
+    checked = segments("xs", xs, device)
+    check_counts(counts, numels_of(xs))
+    return _gather_marked.on(device)(checked, counted_indices(indices, counts, device), list(counts))
 
 
 def write(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int]) -> None:
@@ -145,6 +161,13 @@ def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch
 def _gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     values = [x[index] for x, index in _checked_pieces(xs, indices, counts)]
     return torch.cat([torch.empty(0, device=indices.device), *values])
+
+
+@kernel
+def _gather_marked(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = gather(xs, indices, counts)
+    mark_nonfinite(xs, values, counts)
+    return values
 
 
 @kernel

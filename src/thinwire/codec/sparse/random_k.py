@@ -80,8 +80,7 @@ class RandomK(Sparsifier):
         numels = [s.numel() for s in segments]
         counts = [self.count(n) for n in numels]
         indices = kernels.permutation.random_indices(keys, counts, numels, segments[0].device if segments else "cpu")
-        values = kernels.scatter.gather(segments, indices, counts)
-        kernels.reduce.mark_nonfinite(segments, values, counts)
+        values = kernels.scatter.gather_marked(segments, indices, counts)
         return Selection(indices, values, counts)
 
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:

@@ -8,12 +8,18 @@ from ... import debug
 from .. import _native
 from .views import views
 
-__all__ = ["gather", "write", "clear", "add"]
+__all__ = ["gather", "gather_marked", "write", "clear", "add"]
 
 
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     values = debug.empty(indices.numel())
     _native.gather(views(xs), indices.numpy(), values.numpy(), counts)
+    return values
+
+
+def gather_marked(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = debug.empty(indices.numel())
+    _native.gather_marked(views(xs), indices.numpy(), values.numpy(), counts)
     return values
 
 
