@@ -52,21 +52,21 @@ inline void Cells::build(const std::vector<float>& levels, int bits) {
     const int32_t below = std::max((smallest >> bits) - 1, 0), count = (largest >> bits) - below + 1;
     if (count > kMaxPerSign) return;
     std::vector<Cell> found(2 * static_cast<size_t>(count));
-    for (int32_t cell = 0; cell < 2 * count; ++cell) {
-        const bool negative = cell >= count;
-        const int32_t at = cell % count;
+    int reached = 1;
+    const auto count_at_most = [&](float r) {  // r ascends from call to call
+        while (reached < last && levels[reached] <= r) ++reached;
+        return reached - 1;
+    };
+    for (int32_t i = 0; i < 2 * count; ++i) {
+        const bool negative = i < count;
+        const int32_t at = negative ? count - 1 - i : i - count;
         // Magnitudes of the cell; the first one holds zero, the last one everything larger.
         const int32_t inner = at == 0 ? 0 : (below + at) << bits;
         const int32_t outer = at == count - 1 ? kInfinityBits : ((below + at + 1) << bits) - 1;
-        const float lowest = negative ? -float_from_bits(outer) : float_from_bits(inner);
-        const float highest = negative ? -float_from_bits(inner) : float_from_bits(outer);
-        const auto count_at_most = [&](float r) {
-            return static_cast<int>(std::upper_bound(levels.begin() + 1, levels.end() - 1, r) - levels.begin() - 1);
-        };
-        int code = count_at_most(lowest);
-        if (count_at_most(highest) > code + 1) return;
-        code = std::min(code, last - 2);  // every r of the cell reaches its middle, beyond which there is a level
-        found[static_cast<size_t>(cell)] = {levels[code], levels[code + 1], levels[code + 2], code};
+        const int lower = count_at_most(negative ? -float_from_bits(outer) : float_from_bits(inner));
+        if (count_at_most(negative ? -float_from_bits(inner) : float_from_bits(outer)) > lower + 1) return;
+        const int code = std::min(lower, last - 2);  // at the end, every r of the cell reaches `middle`
+        found[static_cast<size_t>(negative ? count + at : at)] = {levels[code], levels[code + 1], levels[code + 2], code};
     }
     shift = bits, first = below, per_sign = count;
     cells = std::move(found);
