@@ -34,7 +34,7 @@ EVERY = 4
 CONFIGURATIONS = {
     "error feedback": ("Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())",),
     "PowerSGD": ("PowerSGD(rank=4)",),
-    "momentum": ("dgc(0.01)", "optimizer:dgcsgd"),
+    "momentum": ("dgc(0.01)", "--optimizer.momentum", "0"),
     "gossip": ("Mix(Exponential())",),
     "local updates": ("Mean()", "--every", str(EVERY)),
 }
@@ -170,6 +170,12 @@ class _Watch:
         return new
 
 
+def accuracy(rows: list[dict[str, Any]]) -> float:
+    """The test accuracy in percent: of the mean model, if workers have models of their own; NaN if there is none."""
+    last = rows[-1] if rows else {}
+    return float(100 * last.get("mean_model_test_accuracy", last.get("test_accuracy", float("nan"))))
+
+
 def drawn(seed: int) -> list[Killed]:
     """The kills of a seed: worker 0, another worker, and any worker."""
     draws = random.Random(seed)
@@ -191,12 +197,9 @@ def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:
             plain, hit = (
                 run(name, kills, seed, Path(f"/tmp/chaos-train-{os.getpid()}")) for kills in ([], drawn(seed))
             )
-            accuracies = [
-                100 * result.rows[-1].get("mean_model_test_accuracy", result.rows[-1]["test_accuracy"])
-                for result in (hit, plain)
-            ]
+            accuracies = [accuracy(result.rows) for result in (hit, plain)]
             failure = plain.failure or hit.failure
-            if not failure and accuracies[0] < accuracies[1] - 1.0:
+            if not failure and not accuracies[0] >= accuracies[1] - 1.0:
                 failure = f"test accuracy {accuracies[0]:.1f} %, undisturbed {accuracies[1]:.1f} %"
             failures += [f"{name}, seed {seed}: {failure}"] if failure else []
             cells = [name, seed, ", ".join(f"{k.worker} ({k.step})" for k in hit.kills)]
@@ -204,13 +207,16 @@ def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:
                 ", ".join("-" if t is None else f"{t:.1f}" for t in times)
                 for times in zip(*((k.committed, k.joined) for k in hit.kills), strict=True)
             ]
-            cells += [f"{hit.rows[-1]['models']:g}", *(f"{accuracy:.1f} %" for accuracy in accuracies)]
+            cells += [
+                f"{hit.rows[-1]['models'] if hit.rows else 0:g}",
+                *(f"{accuracy:.1f} %" for accuracy in accuracies),
+            ]
             lines.append(f"| {' | '.join(map(str, cells))} |")
             print(lines[-1], *failures[-1:], flush=True)
             if out is not None:
                 with out.open("a") as file:
                     file.write(
-                        json.dumps([name, seed, hit.kills, accuracies, failure, hit.rows[-1], plain.rows[-1]]) + "\n"
+                        json.dumps([name, seed, hit.kills, accuracies, failure, hit.rows[-1:], plain.rows[-1:]]) + "\n"
                     )
     print("\n".join([*lines, "", *failures]))
     return len(failures)

@@ -79,6 +79,8 @@ def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -
     for i, found in drawn.items():
         _draw(axes, found, groups[i].label, line_style(i), log_y)
     _finish(axes, axis, y, list(drawn.values()), log_y)
+    if not log_y and all((found.y[np.isfinite(found.y)] % 1 == 0).all() for found in drawn.values()):
+        axes.locator_params(axis="y", integer=True)  # numbers of workers
     add_legend(axes, height=3.0)
     return figure
 
