@@ -207,9 +207,11 @@ std::vector<Code> table_of_one(const Lengths& lengths) {
     return table;
 }
 
+constexpr size_t kNone = SIZE_MAX;
 const char* const kNoCode = "payload: it holds bits that are no code; it is corrupt";
 
-// Reads symbols several at a time, while more than a batch is left of `num_bits` packed bits. Returns how many bits are left.
+// Reads symbols several at a time, while more than a batch is left of `num_bits` packed bits. Returns how many bits are left,
+// or kNone where bits are no code. It must not throw: compilers take functions with clones for such that never do.
 THINWIRE_CLONES size_t read_several(const uint32_t* table, SymbolReader* in, Writer* out, size_t num_bits) {
     SymbolReader reader = *in;
     Writer writer = *out;
@@ -229,9 +231,8 @@ THINWIRE_CLONES size_t read_several(const uint32_t* table, SymbolReader* in, Wri
         reader.num_read += lengths & 63;
         num_bits -= lengths >> 6;
     }
-    require(all < kInvalid, kNoCode);
     *in = reader, *out = writer;
-    return num_bits;
+    return all < kInvalid ? num_bits : kNone;
 }
 
 void read_each(const std::vector<Code>& table, SymbolReader& reader, Writer& writer, size_t num_bits, int bits) {
@@ -299,6 +300,7 @@ void huffman_decode(Payload coded, const Counts& counts, int bits, Bytes packed)
     for (const int64_t count : counts) {
         size_t left = static_cast<size_t>(count) * static_cast<size_t>(bits);
         if (!several.empty()) left = read_several(several.data(), &reader, &writer, left);
+        require(left != kNone, kNoCode);
         read_each(table, reader, writer, left, bits);
     }
     require(reader.num_read <= num_bits && num_bits - reader.num_read < 8 && reader.buffer == 0,

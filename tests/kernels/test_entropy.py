@@ -66,6 +66,28 @@ def test_random_bytes_never_crash(bits):
             huffman.decode(payload, Symbols(bits, [10_000]))
 
 
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_long_messages_and_their_corruptions(bits):
+    """So many symbols that several are decoded at once; damage is refused, or decoded as the reference decodes it."""
+    counts = [17_001, 3, 20_000]
+    packed, _ = packed_symbols(counts, bits, skew=4 if bits > 1 else 0, seed=0)
+    if bits == 1:
+        packed &= 17  # three zeros of four
+    payload = huffman.encode(packed, Symbols(bits, counts))
+    assert torch.equal(huffman.decode(payload, Symbols(bits, counts)), packed)
+    for flip in range(3):
+        corrupt = payload.clone()
+        corrupt[1 + flip * 7919 % (len(corrupt) - 1)] ^= 1 << flip
+
+        def compute(corrupt=corrupt):
+            try:
+                return [huffman.decode(corrupt, Symbols(bits, counts))]
+            except ValueError:
+                return []
+
+        assert_backends_agree(compute)
+
+
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=256))
 def test_codes_are_a_prefix_code_within_a_bit_of_the_entropy(counts):
