@@ -161,6 +161,19 @@ void def_indices(nb::module_& m) {
 }
 
 void def_gossip(nb::module_& m) {
+    m.def("modular_encode", &modular_encode, "xs"_a, "out"_a, "key"_a, "bits"_a, "modulus"_a, Unlocked());
+    m.def("modular_sums", &modular_sums, "own"_a, "theirs"_a, "numel"_a, "key"_a, "bits"_a, Unlocked());
+    m.def("modular_add", &modular_add, "outs"_a, "payloads"_a, "weights"_a, "bits"_a, Unlocked());
+    m.def("modular_recover_add", &modular_recover_add, "outs"_a, "own"_a, "payloads"_a, "weights"_a, "bits"_a,
+          "modulus"_a, Unlocked());
+    m.def("difference_encode", &difference_encode, "xs"_a, "ys"_a, "sum"_a, "out"_a, "keys"_a, "quantizer"_a,
+          "measured"_a, Unlocked());
+    m.def("dense_sums", &dense_sums, "vs"_a, "cs"_a, Unlocked());
+    m.def("choco_decode_add", &choco_decode_add, "xs"_a, "hs"_a, "ss"_a, "payloads"_a, "factors"_a, "weights"_a,
+          "step"_a, "quantizer"_a, Unlocked());
+    m.def("choco_dense_add", &choco_dense_add, "xs"_a, "hs"_a, "ss"_a, "vectors"_a, "weights"_a, "step"_a, Unlocked());
+    m.def("squeeze_decode_add", &squeeze_decode_add, "xs"_a, "losts"_a, "payloads"_a, "factors"_a, "weights"_a,
+          "step"_a, "quantizer"_a, Unlocked());
     m.def("low_rank_products", &low_rank_products, "xs"_a, "rows"_a, "ps"_a, "left"_a, "outs"_a, Unlocked());
     m.def("low_rank_add", &low_rank_add, "xs"_a, "rows"_a, "a"_a, "b"_a, Unlocked());
     m.def("mix_add", &mix_add, "outs"_a, "own"_a, "theirs"_a, "weights"_a, "own_weight"_a, Unlocked());

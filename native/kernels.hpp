@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 namespace thinwire {
@@ -178,6 +179,38 @@ void low_rank_add(const Outputs& xs, const Counts& rows, const Inputs& as, const
 // outs += own_weight own + sum_k weights[k] (theirs[k] - own); returns whether what was added is finite. Vectors hold all segments.
 bool mix_add(const Outputs& outs, Input own, const Inputs& theirs, const std::vector<float>& weights,
              float own_weight);
+
+// ---- difference ----
+
+// Encodes v = x - y; or, if `sum`, v = x + y, which is also written to y. If `measured`, returns <c, c>, <v, c> and <v, v>
+// for the decoding c, up to rounding.
+std::vector<double> difference_encode(const Inputs& xs, const Outputs& ys, bool sum, Bytes out, const Keys& keys,
+                                      const Quantizer& quantizer, bool measured);
+std::vector<double> dense_sums(const Inputs& vs, const Inputs& cs);
+// With v_k the payloads times their factors, the own first:
+// h += v_0;  s += sum_k weights[k] v_k;  x += step (s - h).
+void choco_decode_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Payloads& payloads,
+                      const std::vector<float>& factors, const std::vector<float>& weights, float step,
+                      const Quantizer& quantizer);
+void choco_dense_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Inputs& vectors,
+                     const std::vector<float>& weights, float step);
+// lost -= v_0, where given;  x += step (sum_{k > 0} weights[k] v_k - weights[0] v_0).
+void squeeze_decode_add(const Outputs& xs, const Outputs& losts, const Payloads& payloads,
+                        const std::vector<float>& factors, const std::vector<float>& weights, float step,
+                        const Quantizer& quantizer);
+
+// ---- modular ----
+
+// Writes the payload of one bucket of all elements, modulo `modulus`, and of half the modulus itself. Returns the check of
+// codes and turns, modulo 2^64, and the largest magnitude.
+std::tuple<uint64_t, float> modular_encode(const Inputs& xs, Bytes out, uint64_t key, int bits, float modulus);
+// Of the crossings between two workers' codes: the check's sum modulo 2^64, the sum of magnitudes, and of squares.
+std::vector<int64_t> modular_sums(Payload own, Payload theirs, size_t numel, uint64_t key, int bits);
+// outs += sum_k weights[k] crossings(payloads[k + 1], payloads[0]).
+void modular_add(const Outputs& outs, const Payloads& payloads, const std::vector<float>& weights, int bits);
+// The same with differences modulo `modulus`, of the values `own` that payloads[0] holds; returns whether all are finite.
+bool modular_recover_add(const Outputs& outs, Input own, const Payloads& payloads, const std::vector<float>& weights,
+                         int bits, float modulus);
 
 // ---- reduce ----
 

@@ -13,6 +13,7 @@ from helpers.cases import case
 from helpers.spawn import spawn
 
 import thinwire as tw
+from thinwire import kernels
 from thinwire.average.gossip_nodes import pack_weighted, unpack_weighted
 
 RING = tw.Ring()
@@ -310,8 +311,6 @@ def reference_power_gossip(x, p_of, half_steps, sign, step_size):
     [(1, 1, False, 1.0), (1, 3, False, 1.0), (2, 2, False, 0.5), (1, 2, True, 1.0)],
 )
 def test_power_gossip_follows_its_definition(rank, iterations, sign, step_size):
-    from thinwire import kernels
-
     def values(worker):
         return [("w", torch.randn(7, 5, generator=torch.Generator().manual_seed(worker)))]
 
@@ -342,6 +341,12 @@ def test_power_gossip_escapes_a_direction_without_difference():
 # ---- Moniqua ----
 
 
+def moniqua_payload(averager, x, key):
+    payload = torch.empty(kernels.modular.nbytes(len(x), averager.bits), dtype=torch.uint8)
+    kernels.modular.encode([x], payload, key, averager.bits, averager.modulus)
+    return payload
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_moniqua_recovers_differences_within_theta(bits, offset):
@@ -349,8 +354,8 @@ def test_moniqua_recovers_differences_within_theta(bits, offset):
     generator = torch.Generator().manual_seed(bits)
     x = torch.randn(5000, generator=generator) * 3 + offset
     y = x + (torch.rand(5000, generator=generator) * 2 - 1) * 0.499
-    y_sent = averager._decode(averager._encode(averager._wrap(y, averager.modulus), 7, averager.modulus), 5000)
-    recovered = x + averager._wrap(y_sent - x, averager.modulus)
+    y_sent = kernels.modular.decode(moniqua_payload(averager, y, 7), 5000, bits)
+    recovered = x + kernels.modular.wrap(y_sent - x, averager.modulus)
     bound = averager.delta * averager.modulus + 1e-3 * (offset > 0) + 1e-5
     assert (recovered - y).abs().max() <= bound
     assert averager.delta == 1 / (2**bits - 1)
@@ -359,16 +364,14 @@ def test_moniqua_recovers_differences_within_theta(bits, offset):
 
 def test_moniqua_is_unbiased():
     averager, x = tw.Moniqua(theta=1.0), torch.linspace(-2, 2, 101)
-    wrapped = averager._wrap(x, averager.modulus)
-    codes = [averager._encode(wrapped, key, averager.modulus) for key in range(4000)]
-    decoded = torch.stack([averager._decode(code, 101) for code in codes])
+    wrapped = kernels.modular.wrap(x, averager.modulus)
+    codes = [moniqua_payload(averager, x, key) for key in range(4000)]
+    decoded = torch.stack([kernels.modular.decode(code, 101, averager.bits) for code in codes])
     # A rounding error of at most a step, 2, has a deviation of at most 1.
     assert (decoded.mean(0) - wrapped).abs().max() < 5 / 4000**0.5
 
 
 def test_moniqua_follows_its_definition():
-    from thinwire import kernels
-
     size, theta, gamma = 5, 8.0, 0.2
     p, x, modulus = RING.matrix(0, size), starts(size).numpy(), 6 * theta
     n = x.shape[1]

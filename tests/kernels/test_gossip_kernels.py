@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import kernels
+from thinwire.kernels.quantize import Quantizer
 
 
 @settings(max_examples=40)
@@ -23,6 +24,39 @@ def test_mix(xs, num_peers, own_weight):
         return [kernels.mix.add(outs, own, theirs, weights, own_weight), *outs]
 
     assert_backends_agree(compute)
+
+
+@settings(max_examples=20)
+@given(segments(), st.data())
+def test_differences(xs, data):
+    """What is encoded, the bytes of `quantize.encode`; how well it fits; and what a round makes of it."""
+    bits, step = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([0.5, -1 / 3]))
+    quantizer = Quantizer(
+        bits, data.draw(st.integers(1, 2**bits - 1)), data.draw(st.sampled_from([1, 3, 512, 2048, 5000]))
+    )
+    keys, add = [data.draw(st.integers(0, 2**64 - 1)) for _ in xs], data.draw(st.booleans())
+    ys, num_messages = [x.flip(0) * 0.5 for x in xs], data.draw(st.integers(1, 3))
+    factors, weights = [0.5, 1.5, 1.0][:num_messages], [0.25, -1.0, 1 / 3][:num_messages]
+
+    def compute():
+        others, payload = clones(ys), torch.empty(quantizer.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
+        sums = kernels.difference.encode(xs, others, add, payload, keys, quantizer, measured=True)
+        same = torch.empty_like(payload)
+        vs = [x + y if add else x - y for x, y in zip(xs, ys, strict=True)]
+        kernels.quantize.encode(vs, same, keys, quantizer)
+        assert torch.equal(payload, same)
+        payloads = [payload, same.clone(), same.clone()][:num_messages]
+        choco, squeezed = [clones(xs), clones(ys), clones(ys)], [clones(xs), clones(ys)]
+        kernels.difference.choco_add(*choco, payloads, factors, weights, step, quantizer)
+        kernels.difference.squeeze_add(*squeezed, payloads, factors, weights, step, quantizer)
+        kept_sums.append(sums)
+        return [payload, *others, *(t for group in (*choco, *squeezed) for t in group)]
+
+    kept_sums: list[torch.Tensor] = []
+    assert_backends_agree(compute)
+    if kept_sums[1].isfinite().all() and kept_sums[1][2] < 1e60:
+        largest = kept_sums[1].abs().max().clamp(min=1e-300)
+        torch.testing.assert_close(kept_sums[0] / largest, kept_sums[1] / largest, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -66,3 +100,48 @@ def test_factors_that_do_not_fit():
         kernels.low_rank.add([x], [2], [p], [torch.zeros(2, 3)])
     with pytest.raises(ValueError, match=r"own: expected 6 elements"):
         kernels.mix.add([x], torch.zeros(5), [], [])
+
+
+@settings(max_examples=20)
+@given(segments(), st.data())
+def test_modular(xs, data):
+    """Codes that cross segments, at any size; the reference takes the bytes of `quantize.encode`."""
+    bits, key = data.draw(st.integers(2, 8)), data.draw(st.integers(0, 2**64 - 1))
+    modulus = data.draw(st.sampled_from([6.0, 0.37, 1e3]))
+    numel = sum(x.numel() for x in xs)
+    xs = [torch.where(x.isfinite(), x.clamp(-1e6, 1e6), x) for x in xs]  # elements of many turns are not exact
+    inside = all(bool(x.isfinite().all()) for x in xs)
+
+    def compute():
+        payloads, checks = [], []
+        for factor in (1.0, 0.999, -0.5):
+            payload = torch.empty(kernels.modular.nbytes(numel, bits), dtype=torch.uint8)
+            check, largest = kernels.modular.encode([x * factor for x in xs], payload, key, bits, modulus)
+            checks += [check if inside else 0, largest if inside else 0]
+            payloads.append(payload)
+        own = torch.cat([torch.empty(0), *xs])
+        sums = [kernels.modular.sums(payloads[0], p, numel, key, bits) for p in payloads[1:]]
+        added, recovered = clones(xs), clones(xs)
+        kernels.modular.add(added, payloads, [0.5, -1 / 3], bits)
+        finite = kernels.modular.recover_add(recovered, own, payloads, [0.5, -1 / 3], bits, modulus)
+        return [*payloads, *checks, *sums, *added, *recovered, finite]
+
+    assert_backends_agree(compute)
+
+
+@pytest.mark.parametrize("bits", [2, 5])
+def test_the_check_of_codes_finds_one_element_beyond_the_bound(bits):
+    last, theta = (1 << bits) - 1, 0.25
+    modulus, key = 2 * theta * last / (last - 1), 11
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(5000, generator=generator)
+    y = x + (torch.rand(5000, generator=generator) * 2 - 1) * 0.249
+
+    def seen(y):
+        payloads = [torch.empty(kernels.modular.nbytes(5000, bits), dtype=torch.uint8) for _ in range(2)]
+        checks = [kernels.modular.encode([v], p, key, bits, modulus)[0] for v, p in zip((x, y), payloads, strict=True)]
+        return bool(kernels.modular.sums(*payloads, 5000, key, bits)[0] == checks[1] - checks[0])
+
+    assert seen(y)
+    y[4321] = x[4321] + 2.2 * theta
+    assert not seen(y)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
 from ..membership import mean_of
@@ -18,8 +19,8 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_round import Arrive, GossipState, Round, add_vector, tensor_keys
+from .fitted_step import FittedStep, decoded, opened
+from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
 from .gossip_values import Parts
 from .layout import Layout
 
@@ -126,45 +127,77 @@ class Choco(FittedGossip):
             memory.weighted_sum.add_(theirs, alpha=near.receives[peer])
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
-        x = torch.cat(own)
-        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
-        finish = self._begin(state, round, x)
-        return lambda: add_vector(finish())
-
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
-        memory, codec = state.memory, resolve(self.codec, round.progress)
-        pace: FittedStep | None = state.pace
+        codec = resolve(self.codec, round.progress)
         with state.clock("encode"):
-            difference = own - memory.public
-            message = codec.encode(state.layout.split(difference), tensor_keys(state, round))
-            if pace is not None:
-                q = pace.fit(difference, decoded(state.layout, codec, message))
-                message = pace.with_trailer(message, round.progress.step)
+            message = self._encoded(state, round, codec, own)
         wait = round.exchange(message)
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
-            with state.clock("decode"):
-                change = torch.zeros_like(own)
-                mine = decoded(state.layout, codec, message) if pace is None else q
-                _absorb(mine, [(memory.public, 1.0), (memory.weighted_sum, round.self_weight)], change)
-                for peer, theirs in received.items():
-                    arrived = (decoded if pace is None else rescaled)(state.layout, codec, theirs)
-                    _absorb(arrived, [(memory.weighted_sum, round.receives[peer])], change)
-                if pace is None:
-                    return change.add_(memory.weighted_sum - memory.public, alpha=self.step_size)
-                change.add_((memory.weighted_sum - memory.public).mul_(pace.step_size))
-                pace.agree(received)
-                return change
 
-        return finish
+            def apply(targets: Parts) -> kernels.Flag:
+                messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
+                weights = [round.self_weight, *(round.receives[peer] for peer in received)]
+                finite = self._absorb(state, codec, targets, messages, weights)
+                if state.pace is not None:
+                    state.pace.agree(received)
+                return finite
 
+            return apply
 
-def _absorb(q: Tensor, into: list[tuple[Tensor, float]], poisoned: Tensor) -> None:
-    """Add a decoded payload to its copies; or, if it is not finite, to `poisoned` only."""
-    if not kernels.flags.read(kernels.all_finite([q])):
-        poisoned.add_(q)
-        return
-    for target, weight in into:
-        target.add_(q, alpha=weight)
+        return arrive
+
+    def _encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts) -> Tensor:
+        """The message of x - h, in one pass if the codec is a quantizer."""
+        pace: FittedStep | None = state.pace
+        layout, public, keys = state.layout, state.memory.public, tensor_keys(state, round)
+        copies, quantizer = layout.parts(public), codec.quantizer
+        if quantizer is not None:
+            payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=public.device)
+            mixed = [key.mixed() for key in keys]
+            sums = kernels.difference.encode(own, copies, False, payload, mixed, quantizer, pace is not None)
+        else:
+            difference = debug.empty_like(public)
+            for x, copy, out in zip(own, copies, layout.parts(difference), strict=True):
+                torch.sub(x, copy, out=out)
+            payload, sums = codec.encode(layout.split(difference), keys), None
+            if pace is not None:
+                sums = kernels.difference.sums([difference], [decoded(layout, codec, payload)[0]])
+        if pace is None:
+            return payload
+        assert sums is not None
+        pace.fit(sums)
+        return pace.with_trailer(payload, round.progress.step)
+
+    def _absorb(
+        self,
+        state: GossipState,
+        codec: Codec,
+        targets: Parts,
+        messages: list[tuple[Tensor, float]],
+        weights: list[float],
+    ) -> bool:
+        """Add the messages, payloads with factors and the own first, to the copies; move the targets.
+
+        A payload that is not finite is added to the targets only. Returns whether all were finite.
+        """
+        memory: ChocoMemory = state.memory
+        copies, totals = memory.layout.parts(memory.public), memory.layout.parts(memory.weighted_sum)
+        step = self.step_size if self.step_size is not None else state.pace.step_size.item()
+        quantizer, numels = codec.quantizer, [t.numel() for t in targets]
+        if quantizer is not None and all(
+            math.isfinite(factor) and kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer))
+            for payload, factor in messages
+        ):
+            payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
+            kernels.difference.choco_add(targets, copies, totals, payloads, factors, weights, step, quantizer)
+            return True
+        vectors, flags = zip(*(decoded(memory.layout, codec, *message) for message in messages), strict=True)
+        finite = [kernels.flags.read(flag) for flag in flags]
+        kept = [v if ok else torch.zeros_like(v) for v, ok in zip(vectors, finite, strict=True)]
+        kernels.difference.choco_add_dense(targets, copies, totals, kept, weights, step)
+        for v, ok in zip(vectors, finite, strict=True):
+            if not ok:
+                add_vector(v)(targets)
+        return all(finite)

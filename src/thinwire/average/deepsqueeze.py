@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
 from ..membership import dealt, norm_of
@@ -17,8 +16,8 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, rescaled
-from .gossip_round import Arrive, GossipState, Round, add_vector, tensor_keys
+from .fitted_step import FittedStep, decoded, opened
+from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
 from .gossip_values import Parts
 from .layout import Layout
 
@@ -65,7 +64,8 @@ class DeepSqueeze(FittedGossip):
     `E|C(x) - x|^2 < |x|^2`. This holds for sparsifiers, `SignNorm` and fine quantizers. It does not hold for
     `QSGD(bits=2)` with its buckets of 512, which then makes no progress.
 
-    A round with a non-finite vector leaves memory as it was. Non-finite parameters spread, as in any gossip.
+    A round with a non-finite vector leaves memory as it was; one in which `x_i + d_i` overflows
+    empties it. Non-finite parameters spread, as in any gossip.
 
     Args:
         topology: who talks to whom, with which weights.
@@ -103,58 +103,76 @@ class DeepSqueeze(FittedGossip):
         state.memory.lost.zero_()
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
-        x = torch.cat(own)
-        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
-        finish = self._begin(state, round, x)
-        return lambda: add_vector(finish())
-
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
-        if self.step_size is None:
-            return self._begin_fitted(state, round, own)
-        memory, codec, step_size = state.memory, resolve(self.codec, round.progress), self.step_size
+        codec = resolve(self.codec, round.progress)
         with state.clock("encode"):
-            v = own + memory.lost
-            segments = state.layout.split(v)
-            payload = codec.encode(segments, tensor_keys(state, round), segments)
-            if kernels.all_finite([v]):
-                memory.lost = v
-        wait = round.exchange(payload)
-
-        def finish() -> Tensor:
-            with state.clock("wait"):
-                received = wait()
-            with state.clock("decode"):
-                change = torch.zeros_like(own)
-                parts = state.layout.split(change)
-                for peer, theirs in received.items():
-                    codec.decode_add(theirs, parts, step_size * round.receives[peer])
-                codec.decode_add(payload, parts, -step_size * sum(round.receives.values()))
-                return change
-
-        return finish
-
-    def _begin_fitted(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
-        """`begin` with a step size from measurements."""
-        memory, codec, layout = state.memory, resolve(self.codec, round.progress), state.layout
-        pace: FittedStep = state.pace
-        with state.clock("encode"):
-            v = own + memory.lost
-            payload = codec.encode(layout.split(v), tensor_keys(state, round))
-            q = pace.fit(v, decoded(layout, codec, payload))
-            if kernels.all_finite([v]):
-                memory.lost = v - q
-            message = pace.with_trailer(payload, round.progress.step)
+            remembers = kernels.flags.read(kernels.all_finite(own))
+            message = self._encoded(state, round, codec, own, state.memory.lost if remembers else None)
         wait = round.exchange(message)
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
-            with state.clock("decode"):
-                change = q * -sum(round.receives.values())
-                for peer, theirs in received.items():
-                    change.add_(rescaled(layout, codec, theirs), alpha=round.receives[peer])
-                change.mul_(pace.step_size)
-                pace.agree(received)
-                return change
 
-        return finish
+            def apply(targets: Parts) -> kernels.Flag:
+                messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
+                weights = [sum(round.receives.values()), *(round.receives[peer] for peer in received)]
+                finite = self._absorb(state, codec, targets, messages, weights, remembers)
+                if state.pace is not None:
+                    state.pace.agree(received)
+                return kernels.flags.both(remembers, finite)
+
+            return apply
+
+        return arrive
+
+    def _encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts, lost: Tensor | None) -> Tensor:
+        """The message of v = x + d. Until the round is applied, `lost` holds v; None leaves memory as it is."""
+        pace: FittedStep | None = state.pace
+        layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.quantizer
+        v = state.memory.lost.clone() if lost is None else lost
+        if quantizer is not None:
+            payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=v.device)
+            mixed = [key.mixed() for key in keys]
+            sums = kernels.difference.encode(own, layout.parts(v), True, payload, mixed, quantizer, pace is not None)
+        else:
+            for x, part in zip(own, layout.parts(v), strict=True):
+                part.add_(x)
+            payload, sums = codec.encode(layout.split(v), keys), None
+            if pace is not None:
+                sums = kernels.difference.sums([v], [decoded(layout, codec, payload)[0]])
+        if pace is None:
+            return payload
+        assert sums is not None
+        pace.fit(sums)
+        return pace.with_trailer(payload, round.progress.step)
+
+    def _absorb(
+        self,
+        state: GossipState,
+        codec: Codec,
+        targets: Parts,
+        messages: list[tuple[Tensor, float]],
+        weights: list[float],
+        remembers: bool,
+    ) -> kernels.Flag:
+        """Move the targets by the messages, payloads with factors and the own first; subtract the own one from `lost`."""
+        layout, lost = state.layout, state.memory.lost
+        step = self.step_size if self.step_size is not None else state.pace.step_size.item()
+        quantizer, numels = codec.quantizer, [t.numel() for t in targets]
+        payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
+        if quantizer is not None:
+            rests = layout.parts(lost) if remembers else None
+            kernels.difference.squeeze_add(targets, rests, payloads, factors, weights, step, quantizer)
+            flags = [kernels.difference.is_finite(p, numels, quantizer) for p in payloads]
+            if not kernels.flags.read(flags[0]) and remembers:
+                lost.zero_()  # x + d has overflowed
+            return kernels.flags.all_of(flags)
+        change, finite = decoded(layout, codec, *messages[0])
+        if remembers:
+            lost.sub_(change)
+            if not kernels.flags.read(finite):
+                lost.zero_()
+        change.mul_(-weights[0])
+        for (payload, factor), weight in zip(messages[1:], weights[1:], strict=True):
+            codec.decode_add(payload, layout.split(change), factor * weight)
+        return kernels.flags.both(finite, add_vector(change.mul_(step))(targets))

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..codec import Codec
-from ..kernels.scales import float32, tree_sum
+from ..kernels.scales import float32
 from ..topology import Topology
 from ..topology.speed import difference_rates
 from .layout import Layout
@@ -78,28 +78,20 @@ class FittedStep:
         unknown = float32(UNKNOWN, device)
         return cls(Maxima(topology, size, float32(0.0, device).view(1)), unknown, float32(0.0, device))
 
-    def fit(self, v: Tensor, decoded: Tensor) -> Tensor:
-        """Measure an encoding, and scale `decoded` by its best factor, in place.
+    def fit(self, sums: Tensor) -> None:
+        """Measure an encoding: sets `factor`, and updates `kept`.
 
         Args:
-            v: what was encoded, flat.
-            decoded: what the payload holds, flat.
-
-        Returns:
-            `decoded`. If it or v is not finite, it stays as it is. Then, and if v is zero, nothing is measured.
+            sums: float64 `[<c, c>, <v, c>, <v, v>]` of the vector v and its decoding c. If they are not finite, or v is
+                zero, nothing is measured.
         """
-        if v.numel() == 0:
-            self.factor = float32(1.0, v.device)
-            return decoded
-        x, c = v.double(), decoded.double()
-        squares, product, size = tree_sum(torch.stack([c * c, x * c, x * x]))
+        squares, product, size = sums
         finite = squares.isfinite() & size.isfinite()
         factor = torch.where(finite & (squares > 0), (product / squares).clamp(min=0.0), 1.0).float()
         share = (factor.double() * product / size).clamp(0.0, 1.0).float()
         mean = torch.where(self.kept < 0, share, MEMORY * self.kept + (1.0 - MEMORY) * share)
         self.kept = torch.where(finite & (size > 0), mean, self.kept)
         self.factor = factor
-        return decoded.mul_(factor)
 
     def with_trailer(self, payload: Tensor, step: int) -> Tensor:
         """The message: the payload, then the factor and what workers are agreeing on, both float32.
@@ -133,28 +125,28 @@ class FittedStep:
         self.kept, self.step_size = (saved[name].to(device, copy=True) for name in ("kept", "step_size"))
 
 
-def decoded(layout: Layout, codec: Codec, payload: Tensor) -> Tensor:
-    """What a payload holds, as a new flat vector.
+def opened(message: Tensor, fitted: bool) -> tuple[Tensor, float]:
+    """The payload of a message, and the sender's factor: the trailer's if the message is `fitted`, else 1.
+
+    Args:
+        message: what was sent, with the trailer of `with_trailer` if `fitted`.
+        fitted: whether it has one.
+    """
+    return (message[:-TRAILER_NBYTES], _trailer(message)[0].item()) if fitted else (message, 1.0)
+
+
+def decoded(layout: Layout, codec: Codec, payload: Tensor, factor: float = 1.0) -> tuple[Tensor, kernels.Flag]:
+    """What a payload holds times a factor, as a new flat vector, and whether it is finite.
 
     Args:
         layout: of the vector.
         codec: that encoded it.
         payload: of all tensors together.
+        factor: of the payload.
     """
-    flat = torch.zeros(layout.numel, device=payload.device)
-    codec.decode_add(payload, layout.split(flat))
-    return flat
-
-
-def rescaled(layout: Layout, codec: Codec, message: Tensor) -> Tensor:
-    """What a message of `with_trailer` holds: its payload decoded, times the sender's factor; the sender's own bits.
-
-    Args:
-        layout: of the vector.
-        codec: that encoded it.
-        message: payload and trailer.
-    """
-    return decoded(layout, codec, message[:-TRAILER_NBYTES]).mul_(_trailer(message)[0])
+    flat = debug.empty(layout.numel, device=payload.device)
+    finite = codec.decode_sum([payload], layout.split(flat), factor) if layout.names else True
+    return flat, finite
 
 
 def _trailer(message: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,9 @@ from ..topology import Ring, Topology
 from .base import NamedTensors
 from .gossip_base import Gossip
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
-from .gossip_round import Arrive, GossipState, Round, add_vector
+from .gossip_round import Apply, Arrive, GossipState, Round
 from .gossip_values import Parts
-from .moniqua_pace import TRAILER_NBYTES, MoniquaPace
+from .moniqua_pace import Edge, MoniquaPace, codes_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,9 +48,9 @@ class Moniqua(Gossip):
     them, the other one is adapted.
 
     A worker sends `4 + ceil(bits (n + 1) / 8)` bytes to each neighbour in one step: B/2 as float32, then the codes of all
-    n elements and of B/2 itself; and 20 bytes more unless both are numbers. There is no memory of the size of the values,
-    except for the check's int64 a element. The topology must be doubly stochastic. A vector with a NaN or
-    infinite element makes all elements of its neighbours non-finite.
+    n elements and of B/2 itself; and 20 bytes more unless both are numbers. There is no memory of the size of
+    the values. The topology must be doubly stochastic. A vector with a NaN or infinite element makes all elements of its
+    neighbours non-finite.
 
     Args:
         topology: who talks to whom, with which weights.
@@ -122,61 +122,65 @@ class Moniqua(Gossip):
         return MoniquaPace.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
-        x = torch.cat(own)
-        state.finite = kernels.flags.both(state.finite, kernels.all_finite([x]))
-        finish = self._begin(state, round, x)
-        return lambda: add_vector(finish())
-
-    def _begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
-        if self.theta is None or self.step_size is None:
-            return self._begin_adapted(state, round, own)
+        pace: MoniquaPace | None = state.pace
+        if pace is not None:
+            return self._begin_adapted(state, pace, round, own)
+        assert self.step_size is not None
         modulus, step_size = self.modulus, self.step_size
         with state.clock("encode"):
-            wrapped = self._wrap(own, modulus)
-            payload = self._encode(wrapped, self._key(state, round), modulus)
+            payload = self._payload(own, state)
+            kernels.modular.encode(own, payload, self._key(state, round), self.bits, modulus)
+            x = torch.cat(own)  # differences are taken to these values, which may change while the messages fly
         wait = round.exchange(payload)
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
-            with state.clock("decode"):
-                change = torch.zeros_like(own)
-                own_error = self._decode(payload, own.numel()) - wrapped
-                for peer, theirs in received.items():
-                    difference = self._wrap(self._decode(theirs, own.numel()) - own, modulus) - own_error
-                    change.add_(difference, alpha=step_size * round.receives[peer])
-                return change
+            payloads, weights = [payload, *received.values()], [step_size * round.receives[peer] for peer in received]
+            return lambda targets: kernels.modular.recover_add(targets, x, payloads, weights, self.bits, modulus)
 
-        return finish
+        return arrive
 
-    def _begin_adapted(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
+    def _begin_adapted(self, state: GossipState, pace: MoniquaPace, round: Round, own: Parts) -> Arrive:
         """`begin` with a bound or a step size from measurements."""
-        pace: MoniquaPace = state.pace
-        modulus, step_size = self._modulus_at(pace), pace.step_size
+        modulus, step_size, key = self._modulus_at(pace), pace.step_size, self._key(state, round)
         with state.clock("encode"):
-            wrapped = self._wrap(own, modulus)
-            payload = self._encode(wrapped, self._key(state, round), modulus)
-            mine = self._decode(payload, own.numel())
-            check = pace.check_of(own, wrapped, mine, modulus)
-            message = pace.with_trailer(payload, check, own, round.progress.step)
-        wait = round.exchange(message)
+            payload = self._payload(own, state)
+            check, largest = kernels.modular.encode(own, payload, key, self.bits, modulus)
+            message = pace.with_trailer(payload, check, largest, round.progress.step)
+        wait, numel = round.exchange(message), state.layout.numel
 
-        def finish() -> Tensor:
+        def arrive() -> Apply:
             with state.clock("wait"):
                 received = wait()
             with state.clock("decode"):
-                change, edges = torch.zeros_like(own), []
-                for peer, theirs in received.items():
-                    k = pace.crossings(self._decode(theirs[:-TRAILER_NBYTES], own.numel()), mine, modulus)
-                    holds = pace.holds(k, theirs, check)
-                    weight = step_size * round.receives[peer] * modulus / self.num_steps
-                    change.add_(k * torch.where(holds, weight, 0.0))
-                    edges.append((k, holds))
-                pace.observe(edges)
-                pace.agree(received)
-                return change
+                edges = {
+                    peer: Edge.of(
+                        message, theirs, kernels.modular.sums(payload, codes_of(theirs), numel, key, self.bits)
+                    )
+                    for peer, theirs in received.items()
+                }
 
-        return finish
+            def apply(targets: Parts) -> kernels.Flag:
+                holding = [peer for peer, edge in edges.items() if edge.holds and edge.is_finite]
+                weights = [step_size * round.receives[peer] * modulus / self.num_steps for peer in holding]
+                payloads = [payload, *(codes_of(received[peer]) for peer in holding)]
+                kernels.modular.add(targets, payloads, weights, self.bits)
+                finite = all(edge.is_finite for edge in edges.values())
+                if not finite:
+                    for target in targets:
+                        target.fill_(math.nan)
+                pace.observe(list(edges.values()), numel)
+                pace.agree(received)
+                return finite
+
+            return apply
+
+        return arrive
+
+    def _payload(self, own: Parts, state: GossipState) -> Tensor:
+        size = kernels.modular.nbytes(state.layout.numel, self.bits)
+        return debug.empty(size, dtype=torch.uint8, device=own[0].device if own else None)
 
     def _modulus_at(self, pace: MoniquaPace) -> float:
         """The paper's for a theta that is a number; the smaller one that differences of codes need for a tracked one."""
@@ -187,26 +191,6 @@ class Moniqua(Gossip):
     def _key(self, state: GossipState, round: Round) -> int:
         """The key of the round's random numbers, the same on all workers."""
         return kernels.mix_key(state.seed, 0, round.progress.step)
-
-    def _wrap(self, x: Tensor, modulus: float) -> Tensor:
-        """x modulo B, in [-B/2, B/2)."""
-        half = modulus / 2
-        return torch.remainder(x + half, modulus).sub_(half)
-
-    def _encode(self, wrapped: Tensor, key: int, modulus: float) -> Tensor:
-        # The kernel scales by the largest magnitude, so an extra element of B/2 sets the scale.
-        x = torch.cat([wrapped, wrapped.new_full((1,), modulus / 2)])
-        quantizer = kernels.quantize.Quantizer(self.bits, self.num_steps, x.numel())
-        payload = debug.empty(quantizer.nbytes([x.numel()]), dtype=torch.uint8, device=x.device)
-        kernels.quantize.encode([x], payload, [key], quantizer)
-        return payload
-
-    def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        out = torch.zeros(numel + 1, device=payload.device)
-        kernels.quantize.decode_add(
-            payload, [out], 1.0, kernels.quantize.Quantizer(self.bits, self.num_steps, numel + 1)
-        )
-        return out[:-1]
 
 
 def _range_of_all(x: Tensor, comm: Communicator) -> float:

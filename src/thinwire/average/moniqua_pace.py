@@ -6,9 +6,9 @@ rounding thresholds between x_i and x_j, modulo the M = 2^bits - 1 levels of a t
 
     step = 2 theta / (M - 1)        modulus B = M step
 
-**Check of the bound.** Each worker sends `H = sum_e r_e u_e` modulo 2^64: u_e counts levels without the modulus, r_e are fixed
-odd numbers. A receiver compares `H_j - H_i` with `sum_e r_e k_e`. If they differ, some element differed by more than theta,
-and both ends leave the edge out of this round.
+**Check of the bound.** Each worker sends `H = sum_e r_e u_e` modulo 2^64: u_e counts levels without the modulus, r_e are odd
+numbers, the same on all workers in a round. A receiver compares `H_j - H_i` with `sum_e r_e k_e`. If they differ, some element
+differed by more than theta, and both ends leave the edge out of this round.
 
 **The bound.** Workers agree by `Maxima` whether any edge failed in the last window. If one did, theta grows by a quarter, or
 doubles if windows fail repeatedly; if none did, theta shrinks, by half in the beginning and later by a twentieth. It starts
@@ -27,7 +27,7 @@ resolves; updates of the parameters raise it again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +45,27 @@ RESOLUTION = 2.0**-18  # theta over the largest magnitude, at least: float32 has
 UNKNOWN = -1.0
 EARLY, SHRINK, SHRINK_FAST, GROW, GROW_FAST = 0.5, 0.95, 0.8, 1.25, 2.0
 LONG = 8  # windows without a failure, after which theta shrinks fast
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a worker sees of one neighbour in a round.
+
+    Attributes:
+        sums: of the crossings k, int64: the check's, of `|k|` and of `k^2`.
+        holds: whether no element differed by more than the bound.
+        is_finite: whether both ends' values were finite.
+    """
+
+    sums: Tensor
+    holds: bool
+    is_finite: bool
+
+    @classmethod
+    def of(cls, own: Tensor, theirs: Tensor, sums: Tensor) -> Edge:
+        """From both messages and the sums of their crossings."""
+        is_finite = all(kernels.flags.read(kernels.all_finite([_half(message)])) for message in (own, theirs))
+        return cls(sums, bool(sums[0] == _check(theirs) - _check(own)), is_finite)
 
 
 @dataclass
@@ -74,7 +95,6 @@ class MoniquaPace:
     failed: Tensor
     streak: int = 0
     has_failed: bool = False
-    weights: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -95,23 +115,16 @@ class MoniquaPace:
         step_size = fixed.get("step_size", 0.0)
         return cls(maxima, theta, step_size, (1 << bits) - 1, tuple(fixed), theta, seen, failed)
 
-    def check_of(self, x: Tensor, wrapped: Tensor, decoded: Tensor, modulus: float) -> Tensor:
-        """H, int64: what neighbours compare their decoding with.
+    def with_trailer(self, payload: Tensor, check: Tensor, largest: Tensor, step: int) -> Tensor:
+        """The message: the payload, the check, and what workers are agreeing on.
 
         Args:
-            x: this worker's flat vector.
-            wrapped: x modulo the modulus.
-            decoded: what its codes stand for.
-            modulus: B.
+            payload: of the round.
+            check: H, int64.
+            largest: the largest magnitude of this worker's values, float32.
+            step: of the round.
         """
-        turns = ((x - wrapped) / modulus).round().long()
-        codes = (decoded * (self.num_levels / modulus) + 0.5 * self.num_levels).round().long()
-        return (self._weights(x) * (turns * self.num_levels + codes)).sum()
-
-    def with_trailer(self, payload: Tensor, check: Tensor, x: Tensor, step: int) -> Tensor:
-        """The message: the payload, the check, and what workers are agreeing on."""
         if self.maxima.age == 0:
-            largest = x.abs().max().float() if x.numel() else self.failed.new_zeros(())
             noise = torch.where(self.seen[0] > 0, _noise(self.seen), UNKNOWN)
             own = torch.stack([self.failed, noise, torch.where(largest.isfinite(), largest, 0.0)])
             self.failed = torch.zeros_like(self.failed)
@@ -120,34 +133,22 @@ class MoniquaPace:
         numbers = self.maxima.sent(own, step)
         return torch.cat([payload, check.view(1).view(torch.uint8), numbers.view(torch.uint8)])
 
-    def crossings(self, theirs: Tensor, own: Tensor, modulus: float) -> Tensor:
-        """k of each element, float32: the thresholds between this worker's value and the neighbour's.
+    def observe(self, edges: list[Edge], numel: int) -> None:
+        """Count the differences of a round.
 
         Args:
-            theirs, own: decoded codes.
-            modulus: B.
+            edges: what this worker saw of each neighbour.
+            numel: elements.
         """
-        half = 0.5 * (self.num_levels - 1)
-        counts = ((theirs - own) * (self.num_levels / modulus)).round()
-        return torch.remainder(counts + half, self.num_levels).sub_(half)
-
-    def holds(self, k: Tensor, message: Tensor, check: Tensor) -> Tensor:
-        """Whether the bound held for all elements of an edge: a flag on the device."""
-        theirs = kernels.payload_as(message[-TRAILER_NBYTES : -TRAILER_NBYTES + 8], torch.int64, "Moniqua's check")[0]
-        holds: Tensor = (self._weights(k) * k.long()).sum() == theirs - check
-        return holds
-
-    def observe(self, edges: list[tuple[Tensor, Tensor]]) -> None:
-        """Count the differences of a round: for each edge its k, and whether the bound held."""
-        for k, holds in edges:
-            finite = k.sum().isfinite()
-            self.failed = torch.where(holds | ~finite, self.failed, 1.0)
-            if k.numel():
-                size = k.abs()
-                now = torch.stack([size.mean(dtype=torch.float64), size.square().mean(dtype=torch.float64)]).float()
+        for edge in edges:
+            if not edge.is_finite:
+                continue
+            if not edge.holds:
+                self.failed = torch.ones_like(self.failed)
+            elif numel:
+                now = (edge.sums[1:].double() / numel).float()
                 keep = MEMORY ** (1.0 / len(edges))
-                mean = torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now)
-                self.seen = torch.where(holds & finite, mean, self.seen)
+                self.seen = torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now)
 
     def agree(self, messages: Mapping[int, Tensor]) -> None:
         """Take over what neighbours sent, and at the end of a window the bound and the step size that follow."""
@@ -177,14 +178,6 @@ class MoniquaPace:
             late = SHRINK_FAST if self.streak > LONG else SHRINK
             self.theta = max(least, self.theta * (late if self.has_failed else EARLY))
 
-    def _weights(self, like: Tensor) -> Tensor:
-        """The odd numbers r_e, the same on all workers."""
-        if self.weights is None or self.weights.numel() != like.numel():
-            mixed = torch.arange(1, like.numel() + 1, device=like.device) * -7046029254386353131
-            mixed = (mixed ^ (mixed >> 32)) * -4417276706812531889
-            self.weights = (mixed ^ (mixed >> 29)) | 1
-        return self.weights
-
     def facts(self) -> dict[str, float]:
         """The bound and the step size in force."""
         return {"step_size": self.step_size, "theta": self.theta}
@@ -201,6 +194,19 @@ class MoniquaPace:
         self.seen, self.failed = (saved[name].to(self.seen.device, copy=True) for name in ("seen", "failed"))
         for name in ("theta", "step_size", "earlier_theta", "streak", "has_failed"):
             setattr(self, name, saved[name])
+
+
+def codes_of(message: Tensor) -> Tensor:
+    """The payload of a message."""
+    return message[:-TRAILER_NBYTES]
+
+
+def _half(message: Tensor) -> Tensor:
+    return kernels.payload_as(message[:4], torch.float32, "Moniqua's scale")
+
+
+def _check(message: Tensor) -> Tensor:
+    return kernels.payload_as(message[-TRAILER_NBYTES : -TRAILER_NBYTES + 8], torch.int64, "Moniqua's check")[0]
 
 
 def _noise(seen: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ class Codec(Algorithm, ABC):
         return False
 
     @property
+    def quantizer(self) -> kernels.quantize.Quantizer | None:
+        """The evenly spaced levels, if a payload is what `kernels.quantize.encode` writes for them, and nothing else."""
+        return None
+
+    @property
     def sum_dtype(self) -> torch.dtype | None:
         """The type in which payloads may be added on the wire, or None."""
         return None

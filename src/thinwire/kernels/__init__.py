@@ -14,7 +14,7 @@ One file per family: its checked functions, its records and its reference in pla
 | `entropy` | Huffman codes |
 | `scatter` | selected elements out of dense segments, and back |
 | `momentum` | momentum correction and error feedback, with top-k in the same pass |
-| `low_rank`, `mix` | what gossip adds to tensors: updates of low rank, weighted differences |
+| `low_rank`, `mix`, `difference`, `modular` | what gossip reads of tensors and adds to them, in one pass each |
 | `permutation`, `random` | random subsets and numbers, as functions of a key |
 | `reduce` | whether all is finite; norms |
 
@@ -30,12 +30,14 @@ arguments may overlap. A payload may start at any address. Byte layouts are docu
 
 from . import (
     cast,
+    difference,
     entropy,
     flags,
     indices,
     levels,
     low_rank,
     mix,
+    modular,
     momentum,
     onebit,
     permutation,
@@ -60,6 +62,7 @@ __all__ = [
     "Flag",
     "all_finite",
     "cast",
+    "difference",
     "entropy",
     "flags",
     "indices",
@@ -67,6 +70,7 @@ __all__ = [
     "low_rank",
     "mix",
     "mix_key",
+    "modular",
     "momentum",
     "num_buckets",
     "onebit",

@@ -102,7 +102,7 @@ class QSGD(Codec):
         return int(2 ** number(self.bits)) - (2 if self.zero else 1)
 
     @cached_property
-    def _quantizer(self) -> kernels.quantize.Quantizer:
+    def quantizer(self) -> kernels.quantize.Quantizer:
         bucket_size = MAX_SEGMENT_NUMEL if self.bucket_size is None else self.bucket_size
         return kernels.quantize.Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm)
 
@@ -112,16 +112,16 @@ class QSGD(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.quantize.encode(segments, payload, keys, self._quantizer, residuals)
+        kernels.quantize.encode(segments, payload, keys, self.quantizer, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.quantize.decode_add(payload, outs, weight, self._quantizer)
+        kernels.quantize.decode_add(payload, outs, weight, self.quantizer)
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
     ) -> Flag:
-        return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)
+        return kernels.quantize.decode_sum(payloads, outs, weight, self.quantizer)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return self._quantizer.nbytes(numels)
+        return self.quantizer.nbytes(numels)

@@ -6,11 +6,13 @@ the family's public functions. Importing this package fails where the extension 
 
 from . import (
     cast,
+    difference,
     entropy,
     indices,
     levels,
     low_rank,
     mix,
+    modular,
     momentum,
     onebit,
     permutation,
@@ -28,11 +30,13 @@ from . import (
 
 FAMILIES = (
     cast,
+    difference,
     entropy,
     indices,
     levels,
     low_rank,
     mix,
+    modular,
     momentum,
     onebit,
     permutation,

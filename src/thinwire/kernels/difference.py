@@ -1,0 +1,268 @@
+"""CHOCO's and DeepSqueeze's rounds in few passes: encode a difference or a sum, and apply what came of it.
+
+A decoding `c` is compared with what was encoded, `v`, by the sums `<c, c>`, `<v, c>` and `<v, v>`. They are float64, but
+parts of them are added in float32, in any order: backends agree to about seven digits. Sums of float32 squares that
+would overflow or vanish are taken in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from . import quantize
+from .backend import kernel
+from .checks import (
+    check_length,
+    checked_payloads,
+    device_of,
+    numels_of,
+    payload_as,
+    payload_bytes,
+    segments,
+    segments_alike,
+    vector,
+)
+from .flags import Flag
+from .quantize import Quantizer
+from .reduce import all_finite
+
+
+def encode(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    add: bool,
+    out: Tensor,
+    keys: Sequence[int],
+    quantizer: Quantizer,
+    measured: bool,
+) -> Tensor | None:
+    """Quantize `v = x - y`, or with `add` `v = x + y`, which is then also written to y; the bytes of `quantize.encode`.
+
+    Args:
+        xs: segments of float32.
+        ys: segments of the same sizes; overwritten by `v` with `add`.
+        add: whether v is the sum.
+        out: uint8 of `quantizer.nbytes(...)` bytes, written.
+        keys: one 64-bit key per segment.
+        quantizer: the levels and the buckets.
+        measured: whether to compare the decoding with v.
+
+    Returns:
+        float64 tensor `[<c, c>, <v, c>, <v, v>]`, or None unless `measured`.
+
+    Raises:
+        ValueError: if a buffer has the wrong kind or size.
+
+    Example:
+        >>> x, y, q = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]), Quantizer(4, 14, 512)
+        >>> encode([x], [y], False, torch.empty(q.nbytes([2]), dtype=torch.uint8), [7], q, measured=True).tolist()
+        [4.0, 4.0, 4.0]
+    """
+    device = device_of(xs, out)
+    checked = segments("xs", xs, device)
+    others = segments_alike("ys", ys, xs, device)
+    check_length("keys", keys, len(xs))
+    out = payload_bytes("out", out, quantizer.nbytes(numels_of(xs)), device)
+    return _encode.on(device)(checked, others, add, out, list(keys), quantizer, measured)
+
+
+def sums(vs: Sequence[Tensor], cs: Sequence[Tensor]) -> Tensor:
+    """`[<c, c>, <v, c>, <v, v>]` over all segments, float64.
+
+    Example:
+        >>> sums([torch.tensor([3.0, 4.0])], [torch.tensor([1.0, 0.0])]).tolist()
+        [1.0, 3.0, 25.0]
+    """
+    device = device_of(vs)
+    return _sums.on(device)(segments("vs", vs, device), segments_alike("cs", cs, vs, device))
+
+
+def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer) -> Flag:
+    """Whether all decoded elements of a payload of `quantize.encode` are finite, which its scales tell.
+
+    Args:
+        payload: uint8, as it was received; it may start at any address.
+        numels: elements of each segment.
+        quantizer: as given to the encoder.
+    """
+    num_buckets = sum(-(-n // quantizer.bucket_size) for n in numels)
+    scales = payload[: 4 * num_buckets]
+    return all_finite([payload_as(scales, torch.float32)])
+
+
+def choco_add(
+    xs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    factors: Sequence[float],
+    weights: Sequence[float],
+    step: float,
+    quantizer: Quantizer,
+) -> None:
+    """Apply a round of CHOCO. With `v_k` what payload k holds, times its factor, and v_0 the worker's own:
+
+        copy += v_0;   total += sum_k weights[k] v_k;   x += step (total - copy)
+
+    Args:
+        xs, copies, totals: segments of float32, changed.
+        payloads: of `encode`, the own first; all of their elements must be finite.
+        factors, weights: one for each payload.
+        step: of the round.
+        quantizer: as given to `encode`.
+
+    Raises:
+        ValueError: if sizes do not fit.
+    """
+    checked, outs = checked_payloads(payloads, xs, quantizer.nbytes(numels_of(xs)))
+    device = device_of(outs, checked[0])
+    copies, totals = (segments_alike(name, y, xs, device) for name, y in (("copies", copies), ("totals", totals)))
+    check_length("factors", factors, len(payloads))
+    check_length("weights", weights, len(payloads))
+    function = _choco_add.on(device)
+    function(outs, copies, totals, checked, list(factors), list(weights), step, quantizer)
+
+
+def choco_add_dense(
+    xs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    weights: Sequence[float],
+    step: float,
+) -> None:
+    """`choco_add` of decoded messages: each of `vectors` holds all segments."""
+    device = device_of(xs)
+    outs = segments("xs", xs, device)
+    copies, totals = (segments_alike(name, y, xs, device) for name, y in (("copies", copies), ("totals", totals)))
+    check_length("weights", weights, len(vectors))
+    checked = [vector(f"vectors[{k}]", v, torch.float32, device) for k, v in enumerate(vectors)]
+    _choco_add_dense.on(device)(outs, copies, totals, checked, list(weights), step)
+
+
+def squeeze_add(
+    xs: Sequence[Tensor],
+    lost: Sequence[Tensor] | None,
+    payloads: Sequence[Tensor],
+    factors: Sequence[float],
+    weights: Sequence[float],
+    step: float,
+    quantizer: Quantizer,
+) -> None:
+    """Apply a round of DeepSqueeze. With `v_k` what payload k holds, times its factor, and v_0 the worker's own:
+
+        lost -= v_0;   x += step (sum_{k > 0} weights[k] v_k - weights[0] v_0)
+
+    Args:
+        xs: segments of float32, changed.
+        lost: segments of the same sizes, changed; None leaves them out.
+        payloads: of `encode`, the own first.
+        factors, weights: one for each payload.
+        step: of the round.
+        quantizer: as given to `encode`.
+
+    Raises:
+        ValueError: if sizes do not fit.
+    """
+    checked, outs = checked_payloads(payloads, xs, quantizer.nbytes(numels_of(xs)))
+    device = device_of(outs, checked[0])
+    rests = None if lost is None else segments_alike("lost", lost, xs, device)
+    check_length("factors", factors, len(payloads))
+    check_length("weights", weights, len(payloads))
+    _squeeze_add.on(device)(outs, rests, checked, list(factors), list(weights), step, quantizer)
+
+
+# ---- the reference ----
+
+
+@kernel
+def _encode(
+    xs: list[Tensor],
+    ys: list[Tensor],
+    add: bool,
+    out: Tensor,
+    keys: list[int],
+    quantizer: Quantizer,
+    measured: bool,
+) -> Tensor | None:
+    vs = [x + y if add else x - y for x, y in zip(xs, ys, strict=True)]
+    if add:
+        for y, v in zip(ys, vs, strict=True):
+            y.copy_(v)
+    lost = [torch.empty_like(v) for v in vs] if measured else None
+    quantize.encode(vs, out, keys, quantizer, lost)
+    if lost is None:
+        return None
+    return sums(vs, [v - rest for v, rest in zip(vs, lost, strict=True)])
+
+
+@kernel
+def _sums(vs: list[Tensor], cs: list[Tensor]) -> Tensor:
+    total = torch.zeros(3, dtype=torch.float64, device=device_of(vs))
+    for v, c in zip((t.double() for t in vs), (t.double() for t in cs), strict=True):
+        total += torch.stack([(c * c).sum(), (v * c).sum(), (v * v).sum()])
+    return total
+
+
+@kernel
+def _choco_add(
+    xs: list[Tensor],
+    copies: list[Tensor],
+    totals: list[Tensor],
+    payloads: list[Tensor],
+    factors: list[float],
+    weights: list[float],
+    step: float,
+    quantizer: Quantizer,
+) -> None:
+    vectors = [_decoded(payload, xs, factor, quantizer) for payload, factor in zip(payloads, factors, strict=True)]
+    choco_add_dense(xs, copies, totals, vectors, weights, step)
+
+
+@kernel
+def _choco_add_dense(
+    xs: list[Tensor],
+    copies: list[Tensor],
+    totals: list[Tensor],
+    vectors: list[Tensor],
+    weights: list[float],
+    step: float,
+) -> None:
+    parts = zip(*(v.split(numels_of(xs)) for v in vectors), strict=True)
+    for x, copy, total, (own, *theirs) in zip(xs, copies, totals, parts, strict=True):
+        copy.add_(own)
+        total.add_(own * weights[0]).add_(_weighted(own, theirs, weights))
+        x.add_((total - copy) * step)
+
+
+@kernel
+def _squeeze_add(
+    xs: list[Tensor],
+    lost: list[Tensor] | None,
+    payloads: list[Tensor],
+    factors: list[float],
+    weights: list[float],
+    step: float,
+    quantizer: Quantizer,
+) -> None:
+    vectors = [_decoded(payload, xs, factor, quantizer) for payload, factor in zip(payloads, factors, strict=True)]
+    parts = zip(*(v.split(numels_of(xs)) for v in vectors), strict=True)
+    for i, (x, (own, *theirs)) in enumerate(zip(xs, parts, strict=True)):
+        if lost is not None:
+            lost[i].sub_(own)
+        x.add_((_weighted(own, theirs, weights) - own * weights[0]) * step)
+
+
+def _decoded(payload: Tensor, xs: list[Tensor], factor: float, quantizer: Quantizer) -> Tensor:
+    vector = torch.empty(sum(numels_of(xs)), device=payload.device)
+    quantize.decode_sum([payload], list(vector.split(numels_of(xs))), factor, quantizer)
+    return vector
+
+
+def _weighted(own: Tensor, theirs: Sequence[Tensor], weights: list[float]) -> Tensor:
+    terms = [v * weight for v, weight in zip(theirs, weights[1:], strict=True)]
+    return reduce(torch.add, terms) if terms else torch.zeros_like(own)
