@@ -140,6 +140,7 @@ void def_selection(nb::module_& m) {
     m.def("gather_marked", &gather_marked, "xs"_a, "indices"_a, "values"_a, "counts"_a, Unlocked());
     m.def("scatter_write", &scatter_write, "outs"_a, "indices"_a, "values"_a, "counts"_a, Unlocked());
     m.def("scatter_clear", &scatter_clear, "outs"_a, "indices"_a, "counts"_a, Unlocked());
+    m.def("scatter_total", &scatter_total, "outs"_a, "indices"_a, "values"_a, "counts"_a, "weight"_a, Unlocked());
     m.def("scatter_add", &scatter_add, "outs"_a, "indices"_a, "values"_a, "counts"_a, "weight"_a, Unlocked());
     m.def("momentum_correct", &correct, "gs"_a, "us"_a, "vs"_a, "new_us"_a, "new_vs"_a, "rule"_a, Unlocked());
     m.def("momentum_correct_topk", &correct_topk, "gs"_a, "us"_a, "vs"_a, "new_us"_a, "new_vs"_a, "rule"_a, "counts"_a,

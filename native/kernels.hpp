@@ -130,6 +130,9 @@ void gather_marked(const Inputs& xs, Indices indices, Output values, const Count
 void scatter_write(const Outputs& outs, Indices indices, Input values, const Counts& counts);
 void scatter_clear(const Outputs& outs, Indices indices, const Counts& counts);
 void scatter_add(const Outputs& outs, Indices indices, Input values, const Counts& counts, float weight);
+// outs = weight * the sum over payloads, whose indices ascend; returns whether it is finite.
+bool scatter_total(const Outputs& outs, const std::vector<Indices>& indices, const Inputs& values,
+                   const std::vector<Counts>& counts, float weight);
 
 // ---- indices, smallest, rice, words ----
 

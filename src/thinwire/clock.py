@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 import torch
-from torch.profiler import record_function
+from torch.autograd import profiler
 
 
 class Clock:
@@ -49,22 +49,23 @@ class Clock:
                 self._add_first()
             return dict(self._seconds)
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
         """Time a phase; a profiler shows it as `thinwire::<phase>`."""
-        is_on_gpu = self.device.type == "cuda"
-        start, began = time.perf_counter(), self._event() if is_on_gpu else None
-        try:
-            with record_function(f"thinwire::{phase}"):
-                yield
-        finally:
-            with self._lock:
-                if began is None:
-                    self._seconds[phase] += time.perf_counter() - start
-                else:
-                    self._pending.append((phase, began, self._event()))
-                    while self._pending and self._pending[0][2].query():  # keeps the list short
-                        self._add_first()
+        return _Phase(self, phase)
+
+    def begin(self) -> torch.cuda.Event | None:
+        """An event at the begin of a phase on a GPU."""
+        return self._event() if self.device.type == "cuda" else None
+
+    def end(self, phase: str, start: float, began: torch.cuda.Event | None) -> None:
+        """Add a phase, since `start` on the host or since `began` on a GPU."""
+        with self._lock:
+            if began is None:
+                self._seconds[phase] += time.perf_counter() - start
+            else:
+                self._pending.append((phase, began, self._event()))
+                while self._pending and self._pending[0][2].query():  # keeps the list short
+                    self._add_first()
 
     def _event(self) -> torch.cuda.Event:
         stream = torch.cuda.current_stream(self.device)
@@ -74,3 +75,26 @@ class Clock:
     def _add_first(self) -> None:
         phase, began, ended = self._pending.popleft()
         self._seconds[phase] += began.elapsed_time(ended) / 1000
+
+
+class _Phase:
+    """One phase under way. A class, since a generator costs several times as much, forty times a step."""
+
+    __slots__ = ("_began", "_clock", "_name", "_range", "_start")
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        self._start, self._began = time.perf_counter(), self._clock.begin()
+        # Leaving a range releases the interpreter's lock, so there is one only where a profiler looks, in any thread.
+        self._range = profiler.record_function(f"thinwire::{self._name}") if profiler._is_profiler_enabled else None
+        if self._range is not None:
+            self._range.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        self._clock.end(self._name, self._start, self._began)

@@ -241,6 +241,7 @@ def test_scatter_refuses_an_index_outside(bad):
         lambda: kernels.scatter.write([out], index, torch.ones(2), [2]),
         lambda: kernels.scatter.add([out], index, torch.ones(2), [2], 1.0),
         lambda: kernels.scatter.clear([out], index, [2]),
+        lambda: kernels.scatter.total([out], [index], [torch.ones(2)], [[2]], 1.0),
     ]
     out += 1
     for call in calls:

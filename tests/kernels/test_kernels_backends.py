@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import math
 import pkgutil
 
 import pytest
@@ -292,3 +293,23 @@ FAMILIES = [name for _, name, is_package in pkgutil.iter_modules(kernels.__path_
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "_native"])
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"thinwire.kernels.{name}")).failed == 0
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from([0, 1, 17, 40_000]), min_size=1, max_size=3), st.integers(1, 3), st.data())
+def test_sum_of_selected_elements(numels, num_payloads, data):
+    """Overwrites, adds in the order of the payloads, and tells whether all is finite; the C++ backend block by block."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    share, hole = data.draw(st.sampled_from([0.0, 0.01, 1.0])), data.draw(st.sampled_from([0.0, math.inf, math.nan]))
+    picks = [[(torch.rand(n, generator=generator) < share).nonzero().view(-1).int() for n in numels]] * num_payloads
+    indices, counts = [torch.cat(p) for p in picks], [[i.numel() for i in p] for p in picks]
+    values = [torch.randn(i.numel(), generator=generator) for i in indices]
+    if indices[0].numel():
+        values[0][-1] += hole
+
+    def compute():
+        outs = [torch.full((n,), math.nan) for n in numels]
+        finite = kernels.scatter.total(outs, indices, values, counts, -1 / 3)
+        return [*outs, torch.tensor(finite)]
+
+    assert_backends_agree(compute)

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from ... import debug
 from .. import _native
+from ..flags import Flag
 from .views import views
 
-__all__ = ["gather", "gather_marked", "write", "clear", "add"]
+__all__ = ["gather", "gather_marked", "write", "clear", "add", "total"]
 
 
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
@@ -33,3 +34,9 @@ def clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
 
 def add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
     _native.scatter_add(views(outs), indices.numpy(), values.numpy(), counts, weight)
+
+
+def total(
+    outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
+) -> Flag:
+    return _native.scatter_total(views(outs), views(indices), views(values), counts, weight)
