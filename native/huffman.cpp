@@ -211,7 +211,7 @@ constexpr size_t kNone = SIZE_MAX;
 const char* const kNoCode = "payload: it holds bits that are no code; it is corrupt";
 
 // Reads symbols several at a time, while more than a batch is left of `num_bits` packed bits. Returns how many bits are left,
-// or kNone where bits are no code. It must not throw: compilers take functions with clones for such that never do.
+// or kNone where bits are no code. It must not throw: compilers assume that a cloned function never throws.
 THINWIRE_CLONES size_t read_several(const uint32_t* table, SymbolReader* in, Writer* out, size_t num_bits) {
     SymbolReader reader = *in;
     Writer writer = *out;

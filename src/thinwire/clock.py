@@ -78,7 +78,7 @@ class Clock:
 
 
 class _Phase:
-    """One phase under way. A class, since a generator costs several times as much, forty times a step."""
+    """One phase under way. A class: a generator costs several times as much, and a step has about forty phases."""
 
     __slots__ = ("_began", "_clock", "_name", "_range", "_start")
 

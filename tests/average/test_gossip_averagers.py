@@ -524,3 +524,28 @@ def test_a_state_of_another_averager_is_refused():
             tw.Choco().init(start(comm.rank), comm).load_state_dict(saved)
 
     tw.LocalWorld(2).run(worker)
+
+
+@pytest.mark.parametrize("averager", [tw.Choco(), tw.DeepSqueeze()], ids=repr)
+def test_memory_stays_finite_where_a_factor_overflows_its_payload(averager):
+    """The payload's scale is finite and the factor is 1.008; their product is not."""
+
+    def worker(comm):
+        x = torch.tensor([3.4e38, 0.68e38]) * (comm.rank == 0)
+        state = averager.init([("x", x)], comm, seed=5)
+        averager.step(state, [("x", x)], comm).wait()
+        averager.commit(state)
+        return all(t.isfinite().all() for t in vars(state.memory).values() if isinstance(t, torch.Tensor))
+
+    assert all(tw.LocalWorld(2).run(worker))
+
+
+def test_autograd_notices_that_a_round_has_moved_a_parameter():
+    def worker(comm):
+        p = torch.nn.Parameter(torch.ones(4) * comm.rank)
+        loss, averager = p.square().sum(), tw.Mix()
+        averager.step(averager.init([("p", p)], comm), [("p", p)], comm).wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    tw.LocalWorld(2).run(worker)

@@ -301,7 +301,10 @@ def test_sum_of_selected_elements(numels, num_payloads, data):
     """Overwrites, adds in the order of the payloads, and tells whether all is finite; the C++ backend block by block."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     share, hole = data.draw(st.sampled_from([0.0, 0.01, 1.0])), data.draw(st.sampled_from([0.0, math.inf, math.nan]))
-    picks = [[(torch.rand(n, generator=generator) < share).nonzero().view(-1).int() for n in numels]] * num_payloads
+    picks = [
+        [(torch.rand(n, generator=generator) < share).nonzero().view(-1).int() for n in numels]
+        for _ in range(num_payloads)
+    ]
     indices, counts = [torch.cat(p) for p in picks], [[i.numel() for i in p] for p in picks]
     values = [torch.randn(i.numel(), generator=generator) for i in indices]
     if indices[0].numel():

@@ -37,6 +37,8 @@ AVERAGERS = [
     tw.Mix(tw.RandomPairs()),
     tw.Mix(tw.Ring()),
     tw.Choco(tw.Ring()),
+    tw.Choco(tw.Ring(), tw.TopK(0.1), 0.2),
+    tw.DeepSqueeze(tw.Ring()),
     tw.PowerGossip(tw.Ring()),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, opened
+from .fitted_step import FittedStep, decoded, on_host, opened
 from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
 from .gossip_values import Parts
 from .layout import Layout
@@ -184,10 +183,10 @@ class Choco(FittedGossip):
         """
         memory: ChocoMemory = state.memory
         copies, totals = memory.layout.parts(memory.public), memory.layout.parts(memory.weighted_sum)
-        step = self.step_size if self.step_size is not None else state.pace.step_size.item()
+        step = self.step_size if self.step_size is not None else on_host(state.pace.step_size)
         quantizer, numels = codec.quantizer, [t.numel() for t in targets]
         if quantizer is not None and all(
-            math.isfinite(factor) and kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer))
+            kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer, factor))
             for payload, factor in messages
         ):
             payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]

@@ -16,7 +16,7 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, opened
+from .fitted_step import FittedStep, decoded, on_host, opened
 from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
 from .gossip_values import Parts
 from .layout import Layout
@@ -107,7 +107,13 @@ class DeepSqueeze(FittedGossip):
         with state.clock("encode"):
             remembers = kernels.flags.read(kernels.all_finite(own))
             message = self._encoded(state, round, codec, own, state.memory.lost if remembers else None)
-        wait = round.exchange(message)
+        try:
+            wait = round.exchange(message)
+        except Exception:
+            if remembers:  # the round has not begun, so memory goes back
+                for part, x in zip(state.layout.parts(state.memory.lost), own, strict=True):
+                    part.sub_(x)
+            raise
 
         def arrive() -> Apply:
             with state.clock("wait"):
@@ -157,13 +163,13 @@ class DeepSqueeze(FittedGossip):
     ) -> kernels.Flag:
         """Move the targets by the messages, payloads with factors and the own first; subtract the own one from `lost`."""
         layout, lost = state.layout, state.memory.lost
-        step = self.step_size if self.step_size is not None else state.pace.step_size.item()
+        step = self.step_size if self.step_size is not None else on_host(state.pace.step_size)
         quantizer, numels = codec.quantizer, [t.numel() for t in targets]
         payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
         if quantizer is not None:
             rests = layout.parts(lost) if remembers else None
             kernels.difference.squeeze_add(targets, rests, payloads, factors, weights, step, quantizer)
-            flags = [kernels.difference.is_finite(p, numels, quantizer) for p in payloads]
+            flags = [kernels.difference.is_finite(p, numels, quantizer, factor) for p, factor in messages]
             if not kernels.flags.read(flags[0]) and remembers:
                 lost.zero_()  # x + d has overflowed
             return kernels.flags.all_of(flags)

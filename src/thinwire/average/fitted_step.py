@@ -132,7 +132,12 @@ def opened(message: Tensor, fitted: bool) -> tuple[Tensor, float]:
         message: what was sent, with the trailer of `with_trailer` if `fitted`.
         fitted: whether it has one.
     """
-    return (message[:-TRAILER_NBYTES], _trailer(message)[0].item()) if fitted else (message, 1.0)
+    return (message[:-TRAILER_NBYTES], on_host(_trailer(message)[0])) if fitted else (message, 1.0)
+
+
+def on_host(scalar: Tensor) -> float:
+    """The number. 1 while a plan records messages, which have no values."""
+    return 1.0 if scalar.is_meta else scalar.item()
 
 
 def decoded(layout: Layout, codec: Codec, payload: Tensor, factor: float = 1.0) -> tuple[Tensor, kernels.Flag]:

@@ -48,7 +48,7 @@ from ..topology import Hierarchical, Neighbours, Ring, Topology
 from .base import Averager, Departed, NamedTensors, check_agreement
 from .gossip_nodes import mix_nodes
 from .gossip_round import Apply, Arrive, GossipState, Round, add_vector
-from .gossip_values import Parts, moving, parts_of
+from .gossip_values import Parts, flat, moving, parts_of
 from .layout import Layout
 
 
@@ -228,7 +228,7 @@ class Gossip(Averager):
     def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:
         topology, progress = state.topology, state.progress
         if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
-            x = torch.cat(own)
+            x = flat(own)
 
             def begin(near: Neighbours, mean: Parts) -> Arrive:
                 return self.begin(state, Round(comm, progress, *near), mean)

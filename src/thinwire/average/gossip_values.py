@@ -25,7 +25,17 @@ def parts_of(tensors: NamedTensors, dtype: torch.dtype) -> Parts:
         >>> part.data_ptr() == x.data_ptr()
         True
     """
-    return [_view(t) if _is_plain(t, dtype) else t.detach().to(dtype).reshape(-1) for _, t in tensors]
+    return [_view(t) if _is_plain(t, dtype) else t.detach().to(dtype).reshape(-1).contiguous() for _, t in tensors]
+
+
+def flat(parts: Parts) -> Tensor:
+    """A new vector of all parts.
+
+    Example:
+        >>> flat([torch.ones(2), torch.zeros(1)])
+        tensor([1., 1., 0.])
+    """
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 @contextmanager
@@ -50,6 +60,8 @@ def moving(tensors: NamedTensors, dtype: torch.dtype) -> Iterator[Parts]:
         parts.append(torch.zeros(t.numel(), dtype=dtype, device=t.device))
         others.append((t.detach(), parts[-1]))
     yield parts
+    # Kernels write through addresses, of which autograd knows nothing.
+    torch.autograd.graph.increment_version([t for _, t in tensors if _is_plain(t, dtype)])
     for t, change in others:
         t.copy_(t + change.view(t.shape))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ..topology import Ring, Topology
 from .gossip_base import Gossip
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
 from .gossip_round import Apply, Arrive, GossipState, Round, add_differences
-from .gossip_values import Parts
+from .gossip_values import Parts, flat
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +66,7 @@ class Mix(Gossip):
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
-            sent = torch.cat(own)
+            sent = flat(own)
         wait = round.exchange(sent)
 
         def arrive() -> Apply:

@@ -16,7 +16,7 @@ from .base import NamedTensors
 from .gossip_base import Gossip
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
 from .gossip_round import Apply, Arrive, GossipState, Round
-from .gossip_values import Parts
+from .gossip_values import Parts, flat
 from .moniqua_pace import Edge, MoniquaPace, codes_of
 
 
@@ -130,7 +130,7 @@ class Moniqua(Gossip):
         with state.clock("encode"):
             payload = self._payload(own, state)
             kernels.modular.encode(own, payload, self._key(state, round), self.bits, modulus)
-            x = torch.cat(own)  # differences are taken to these values, which may change while the messages fly
+            x = flat(own)  # differences are taken to these values, which may change while the messages fly
         wait = round.exchange(payload)
 
         def arrive() -> Apply:

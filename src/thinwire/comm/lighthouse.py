@@ -32,7 +32,8 @@ CONNECT_SECONDS = 5.0
 
 
 class Lighthouse:
-    """The place where workers agree on who takes part. One for a run; workers may come and go, and it must stay.
+    """The place where workers agree on who takes part. One for a run; workers may come and go. If it ends,
+    start it again at the same address.
 
     Args:
         min_workers: fewer do not form a quorum.

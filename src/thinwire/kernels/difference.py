@@ -81,17 +81,18 @@ def sums(vs: Sequence[Tensor], cs: Sequence[Tensor]) -> Tensor:
     return _sums.on(device)(segments("vs", vs, device), segments_alike("cs", cs, vs, device))
 
 
-def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer) -> Flag:
-    """Whether all decoded elements of a payload of `quantize.encode` are finite, which its scales tell.
+def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer, factor: float = 1.0) -> Flag:
+    """Whether all decoded elements of a payload of `quantize.encode` are finite, times a factor; its scales tell.
 
     Args:
         payload: uint8, as it was received; it may start at any address.
         numels: elements of each segment.
         quantizer: as given to the encoder.
+        factor: of the payload.
     """
     num_buckets = sum(-(-n // quantizer.bucket_size) for n in numels)
-    scales = payload[: 4 * num_buckets]
-    return all_finite([payload_as(scales, torch.float32)])
+    scales = payload_as(payload[: 4 * num_buckets], torch.float32)
+    return all_finite([scales * factor])
 
 
 def choco_add(

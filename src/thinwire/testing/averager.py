@@ -104,6 +104,8 @@ def _any_tensors(comm: Communicator, averager: Averager) -> None:
     tensors = [
         ("half", base.to(torch.bfloat16)),
         ("strided", base.double().t()),
+        ("every second", base.view(-1)[::2]),
+        ("column", base.clone()[:, :1]),
         ("empty", torch.empty(0, 3)),
         ("parameter", torch.nn.Parameter(base.clone())),
     ]

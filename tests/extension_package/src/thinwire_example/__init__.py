@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from thinwire.average import Gossip, GossipState
 from thinwire.average.gossip_checks import check_doubly_stochastic
-from thinwire.average.gossip_round import Round
+from thinwire.average.gossip_round import Apply, Arrive, Round, add_vector
+from thinwire.average.gossip_values import Parts, flat
 from thinwire.codec import Codec
 from thinwire.memory import Memory
 from thinwire.memory.base import NamedTensors, load_buffers, zeros_like_flat
@@ -85,13 +85,14 @@ class LazyMix(Gossip):
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
 
-    def begin(self, state: GossipState, round: Round, own: Tensor) -> Callable[[], Tensor]:
-        wait = round.exchange(own)
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        x = flat(own)
+        wait = round.exchange(x)
 
-        def finish() -> Tensor:
-            change = torch.zeros_like(own)
+        def arrive() -> Apply:
+            change = torch.zeros_like(x)
             for peer, theirs in wait().items():
-                change.add_(theirs - own, alpha=self.step_size * round.receives[peer])
-            return change
+                change.add_(theirs - x, alpha=self.step_size * round.receives[peer])
+            return add_vector(change)
 
-        return finish
+        return arrive
