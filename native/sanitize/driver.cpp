@@ -13,85 +13,12 @@
 #include <string>
 #include <thread>
 
-#include "../indices.hpp"
-#include "../kernels.hpp"
-#include "buffers.hpp"
+#include "data.hpp"
+#include "gossip_cases.hpp"
 
 namespace {
 
-using namespace thinwire;
-
 constexpr size_t kThreads = 4, kRounds = 2;
-constexpr float kWeight = 0.25f;
-const Counts kNumels = {12345, 1, 0, 517, 6000};
-const Counts kCounts = {123, 1, 0, 500, 600};  // selected of each segment
-const Keys kKeys = {7, 8, 9, 10, 11};
-
-struct Selected {
-    std::vector<int32_t> indices;
-    std::vector<float> values;
-
-    explicit Selected(size_t count) : indices(count), values(count) {}
-    Indices chosen() const { return {indices.data(), indices.size()}; }
-    IndicesOut indices_out() { return {indices.data(), indices.size()}; }
-    Output values_out() { return {values.data(), values.size()}; }
-};
-
-int64_t sum(const Counts& counts) {
-    int64_t total = 0;
-    for (const int64_t n : counts) total += n;
-    return total;
-}
-
-// ---- what a case returns: all that its kernels wrote, as bytes ----
-
-template <typename T>
-void append(Data& data, const std::vector<T>& values) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-    data.insert(data.end(), bytes, bytes + values.size() * sizeof(T));
-}
-
-void append(Data& data, const Floats& floats) {
-    for (const auto& segment : floats.segments) append(data, segment);
-}
-void append(Data& data, const Message& message) { append(data, message.memory); }
-void append(Data& data, const Selected& selected) {
-    append(data, selected.indices);
-    append(data, selected.values);
-}
-void append(Data& data, bool flag) { data.push_back(flag); }
-
-template <typename... Parts>
-Data joined(const Parts&... parts) {
-    Data data;
-    (append(data, parts), ...);
-    return data;
-}
-
-// ---- inputs that all threads read ----
-
-Floats gradients(const Counts& numels, uint64_t key) {
-    Floats floats(numels);
-    for (auto& segment : floats.segments) {
-        uniform(key++, {segment.data(), segment.size()});
-        for (float& x : segment) x = (x - 0.5f) * (x - 0.5f) * (x - 0.5f);  // many small, few large
-    }
-    return floats;
-}
-
-const Floats kGradients = gradients(kNumels, 1);
-const Floats kMomenta = gradients(kNumels, 21);
-const Floats kVelocities = gradients(kNumels, 41);
-const Counts kLarge = {(1 << 20) + 7};  // so many elements are written past the cache
-const Floats kLargeGradients = gradients(kLarge, 61);
-
-Selected selected() {
-    Selected kept(static_cast<size_t>(sum(kCounts)));
-    topk(kGradients.inputs(), kCounts, kept.indices_out(), kept.values_out());
-    return kept;
-}
-
-const Selected kSelected = selected();
 
 // ---- cases: each calls the kernels of one family and returns what they wrote ----
 
@@ -111,18 +38,6 @@ Data round_trip(size_t nbytes, Encode encode, Decode decode) {
     encode(plain.bytes(), Outputs{});
     decode(message.payload(), decoded.outputs());
     return joined(message, plain, residuals, decoded);
-}
-
-size_t num_buckets(size_t size, const Counts& numels = kNumels) {
-    size_t count = 0;
-    for (const int64_t n : numels) count += (static_cast<size_t>(n) + size - 1) / size;
-    return count;
-}
-
-size_t codes_nbytes(const Buckets& buckets, size_t scale_nbytes = sizeof(float)) {
-    size_t nbytes = scale_nbytes * num_buckets(buckets.size);
-    for (const int64_t n : kNumels) nbytes += (static_cast<size_t>(n) * buckets.bits + 7) / 8;
-    return nbytes;
 }
 
 Data quantized(const Quantizer& q) {
@@ -239,7 +154,12 @@ Data scattered() {
     scatter_clear(cleared.outputs(), kSelected.chosen(), kCounts);
     gather(kGradients.inputs(), kSelected.chosen(), gathered.values_out(), kCounts);
     gather_marked(kGradients.inputs(), kSelected.chosen(), marked.values_out(), kCounts);
-    return joined(written, added, cleared, gathered, marked);
+    Selected other(kSelected.indices.size());
+    topk(kMomenta.inputs(), kCounts, other.indices_out(), other.values_out());
+    Floats total(kNumels, 1.0f);
+    const bool finite = scatter_total(total.outputs(), {kSelected.chosen(), other.chosen()},
+                                      {values, {other.values.data(), other.values.size()}}, {kCounts, kCounts}, kWeight);
+    return joined(written, added, cleared, gathered, marked, total, finite);
 }
 
 Data index_message() {
@@ -339,6 +259,12 @@ std::vector<Named> cases() {
     all.push_back({"add_topk", [] { return feedback(kGradients, kVelocities, kNumels, kCounts); }});
     all.push_back({"add_topk, large", [] { return feedback(kLargeGradients, kLargeGradients, kLarge, {1000}); }});
     all.push_back({"reduce", reduced});
+    for (const int bits : {1, 4, 11})
+        for (const bool sum : {false, true})
+            all.push_back({"difference", [=] { return differences({{bits, 512, sum}, (1 << bits) - 1}, sum); }});
+    for (const int bits : {2, 5, 8}) all.push_back({"modular", [=] { return modular(bits); }});
+    all.push_back({"dense, mix", dense_and_mixed});
+    all.push_back({"low rank", low_rank});
     return all;
 }
 
