@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import debug, kernels
+from .. import kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
 from ..membership import mean_of
@@ -18,8 +18,8 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, on_host, opened
-from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
+from .fitted_step import decoded, opened
+from .gossip_round import Apply, Arrive, GossipState, Round, add_vector
 from .gossip_values import Parts
 from .layout import Layout
 
@@ -128,7 +128,7 @@ class Choco(FittedGossip):
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         codec = resolve(self.codec, round.progress)
         with state.clock("encode"):
-            message = self._encoded(state, round, codec, own)
+            message = self.encoded(state, round, codec, own, state.memory.public, add=False)
         wait = round.exchange(message)
 
         def arrive() -> Apply:
@@ -147,28 +147,6 @@ class Choco(FittedGossip):
 
         return arrive
 
-    def _encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts) -> Tensor:
-        """The message of x - h, in one pass if the codec is a quantizer."""
-        pace: FittedStep | None = state.pace
-        layout, public, keys = state.layout, state.memory.public, tensor_keys(state, round)
-        copies, quantizer = layout.parts(public), codec.quantizer
-        if quantizer is not None:
-            payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=public.device)
-            mixed = [key.mixed() for key in keys]
-            sums = kernels.difference.encode(own, copies, False, payload, mixed, quantizer, pace is not None)
-        else:
-            difference = debug.empty_like(public)
-            for x, copy, out in zip(own, copies, layout.parts(difference), strict=True):
-                torch.sub(x, copy, out=out)
-            payload, sums = codec.encode(layout.split(difference), keys), None
-            if pace is not None:
-                sums = kernels.difference.sums([difference], [decoded(layout, codec, payload)[0]])
-        if pace is None:
-            return payload
-        assert sums is not None
-        pace.fit(sums)
-        return pace.with_trailer(payload, round.progress.step)
-
     def _absorb(
         self,
         state: GossipState,
@@ -183,7 +161,7 @@ class Choco(FittedGossip):
         """
         memory: ChocoMemory = state.memory
         copies, totals = memory.layout.parts(memory.public), memory.layout.parts(memory.weighted_sum)
-        step = self.step_size if self.step_size is not None else on_host(state.pace.step_size)
+        step = self.step_in_force(state)
         quantizer, numels = codec.quantizer, [t.numel() for t in targets]
         if quantizer is not None and all(
             kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer, factor))

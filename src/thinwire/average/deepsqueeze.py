@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import debug, kernels
+from .. import kernels
 from ..codec import QSGD, Codec
 from ..comm import Communicator
 from ..membership import dealt, norm_of
@@ -16,8 +16,8 @@ from ..schedule import resolve
 from ..topology import Ring, Topology
 from .base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import FittedStep, decoded, on_host, opened
-from .gossip_round import Apply, Arrive, GossipState, Round, add_vector, tensor_keys
+from .fitted_step import decoded, opened
+from .gossip_round import Apply, Arrive, GossipState, Round, add_vector
 from .gossip_values import Parts
 from .layout import Layout
 
@@ -106,7 +106,9 @@ class DeepSqueeze(FittedGossip):
         codec = resolve(self.codec, round.progress)
         with state.clock("encode"):
             remembers = kernels.flags.read(kernels.all_finite(own))
-            message = self._encoded(state, round, codec, own, state.memory.lost if remembers else None)
+            # Until the round is applied, `lost` holds x + d; a vector that is not finite leaves it as it is.
+            v = state.memory.lost if remembers else state.memory.lost.clone()
+            message = self.encoded(state, round, codec, own, v, add=True)
         try:
             wait = round.exchange(message)
         except Exception:
@@ -131,27 +133,6 @@ class DeepSqueeze(FittedGossip):
 
         return arrive
 
-    def _encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts, lost: Tensor | None) -> Tensor:
-        """The message of v = x + d. Until the round is applied, `lost` holds v; None leaves memory as it is."""
-        pace: FittedStep | None = state.pace
-        layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.quantizer
-        v = state.memory.lost.clone() if lost is None else lost
-        if quantizer is not None:
-            payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=v.device)
-            mixed = [key.mixed() for key in keys]
-            sums = kernels.difference.encode(own, layout.parts(v), True, payload, mixed, quantizer, pace is not None)
-        else:
-            for x, part in zip(own, layout.parts(v), strict=True):
-                part.add_(x)
-            payload, sums = codec.encode(layout.split(v), keys), None
-            if pace is not None:
-                sums = kernels.difference.sums([v], [decoded(layout, codec, payload)[0]])
-        if pace is None:
-            return payload
-        assert sums is not None
-        pace.fit(sums)
-        return pace.with_trailer(payload, round.progress.step)
-
     def _absorb(
         self,
         state: GossipState,
@@ -163,7 +144,7 @@ class DeepSqueeze(FittedGossip):
     ) -> kernels.Flag:
         """Move the targets by the messages, payloads with factors and the own first; subtract the own one from `lost`."""
         layout, lost = state.layout, state.memory.lost
-        step = self.step_size if self.step_size is not None else on_host(state.pace.step_size)
+        step = self.step_in_force(state)
         quantizer, numels = codec.quantizer, [t.numel() for t in targets]
         payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
         if quantizer is not None:
