@@ -23,9 +23,6 @@ class Layout:
         >>> layout = Layout.of(tensors)
         >>> layout.flatten(tensors)
         tensor([1., 1., 1., 1., 0.])
-        >>> layout.add(tensors, torch.full((5,), 2.0))
-        >>> tensors[1]
-        ('b', tensor([2.]))
     """
 
     names: tuple[str, ...]
@@ -77,15 +74,6 @@ class Layout:
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Flat views into the flat vector, one for each tensor."""
         return list(flat.split([shape.numel() for shape in self.shapes]))
-
-    def add(self, tensors: NamedTensors, change: Tensor) -> None:
-        """Add the flat vector to the tensors in place: in float32, or in float64 where one of the two is float64."""
-        for (_, t), part in zip(tensors, self.split(change), strict=True):
-            t = t.detach()
-            if torch.promote_types(t.dtype, part.dtype) == t.dtype:
-                t.add_(part)
-            else:
-                t.copy_(t + part)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """A copy of the flat vector, keyed by tensor name."""

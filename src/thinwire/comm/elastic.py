@@ -244,7 +244,7 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
-        self._hang_up(self._group)
+        self._hang_up()
         self._quorums.disconnected()
         self._manager.report_error(self._error or RuntimeError("the round was given up"))
         self._manager.should_commit()
@@ -328,11 +328,12 @@ class ElasticCommunicator(Communicator):
         except Exception as error:
             if self._error is None:
                 self._error = error
-                self._hang_up(self._group)
+                self._hang_up()
             raise
 
-    def _hang_up(self, group: Any) -> None:
+    def _hang_up(self) -> None:
         """Close Gloo's connections, so that workers that wait for this one fail at once; see `process_group.py`."""
+        group = self._group
         for peer in range(self.size if group is not None else 0):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):

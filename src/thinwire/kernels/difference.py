@@ -119,11 +119,9 @@ def choco_add(
     Raises:
         ValueError: if sizes do not fit.
     """
-    checked, outs = checked_payloads(payloads, xs, quantizer.nbytes(numels_of(xs)))
+    checked, outs = _messages(payloads, xs, factors, weights, quantizer)
     device = device_of(outs, checked[0])
     copies, totals = (segments_alike(name, y, xs, device) for name, y in (("copies", copies), ("totals", totals)))
-    check_length("factors", factors, len(payloads))
-    check_length("weights", weights, len(payloads))
     function = _choco_add.on(device)
     function(outs, copies, totals, checked, list(factors), list(weights), step, quantizer)
 
@@ -169,12 +167,24 @@ def squeeze_add(
     Raises:
         ValueError: if sizes do not fit.
     """
-    checked, outs = checked_payloads(payloads, xs, quantizer.nbytes(numels_of(xs)))
+    checked, outs = _messages(payloads, xs, factors, weights, quantizer)
     device = device_of(outs, checked[0])
     rests = None if lost is None else segments_alike("lost", lost, xs, device)
+    _squeeze_add.on(device)(outs, rests, checked, list(factors), list(weights), step, quantizer)
+
+
+def _messages(
+    payloads: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    factors: Sequence[float],
+    weights: Sequence[float],
+    quantizer: Quantizer,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The payloads and the segments, checked."""
+    checked = checked_payloads(payloads, xs, quantizer.nbytes(numels_of(xs)))
     check_length("factors", factors, len(payloads))
     check_length("weights", weights, len(payloads))
-    _squeeze_add.on(device)(outs, rests, checked, list(factors), list(weights), step, quantizer)
+    return checked
 
 
 # ---- the reference ----
