@@ -176,6 +176,11 @@ void add_topk(const Inputs& gs, const Inputs& es, const Outputs& outs, float fac
 void low_rank_products(const Inputs& xs, const Counts& rows, const Inputs& ps, bool left, const Outputs& outs);
 // x += sum_r a_r b_r', with a_r of the rows' size and b_r of the columns'.
 void low_rank_add(const Outputs& xs, const Counts& rows, const Inputs& as, const Inputs& bs);
+// xs = es + factor gs, and outs the products of xs with `ps`, vectors of the columns' size.
+void low_rank_add_products(const Inputs& gs, const Inputs& es, float factor, const Counts& rows, const Inputs& ps,
+                           const Outputs& xs, const Outputs& outs);
+// x = sum_r a_r b_r'; returns whether it is finite.
+bool low_rank_store(const Outputs& xs, const Counts& rows, const Inputs& as, const Inputs& bs);
 
 // ---- mix ----
 

@@ -3,14 +3,15 @@
 #include <algorithm>
 
 #include "kernels.hpp"
-#include "platform.hpp"
+#include "reduce.hpp"
+#include "streamed.hpp"
 
 namespace thinwire {
 
 namespace {
 
 constexpr size_t kRows = 8, kColumns = 2048;  // a block of rows stays in the second-level cache for all vectors
-constexpr size_t kLanes = 32;
+constexpr size_t kLanes = 32, kPiece = 1024;
 
 // out[j] += sum_i p[i] x[i, j] over kRows rows that are `stride` apart.
 THINWIRE_INLINE void add_rows(const float* x, size_t stride, const float* p, float* out, size_t width) {
@@ -41,26 +42,114 @@ THINWIRE_CLONES void left_products(const float* x, size_t n, size_t m, const flo
     }
 }
 
-THINWIRE_INLINE float dot(const float* x, const float* y, size_t n) {
-    float lanes[kLanes] = {};
+// Sums of products with one or two vectors, in lanes that are added up at the end.
+struct Lanes {
+    float of_first[kLanes] = {}, of_second[kLanes] = {};
+};
+
+// `n` is a multiple of kLanes, but for the last call.
+template <bool both>
+THINWIRE_INLINE Lanes with_dots(Lanes lanes, const float* x, const float* y, const float* z, size_t n) {
     size_t i = 0;
     for (; i + kLanes <= n; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += x[i + lane] * y[i + lane];
-    for (size_t lane = 0; i + lane < n; ++lane) lanes[lane] += x[i + lane] * y[i + lane];
+        for (size_t lane = 0; lane < kLanes; ++lane) {
+            lanes.of_first[lane] += x[i + lane] * y[i + lane];
+            if (both) lanes.of_second[lane] += x[i + lane] * z[i + lane];
+        }
+    for (size_t lane = 0; i + lane < n; ++lane) {
+        lanes.of_first[lane] += x[i + lane] * y[i + lane];
+        if (both) lanes.of_second[lane] += x[i + lane] * z[i + lane];
+    }
+    return lanes;
+}
+
+THINWIRE_INLINE float halved(float* lanes) {
     for (size_t half = kLanes / 2; half > 0; half /= 2)
         for (size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
     return lanes[0];
 }
 
+// Products of up to kRows rows with one or two vectors, in pieces of columns, so that the vectors' pieces stay in the
+// first-level cache.
+template <bool both>
+THINWIRE_INLINE void dot_rows(const float* x, size_t rows, size_t m, const float* p, float* out, size_t stride) {
+    Lanes lanes[kRows];
+    for (size_t at = 0; at < m; at += kPiece) {
+        const float *y = p + at, *z = both ? y + m : y;
+        const size_t width = std::min(kPiece, m - at);
+        for (size_t i = 0; i < rows; ++i) lanes[i] = with_dots<both>(lanes[i], x + i * m + at, y, z, width);
+    }
+    for (size_t i = 0; i < rows; ++i) {
+        out[i] = halved(lanes[i].of_first);
+        if (both) out[stride + i] = halved(lanes[i].of_second);
+    }
+}
+
+THINWIRE_INLINE void row_products(const float* x, size_t rows, size_t m, const float* p, size_t rank, float* out,
+                                  size_t stride) {
+    size_t r = 0;
+    for (; r + 2 <= rank; r += 2) dot_rows<true>(x, rows, m, p + r * m, out + r * stride, stride);
+    if (r < rank) dot_rows<false>(x, rows, m, p + r * m, out + r * stride, stride);
+}
+
 // out (rank, n) = p (rank, m) times x (n, m) transposed.
 THINWIRE_CLONES void right_products(const float* x, size_t n, size_t m, const float* p, size_t rank, float* out) {
-    for (size_t i = 0; i < n; ++i)
-        for (size_t r = 0; r < rank; ++r) out[r * n + i] = dot(x + i * m, p + r * m, m);
+    for (size_t i = 0; i < n; i += kRows) row_products(x + i * m, std::min(kRows, n - i), m, p, rank, out + i, n);
+}
+
+// A matrix (n, m) and what is added to it.
+struct Sum {
+    const float *g, *e;
+    float factor;
+    float* x;
+    size_t n, m;
+};
+
+// x = e + factor g, and out (rank, n) = p (rank, m) times x transposed. `block` has room for kRows rows.
+THINWIRE_CLONES void sum_and_products(const Sum* sum, const float* p, size_t rank, float* block, bool large, float* out) {
+    const Sum s = *sum;
+    for (size_t i = 0; i < s.n; i += kRows) {
+        const size_t rows = std::min(kRows, s.n - i), numel = rows * s.m;
+        const float *g = s.g + i * s.m, *e = s.e + i * s.m;
+        THINWIRE_INDEPENDENT
+        for (size_t j = 0; j < numel; ++j) block[j] = e[j] + g[j] * s.factor;
+        row_products(block, rows, s.m, p, rank, out + i, s.n);
+        copy_out(s.x + i * s.m, block, numel, large);
+    }
+}
+
+// sum = a[0] b[0] + a[1] b[1] + ..., `count` vectors; unless `first`, added to what was there.
+template <int count, bool first>
+THINWIRE_INLINE void add_vectors(const float* a, size_t n, const float* b, size_t m, float* sum, size_t width) {
+    const float a0 = a[0], a1 = count > 1 ? a[n] : 0, a2 = count > 2 ? a[2 * n] : 0, a3 = count > 3 ? a[3 * n] : 0;
+    const float *b0 = b, *b1 = b + m, *b2 = b1 + m, *b3 = b2 + m;
+    THINWIRE_INDEPENDENT
+    for (size_t j = 0; j < width; ++j) {
+        float total = first ? a0 * b0[j] : sum[j] + a0 * b0[j];
+        if (count > 1) total += a1 * b1[j];
+        if (count > 2) total += a2 * b2[j];
+        if (count > 3) total += a3 * b3[j];
+        sum[j] = total;
+    }
+}
+
+template <bool first>
+THINWIRE_INLINE void add_few(const float* a, size_t n, const float* b, size_t m, size_t count, float* sum, size_t width) {
+    if (count >= 4) return add_vectors<4, first>(a, n, b, m, sum, width);
+    if (count == 3) return add_vectors<3, first>(a, n, b, m, sum, width);
+    if (count == 2) return add_vectors<2, first>(a, n, b, m, sum, width);
+    add_vectors<1, first>(a, n, b, m, sum, width);
+}
+
+// A part of a row of the product: a, one float each `n`, times b, `rank` vectors each `m`.
+THINWIRE_INLINE void product_row(const float* a, size_t n, const float* b, size_t m, size_t rank, float* sum, size_t width) {
+    add_few<true>(a, n, b, m, rank, sum, width);
+    for (size_t r = 4; r < rank; r += 4) add_few<false>(a + r * n, n, b + r * m, m, rank - r, sum, width);
 }
 
 // x (n, m) += a (rank, n) transposed times b (rank, m).
 THINWIRE_CLONES void add_factors(float* x, size_t n, size_t m, const float* a, const float* b, size_t rank) {
-    float sum[kColumns];
+    alignas(64) float sum[kColumns];
     for (size_t at = 0; at < m; at += kColumns) {
         const size_t width = std::min(kColumns, m - at);
         for (size_t i = 0; i < n; ++i) {
@@ -69,12 +158,28 @@ THINWIRE_CLONES void add_factors(float* x, size_t n, size_t m, const float* a, c
                 add_row(b + at, a[i], row, width);
                 continue;
             }
-            for (size_t j = 0; j < width; ++j) sum[j] = a[i] * b[at + j];
-            for (size_t r = 1; r < rank; ++r) add_row(b + r * m + at, a[r * n + i], sum, width);
+            prefetch(row + m, i + 1 < n ? width : 0);
+            product_row(a + i, n, b + at, m, rank, sum, width);
             THINWIRE_INDEPENDENT
             for (size_t j = 0; j < width; ++j) row[j] += sum[j];
         }
     }
+}
+
+// x (n, m) = a (rank, n) transposed times b (rank, m); returns the largest magnitude.
+THINWIRE_CLONES int32_t store_factors(float* x, size_t n, size_t m, const float* a, const float* b, size_t rank,
+                                      bool large) {
+    alignas(64) float sum[kColumns];
+    int32_t largest = 0;
+    for (size_t at = 0; at < m; at += kColumns) {
+        const size_t width = std::min(kColumns, m - at);
+        for (size_t i = 0; i < n; ++i) {
+            product_row(a + i, n, b + at, m, rank, sum, width);
+            largest = std::max(largest, max_magnitude(sum, width));
+            copy_out(x + i * m + at, sum, width, large);
+        }
+    }
+    return largest;
 }
 
 struct Shape {
@@ -107,6 +212,40 @@ void low_rank_add(const Outputs& xs, const Counts& rows, const Inputs& as, const
         require(rank > 0 && as[i].numel == rank * n && bs[i].numel == rank * m, "factors: expected as many vectors");
         add_factors(xs[i].data, n, m, as[i].data, bs[i].data, rank);
     }
+}
+
+void low_rank_add_products(const Inputs& gs, const Inputs& es, float factor, const Counts& rows, const Inputs& ps,
+                           const Outputs& xs, const Outputs& outs) {
+    const size_t count = xs.size();
+    require(gs.size() == count && es.size() == count && rows.size() == count, "expected one per matrix");
+    require(ps.size() == count && outs.size() == count, "expected one per matrix");
+    const bool large = is_large(xs);
+    std::vector<float> block;
+    for (size_t i = 0; i < count; ++i) {
+        const auto [n, m] = shape_of(xs[i].numel, rows[i]);
+        const size_t rank = ps[i].numel / m;
+        require(gs[i].numel == n * m && es[i].numel == n * m, "gs, es: expected the elements of xs");
+        require(rank > 0 && ps[i].numel == rank * m, "ps: expected whole vectors of the columns' size");
+        require(outs[i].numel == rank * n, "outs: expected whole vectors of the rows' size");
+        if (block.size() < kRows * m) block.resize(kRows * m);
+        const Sum sum{gs[i].data, es[i].data, factor, xs[i].data, n, m};
+        sum_and_products(&sum, ps[i].data, rank, block.data(), large, outs[i].data);
+    }
+    if (large) finish_streams();
+}
+
+bool low_rank_store(const Outputs& xs, const Counts& rows, const Inputs& as, const Inputs& bs) {
+    require(rows.size() == xs.size() && as.size() == xs.size() && bs.size() == xs.size(), "expected one per matrix");
+    const bool large = is_large(xs);
+    int32_t largest = 0;
+    for (size_t i = 0; i < xs.size(); ++i) {
+        const auto [n, m] = shape_of(xs[i].numel, rows[i]);
+        const size_t rank = as[i].numel / n;
+        require(rank > 0 && as[i].numel == rank * n && bs[i].numel == rank * m, "factors: expected as many vectors");
+        largest = std::max(largest, store_factors(xs[i].data, n, m, as[i].data, bs[i].data, rank, large));
+    }
+    if (large) finish_streams();
+    return largest < kInfinityBits;
 }
 
 }  // namespace thinwire

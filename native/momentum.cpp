@@ -12,10 +12,7 @@
 #include "hits.hpp"
 #include "kernels.hpp"
 #include "reduce.hpp"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "streamed.hpp"
 
 namespace thinwire {
 
@@ -24,7 +21,6 @@ namespace {
 constexpr size_t kLine = 16;  // floats of a cache line
 constexpr size_t kMinSampledLines = 64, kMaxSampledLines = 2048;
 constexpr size_t kMinCollected = 4096;     // shorter segments are searched as a whole
-constexpr size_t kMinStreamed = 1 << 20;   // calls with more elements have new buffers that exceed the cache
 
 struct Segment {
     const float *g, *u, *v;

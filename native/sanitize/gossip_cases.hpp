@@ -65,7 +65,10 @@ Data low_rank() {
     low_rank_products(xs.inputs(), rows, as.inputs(), true, left.outputs());
     low_rank_products(xs.inputs(), rows, bs.inputs(), false, right.outputs());
     low_rank_add(moved.outputs(), rows, as.inputs(), bs.inputs());
-    return joined(left, right, moved);
+    Floats sums(matrices), products(of_rows), stored(matrices);
+    low_rank_add_products(moved.inputs(), xs.inputs(), 0.5f, rows, bs.inputs(), sums.outputs(), products.outputs());
+    const bool finite = low_rank_store(stored.outputs(), rows, as.inputs(), bs.inputs());
+    return joined(left, right, moved, sums, products, stored, finite);
 }
 
 }  // namespace

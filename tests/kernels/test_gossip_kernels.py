@@ -81,6 +81,30 @@ def test_low_rank_products_and_updates(n, m, rank, left):
         torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("n", "m", "rank"), [(1, 1, 1), (9, 4100, 1), (40, 33, 3), (17, 2048, 5), (520, 2050, 4)])
+def test_error_feedback_with_products_and_stored_products(n, m, rank):
+    """One pass gives the sums and the products of two; the last case is stored past the cache, at odd addresses."""
+    generator = torch.Generator().manual_seed(n)
+    rows, sides = [n, 2], [(n, m), (2, 3)]
+    gs, es = ([torch.randn(a * b, generator=generator) for a, b in sides] for _ in range(2))
+    ps, qs = ([torch.randn(rank, side[k], generator=generator) for side in sides] for k in (1, 0))
+
+    def computed():
+        xs, stored = ([torch.empty(a * b + 1)[1:] for a, b in sides] for _ in range(2))
+        products = kernels.low_rank.add_products(gs, es, xs, 0.3, rows, ps)
+        return xs, products, stored, kernels.low_rank.store(stored, rows, qs, ps)
+
+    xs, products, stored, finite = computed()
+    with kernels.use_backend("reference"):
+        same, expected, truth, expected_finite = computed()
+    assert finite and expected_finite and all(map(torch.equal, xs, same))
+    assert all(map(torch.equal, products, kernels.low_rank.products(xs, rows, ps, left=False)))
+    torch.testing.assert_close(products, expected, rtol=0, atol=2e-6 * m**0.5 * 8)
+    torch.testing.assert_close(stored, truth, rtol=1e-5, atol=1e-5)
+    qs[0][-1, -1] = float("inf")
+    assert not kernels.low_rank.store(stored, rows, qs, ps)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("left", [True, False])
 def test_products_pass_on_what_is_not_finite(bad, left):

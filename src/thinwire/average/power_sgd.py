@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..comm import Communicator, Handle
@@ -84,13 +84,32 @@ class PowerSGDState:
         self.progress = Progress(saved["step"], saved["epoch"])
 
 
-@dataclass
-class _Item:
-    """One tensor of a call of `step`.
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix (n, m) of a call of `step`.
 
     Attributes:
         name: of the tensor.
-        x: the values to send, (n, m).
+        x: the values to send, flat: memory's buffer for what was not sent, if there is a memory.
+        target: receives the mean.
+        q: Q' (r, m) at the start of the round.
+        p: this worker's P' (r, n).
+    """
+
+    name: str
+    x: Tensor
+    target: Tensor
+    q: Tensor
+    p: Tensor
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A tensor of a call of `step` that travels as it is.
+
+    Attributes:
+        name: of the tensor.
+        x: the values to send, flat.
         target: receives the mean.
         scale: target over x: the loss scale if x is unscaled, else 1.
         remembers: whether x is memory's buffer for what was not sent.
@@ -173,12 +192,15 @@ class PowerSGD(Averager):
         comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
         rank = resolve(self, state.progress).rank
         assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"
+        matrices = [(name, t.detach()) for name, t in tensors if gains(t, rank)]
+        others = [(name, t.detach()) for name, t in tensors if not gains(t, rank)]
+        qs = [warm_start(state.q[name], state.seed, name, rank) for name, _ in matrices]
         with state.clock("compensate"):
-            items = [self._compensate(state, name, t.detach(), scale) for name, t in tensors]
-        matrices = [i for i in items if gains(i.target, rank)]
-        dense = [i for i in items if not gains(i.target, rank)]
-        qs = [warm_start(state.q[i.name], state.seed, i.name, rank) for i in matrices]
-        return Handle(lambda: self._finish(state, matrices, qs, dense, comm))
+            xs, ps = self._products(state, matrices, scale, qs)
+            items = [_Matrix(name, x, t, q, p) for (name, t), x, q, p in zip(matrices, xs, qs, ps, strict=True)]
+            dense = [self._dense(state, name, t, scale) for name, t in others]
+        held = scale if self.memory is not None else 1.0
+        return Handle(lambda: self._finish(state, items, dense, comm, held))
 
     def commit(self, state: PowerSGDState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -223,43 +245,52 @@ class PowerSGD(Averager):
         if self.memory is not None:
             self.memory.regroup(state.memory)
 
-    def _compensate(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Item:
-        """The values to send, contiguous float32: memory's buffer if there is one, else the tensor itself if possible."""
-        remembers = self.memory is not None and name in state.q
-        if self.memory is not None and remembers:
-            x = self.memory.compensate(state.memory, name, t, scale)
-        else:
-            x = t.to(torch.float32).contiguous()
-        return _Item(name, x.view(-1, columns(t)), t, scale if remembers else 1.0, remembers)
+    def _products(
+        self, state: PowerSGDState, matrices: NamedTensors, scale: float, qs: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The values to send, flat float32, and P' (r, n) of each: memory's buffers if there is one, else the tensors."""
+        if self.memory is not None:
+            return self.memory.compensate_products(state.memory, matrices, scale, qs)
+        xs = [t.to(torch.float32).reshape(-1) for _, t in matrices]
+        return xs, kernels.low_rank.products(xs, [len(t) for _, t in matrices], qs, left=False)
+
+    def _dense(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Dense:
+        """A tensor that travels as it is; memory knows it if it is a matrix."""
+        if self.memory is not None and name in state.q:
+            return _Dense(name, self.memory.compensate(state.memory, name, t, scale), t, scale, remembers=True)
+        return _Dense(name, t.to(torch.float32).reshape(-1), t, 1.0, remembers=False)
 
     def _finish(
-        self, state: PowerSGDState, matrices: list[_Item], qs: list[Tensor], dense: list[_Item], comm: Communicator
+        self, state: PowerSGDState, matrices: list[_Matrix], dense: list[_Dense], comm: Communicator, scale: float
     ) -> None:
-        """Phases 2 to 5 of the module's docstring."""
-        clock, items = state.clock, [*matrices, *dense]
-        with clock("encode"):
-            # Q is kept transposed: with rows of length m, BLAS takes a tenth of the time for both products with x.
-            parts = [i.x @ q.t() for i, q in zip(matrices, qs, strict=True)] + [i.x for i in dense]
-        sums = all_reduce_parts(parts, comm, clock)()
+        """Phases 2 to 5 of the module's docstring, and memory; `scale` is the matrices' targets over their values."""
+        clock, memory = state.clock, self.memory
+        sums = all_reduce_parts([i.p for i in matrices] + [i.x for i in dense], comm, clock)()
+        rows, xs = [len(i.target) for i in matrices], [i.x for i in matrices]
         with clock("encode"):
             # An orthonormal basis whatever the rank of P; the unit vectors if P is zero.
-            ps: list[Tensor] = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
-            own_qs = [p.t() @ i.x for p, i in zip(ps, matrices, strict=True)]
+            ps = [torch.linalg.qr(p.t()).Q.t().contiguous() for p in sums[: len(matrices)]]
+            own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
         wait = all_reduce_parts(own_qs, comm, clock)
         with clock("encode"):  # while the all-reduce runs
-            _keep_unsent(matrices, ps, own_qs, dense)
+            if memory is not None:
+                kernels.low_rank.add(xs, rows, [-p for p in ps], own_qs)  # what this worker did not send
+            for i in (i for i in dense if i.remembers):
+                i.x.zero_()
         new_qs = wait()
         with clock("decode"):
-            for i, p, q, new_q in zip(matrices, ps, qs, new_qs, strict=True):
-                state.pending_q[i.name] = _rescaled(new_q, q)
-                _store_product(i.target, p, new_q * (i.scale / comm.size))
-            for i, total in zip(dense, sums[len(matrices) :], strict=True):
-                i.target.copy_((total * (i.scale / comm.size)).view(i.target.shape))
-            if self.memory is not None:
-                for i in (i for i in items if i.remembers):
-                    self.memory.decoded(state.memory, i.name, i.target, scale=i.scale)
-            is_finite = kernels.all_finite([i.target for i in items])
-            state.finite = kernels.flags.both(state.finite, is_finite)
+            targets = [i.target for i in matrices]
+            state.pending_q.update((i.name, _rescaled(q, i.q)) for i, q in zip(matrices, new_qs, strict=True))
+            finite = _store_products(targets, ps, [q * (scale / comm.size) for q in new_qs])
+            for d, total in zip(dense, sums[len(matrices) :], strict=True):
+                d.target.copy_((total * (d.scale / comm.size)).view(d.target.shape))
+            if memory is not None:
+                remembered = [(i.name, i.target) for i in matrices]
+                remembered += [(d.name, d.target) for d in dense if d.remembers]
+                for name, target in remembered:
+                    memory.decoded(state.memory, name, target, scale=scale)
+            finite = kernels.flags.both(finite, kernels.all_finite([d.target for d in dense]))
+            state.finite = kernels.flags.both(state.finite, finite)
 
 
 def _rescaled(q: Tensor, old: Tensor) -> Tensor:
@@ -272,19 +303,13 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     return torch.where(peak > 0, q / peak, old)
 
 
-def _keep_unsent(matrices: list[_Item], ps: list[Tensor], own_qs: list[Tensor], dense: list[_Item]) -> None:
-    """Leave in memory's buffers what this worker did not send."""
-    for i, p, own_q in zip(matrices, ps, own_qs, strict=True):
-        if i.remembers:
-            i.x.addmm_(p, own_q, alpha=-1.0)
-    for i in dense:
-        if i.remembers:
-            i.x.zero_()
-
-
-def _store_product(target: Tensor, p: Tensor, q: Tensor) -> None:
-    """`target <- P Q'`, in place if target is contiguous float32."""
-    if target.dtype == torch.float32 and target.is_contiguous():
-        torch.mm(p, q, out=target.view(len(p), -1))
-    else:
-        target.copy_((p @ q).view(target.shape))
+def _store_products(targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
+    """`target <- P Q'` for all, in place where a target is contiguous float32; returns whether all are finite."""
+    plain = [t.dtype == torch.float32 and t.is_contiguous() for t in targets]
+    flat = [t.view(-1) if ok else debug.empty(t.numel(), device=t.device) for t, ok in zip(targets, plain, strict=True)]
+    finite = kernels.low_rank.store(flat, [len(t) for t in targets], ps, qs)
+    torch.autograd.graph.increment_version([t for t, ok in zip(targets, plain, strict=True) if ok])
+    for t, product in [(t, f) for t, f, ok in zip(targets, flat, plain, strict=True) if not ok]:
+        t.copy_(product.view(t.shape))
+        finite = kernels.flags.both(finite, kernels.all_finite([t]))
+    return finite

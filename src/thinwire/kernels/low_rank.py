@@ -13,7 +13,10 @@ from torch import Tensor
 
 from .. import debug
 from .backend import kernel
-from .checks import check_length, device_of, segments
+from .checks import check_length, device_of, segments, segments_alike
+from .flags import Flag
+from .reduce import all_finite
+from .scales import float32
 
 
 def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], left: bool) -> list[Tensor]:
@@ -67,6 +70,84 @@ def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seque
         tensor([ 2.,  3., 20., 30.])
     """
     device = device_of(xs)
+    checked = _checked_factors(xs, rows, a, b, device)
+    _add.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+
+
+def add_products(
+    gs: Sequence[Tensor],
+    es: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    factor: float,
+    rows: Sequence[int],
+    ps: Sequence[Tensor],
+) -> list[Tensor]:
+    """Error feedback with its products: `outs[i] = es[i] + factor * gs[i]`, and `products(outs, ..., left=False)` in one pass.
+
+    Args:
+        gs: segments of float32, each a matrix (n, m) in rows.
+        es: what is added to them, of the same sizes.
+        outs: written.
+        factor: such as one over the loss scale.
+        rows: n of each.
+        ps: float32 of shape (rank, m).
+
+    Returns:
+        `p out'` of each matrix, of shape (rank, n).
+
+    Raises:
+        ValueError: if shapes do not fit.
+
+    Example:
+        >>> out = torch.empty(2)
+        >>> add_products([torch.ones(2)], [torch.tensor([0.0, 1.0])], [out], 2.0, [1], [torch.tensor([[1.0, 10.0]])])
+        [tensor([[32.]])]
+        >>> out
+        tensor([2., 3.])
+    """
+    device = device_of(gs)
+    checked = _matrices(gs, rows, device)
+    es = segments_alike("es", es, gs, device, "gradients")
+    outs = segments_alike("outs", outs, gs, device, "gradients")
+    check_length("ps", ps, len(gs))
+    made = []
+    for i, (g, n, p) in enumerate(zip(checked, rows, ps, strict=True)):
+        _check_factor(f"ps[{i}]", p, g.numel() // n, device)
+        made.append(debug.empty(p.shape[0], n, device=device))
+    _add_products.on(device)(checked, es, outs, factor, list(rows), [p.detach() for p in ps], made)
+    return made
+
+
+def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> Flag:
+    """`x = a' b` for each matrix, in one pass that also finds out whether all of it is finite.
+
+    Each element is a sum over `rank` in order, without fused multiply-adds: the C++ kernel gives the same bits on every
+    processor.
+
+    Args:
+        xs: segments of float32, each a matrix (n, m) in rows; overwritten.
+        rows: n of each.
+        a: float32 of shape (rank, n).
+        b: float32 of shape (rank, m).
+
+    Raises:
+        ValueError: if shapes do not fit.
+
+    Example:
+        >>> x = torch.empty(4)
+        >>> store([x], [2], [torch.tensor([[1.0, 10.0]])], [torch.tensor([[2.0, 3.0]])])
+        True
+        >>> x
+        tensor([ 2.,  3., 20., 30.])
+    """
+    device = device_of(xs)
+    checked = _checked_factors(xs, rows, a, b, device)
+    return _store.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+
+
+def _checked_factors(
+    xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
     checked = _matrices(xs, rows, device)
     check_length("a", a, len(xs))
     check_length("b", b, len(xs))
@@ -75,7 +156,7 @@ def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seque
         _check_factor(f"b[{i}]", right, x.numel() // n, device)
         if len(left) != len(right):
             raise ValueError(f"b[{i}]: expected {len(left)} vectors, as in a[{i}], got {len(right)}")
-    _add.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+    return checked
 
 
 def _matrices(xs: Sequence[Tensor], rows: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -115,3 +196,25 @@ def _products(xs: list[Tensor], rows: list[int], ps: list[Tensor], left: bool, o
 def _add(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> None:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
         x.view(n, -1).addmm_(left.t(), right)
+
+
+@kernel
+def _add_products(
+    gs: list[Tensor],
+    es: list[Tensor],
+    outs: list[Tensor],
+    factor: float,
+    rows: list[int],
+    ps: list[Tensor],
+    made: list[Tensor],
+) -> None:
+    for g, e, out in zip(gs, es, outs, strict=True):
+        torch.add(e, g * float32(factor, g.device), out=out)
+    _products.on(device_of(outs))(outs, rows, ps, False, made)
+
+
+@kernel
+def _store(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> Flag:
+    for x, n, left, right in zip(xs, rows, a, b, strict=True):
+        torch.mm(left.t(), right, out=x.view(n, -1))
+    return all_finite(xs)

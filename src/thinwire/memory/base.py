@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..algorithm import Algorithm, require
 from ..codec import Selection
 from ..membership import dealt, norm_of
@@ -89,6 +90,23 @@ class Memory(Algorithm, ABC):
             The values to send, one flat buffer per tensor; and the selection, or None to let the codec select.
         """
         return [self.compensate(state, name, gradient, scale) for name, gradient in tensors], None
+
+    def compensate_products(
+        self, state: Any, tensors: NamedTensors, scale: float, ps: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`compensate` for matrices, with their products with a few vectors, as PowerSGD needs them.
+
+        Args:
+            state: this worker's memory.
+            tensors: the gradients, multiplied by the loss scale; each is seen as a matrix (n, m), n its first dimension.
+            scale: the loss scale.
+            ps: for each tensor float32 of shape (rank, m).
+
+        Returns:
+            The values to send, one flat buffer per tensor; and `p x'` for each, of shape (rank, n).
+        """
+        xs = [self.compensate(state, name, gradient, scale) for name, gradient in tensors]
+        return xs, kernels.low_rank.products(xs, [len(t) for _, t in tensors], ps, left=False)
 
     def masked(self, state: Any, name: str) -> Tensor:
         """With `needs_support`: the flat buffer that the averager zeroes at every position that was sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,12 +89,25 @@ class ErrorFeedback(Memory):
     ) -> tuple[list[Tensor], Selection | None]:
         if not counts:
             return super().compensate_all(state, tensors, scale)
+        gradients, residuals, xs = self._begin(state, tensors)
+        indices, values = kernels.momentum.add_topk(gradients, residuals, xs, 1.0 / scale, counts)
+        return xs, Selection(indices, values, counts)
+
+    def compensate_products(
+        self, state: ErrorFeedbackState, tensors: NamedTensors, scale: float, ps: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        gradients, residuals, xs = self._begin(state, tensors)
+        rows = [len(t) for _, t in tensors]
+        return xs, kernels.low_rank.add_products(gradients, residuals, xs, 1.0 / scale, rows, ps)
+
+    def _begin(
+        self, state: ErrorFeedbackState, tensors: NamedTensors
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Flat gradients, their committed memory, and the buffers for the values to send, which become pending."""
         names = [name for name, _ in tensors]
         state.pending.update(names)
-        flat = [g.detach().reshape(-1).float() for _, g in tensors]
-        residuals, xs = [state.residual[name] for name in names], [state.spare[name] for name in names]
-        indices, values = kernels.momentum.add_topk(flat, residuals, xs, 1.0 / scale, counts)
-        return xs, Selection(indices, values, counts)
+        gradients = [g.detach().reshape(-1).float() for _, g in tensors]
+        return gradients, [state.residual[name] for name in names], [state.spare[name] for name in names]
 
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:
