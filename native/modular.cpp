@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "buckets.hpp"
+#include "modular_x86.hpp"
 
 namespace thinwire {
 
@@ -61,6 +62,33 @@ THINWIRE_CLONES void encode_run(const float* x, size_t n, const Wheel* wheel, fl
     checked->largest = std::max(checked->largest, max_magnitude(x, n));
 }
 
+THINWIRE_CLONES int32_t largest_of(const float* x, size_t n) { return max_magnitude(x, n); }
+
+// Whether float32 serves for elements up to this magnitude.
+bool is_fast(int32_t largest, const Wheel& w) {
+#ifdef THINWIRE_X86
+    if (!has_fma() || largest >= kInfinityBits || !(w.half >= kMinScale && w.modulus <= kMaxScale)) return false;
+    return (static_cast<double>(float_from_bits(largest)) + 4.0 * static_cast<double>(w.half)) * w.inverse < kMaxFast;
+#else
+    (void)largest, (void)w;
+    return false;
+#endif
+}
+
+void encode_part(const float* x, size_t n, const Wheel& wheel, float inverse, int32_t last, Key key, uint32_t position,
+                 uint8_t* codes, Checked* checked) {
+    size_t done = 0;
+#ifdef THINWIRE_X86
+    const int32_t largest = largest_of(x, n);
+    if (is_fast(largest, wheel)) {
+        checked->largest = std::max(checked->largest, largest);
+        done = encode_fast(x, n, wheel.modulus, wheel.half, inverse, last, key, position, codes, &checked->codes);
+    }
+#endif
+    encode_run(x + done, n - done, &wheel, inverse, last, key, position + static_cast<uint32_t>(done), codes + done,
+               checked);
+}
+
 // The crossings between two codes: their difference modulo `last`, between -(last - 1) / 2 and (last - 1) / 2.
 THINWIRE_INLINE int32_t crossing(int32_t theirs, int32_t own, int32_t last) {
     const int32_t half = (last - 1) / 2, k = theirs - own;
@@ -68,18 +96,26 @@ THINWIRE_INLINE int32_t crossing(int32_t theirs, int32_t own, int32_t last) {
 }
 
 THINWIRE_CLONES void sum_run(const uint8_t* own, const uint8_t* theirs, size_t n, int32_t last, Key key,
-                             uint32_t position, int64_t* sums) {
+                             uint32_t position, uint64_t* sums) {
     uint32_t counter = counter_at(key, position);
-    int64_t check = 0;
+    uint64_t check = 0;
     int32_t size = 0, square = 0;  // a chunk's, which fit
     for (size_t i = 0; i < n; ++i, counter += kCounterStep) {
         const int32_t k = crossing(theirs[i], own[i], last);
-        check += static_cast<int64_t>(odd_of(key, counter)) * k;
+        check += static_cast<uint64_t>(static_cast<int64_t>(odd_of(key, counter)) * k);
         size += k < 0 ? -k : k;
         square += k * k;
     }
-    sums[0] = static_cast<int64_t>(static_cast<uint64_t>(sums[0]) + static_cast<uint64_t>(check));
-    sums[1] += size, sums[2] += square;
+    sums[0] += check, sums[1] += static_cast<uint64_t>(size), sums[2] += static_cast<uint64_t>(square);
+}
+
+void sum_part(const uint8_t* own, const uint8_t* theirs, size_t n, int32_t last, Key key, uint32_t position,
+              uint64_t* sums) {
+    size_t done = 0;
+#ifdef THINWIRE_X86
+    if (has_fma()) done = sum_fast(own, theirs, n, last, key, position, sums);
+#endif
+    sum_run(own + done, theirs + done, n - done, last, key, position + static_cast<uint32_t>(done), sums);
 }
 
 THINWIRE_CLONES void crossings_run(const uint8_t* own, const uint8_t* theirs, size_t n, int32_t last, float weight,
@@ -104,6 +140,20 @@ THINWIRE_CLONES void recovered_run(const float* x, const uint8_t* own, const uin
         const float difference = wrapped(static_cast<float>(2 * theirs[i] - last) * r.their_step - x[i], w, turns);
         change[i] += (difference - error) * r.weight;
     }
+}
+
+void recovered_part(const float* x, const uint8_t* own, const uint8_t* theirs, size_t n, int32_t last, const Wheel& wheel,
+                    bool fast, Recovered r, float* change) {
+    size_t done = 0;
+#ifdef THINWIRE_X86
+    if (fast) {
+        const Recovering recovering{wheel.modulus, wheel.half, r.own_step, r.their_step, r.weight};
+        done = recover_fast(x, own, theirs, n, last, &recovering, change);
+    }
+#else
+    (void)fast;
+#endif
+    recovered_run(x + done, own + done, theirs + done, n - done, last, &wheel, r, change + done);
 }
 
 // A payload of one bucket: its scale, then the codes, which are unpacked chunk by chunk.
@@ -187,8 +237,8 @@ std::tuple<uint64_t, float> modular_encode(const Inputs& xs, Bytes out, uint64_t
     uint8_t* to = out.data + sizeof(float);
     Checked checked;
     for_each_run(xs, [&](const Input& x, size_t at, size_t n, size_t position) {
-        encode_run(x.data + at, n, &wheel, inverse, last, k, static_cast<uint32_t>(position), codes + position % kChunk,
-                   &checked);
+        encode_part(x.data + at, n, wheel, inverse, last, k, static_cast<uint32_t>(position), codes + position % kChunk,
+                    &checked);
         if ((position + n) % kChunk == 0) {
             pack_clone(bits, codes, kChunk, to);
             to += kChunk / 8 * static_cast<size_t>(bits);
@@ -207,11 +257,11 @@ std::tuple<uint64_t, float> modular_encode(const Inputs& xs, Bytes out, uint64_t
 
 std::vector<int64_t> modular_sums(Payload own, Payload theirs, size_t numel, uint64_t key, int bits) {
     Codes mine(own, numel + 1, bits), others(theirs, numel + 1, bits);
-    std::vector<int64_t> sums(3);
+    uint64_t sums[3] = {};
     for (size_t at = 0; at < numel; at += kChunk)
-        sum_run(mine.at(at), others.at(at), std::min(kChunk, numel - at), (1 << bits) - 1, Key(key),
-                static_cast<uint32_t>(at), sums.data());
-    return sums;
+        sum_part(mine.at(at), others.at(at), std::min(kChunk, numel - at), (1 << bits) - 1, Key(key),
+                 static_cast<uint32_t>(at), sums);
+    return {static_cast<int64_t>(sums[0]), static_cast<int64_t>(sums[1]), static_cast<int64_t>(sums[2])};
 }
 
 void modular_add(const Outputs& outs, const Payloads& payloads, const std::vector<float>& weights, int bits) {
@@ -236,9 +286,13 @@ bool modular_recover_add(const Outputs& outs, Input own, const Payloads& payload
     int32_t largest = 0;
     for_each_run(outs, [&](const Output& out, size_t at, size_t n, size_t position) {
         std::fill_n(change, n, 0.0f);
-        for (size_t k = 1; k < codes.size(); ++k)
-            recovered_run(own.data + position, codes[0].at(position), codes[k].at(position), n, last, &wheel,
-                          {codes[0].scale / steps, codes[k].scale / steps, weights[k - 1]}, change);
+        const bool fast = is_fast(largest_of(own.data + position, n), wheel);
+        for (size_t k = 1; k < codes.size(); ++k) {
+            const Recovered r{codes[0].scale / steps, codes[k].scale / steps, weights[k - 1]};
+            const bool bounded = std::fabs(codes[0].scale) <= wheel.modulus && std::fabs(codes[k].scale) <= wheel.modulus;
+            recovered_part(own.data + position, codes[0].at(position), codes[k].at(position), n, last, wheel,
+                           fast && bounded, r, change);
+        }
         largest = std::max(largest, max_magnitude(change, n));
         add_run(change, out.data + at, n);
     });

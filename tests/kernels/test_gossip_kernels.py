@@ -153,6 +153,26 @@ def test_modular(xs, data):
     assert_backends_agree(compute)
 
 
+@pytest.mark.parametrize("modulus", [6.0, 0.37, 0.5, 3e-6])
+def test_modular_values_near_whole_turns(modulus):
+    """Where quotients are rounded across whole numbers, at many turns and beyond those that float32 counts."""
+    half = torch.tensor(modulus / 2)
+    turns = torch.cat([torch.arange(-6.0, 7.0), torch.tensor([1000.0, -4097.0, 0.9e6, -0.9e6, 1.9e6])])
+    at = (turns[:, None] * modulus + torch.tensor([0.0, modulus / 2, -modulus / 2])).flatten()
+    near = torch.stack([at, at.nextafter(at + 1), at.nextafter(at - 1), -half.nextafter(half * 2) + at * 0])
+    x = near.t().flatten().repeat(5)[:1000]
+
+    def compute():
+        payload, other = (torch.empty(kernels.modular.nbytes(1000, 3), dtype=torch.uint8) for _ in range(2))
+        check, largest = kernels.modular.encode([x], payload, 5, 3, modulus)
+        kernels.modular.encode([x * 0.99], other, 5, 3, modulus)
+        out = torch.zeros(1000)
+        kernels.modular.recover_add([out], x, [payload, other], [0.5], 3, modulus)
+        return [payload, check, largest, out]
+
+    assert_backends_agree(compute)
+
+
 @pytest.mark.parametrize("bits", [2, 5])
 def test_the_check_of_codes_finds_one_element_beyond_the_bound(bits):
     last, theta = (1 << bits) - 1, 0.25
