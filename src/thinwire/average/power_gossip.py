@@ -70,7 +70,8 @@ class PowerGossip(Gossip):
     The ends exchange their products, m r or n r floats. Then each moves towards the other by `step_size P_ij` times the
     approximation. The two changes are exactly opposite, so the mean over workers is kept. The next half step starts from
     q ("warm start"): this is power iteration, which finds the largest differences. Vectors and scalars mix densely, as in
-    `Mix`, in the first half step of a round. Nothing needs tuning: step size 1 is stable wherever `Mix` is. With full
+    `Mix` with step size 1, in the first half step of a round. Nothing needs tuning: step size 1 is stable wherever `Mix`
+    is. Above 1, the bound of `Mix` holds (1.5 on a ring; 1.308 is the fastest on a ring of 8 at full rank). With full
     rank on square matrices it equals `Mix`; on others, half steps with p on the smaller side do.
 
     Bytes to each neighbour: per matrix `4 r m` in even half steps and `4 r n` in odd ones, so `4 r (n + m)` in a full
@@ -90,11 +91,11 @@ class PowerGossip(Gossip):
         shared_p: whether all edges share one fresh p, so that one product serves all neighbours; needs
             `warm_start=False`.
         sign_p: whether p is rounded to signs, `sign(p) / sqrt(n)`; needs rank 1.
-        step_size: in (0, 1]; higher => faster.
+        step_size: above 0, of matrices; higher => faster, up to the fastest step size of `Mix`.
 
     Raises:
         ValueError: a field is out of range, or options exclude each other. In `init`: a directed or time-varying
-            topology.
+            topology, or one on which gossip with this step size diverges.
 
     Source: Vogels et al. 2020, PowerGossip, arXiv 2008.01425.
 

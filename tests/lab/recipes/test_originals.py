@@ -10,6 +10,8 @@ import torch
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train.data import PER_IMAGE_STD
 from thinwire.lab.train.models import num_parameters
+from thinwire.topology import Ring
+from thinwire.topology.speed import difference_rates
 
 ALL = recipes()
 
@@ -96,6 +98,20 @@ def test_quantizers_of_the_alq_paper():
     assert "TernGrad(clip=None" in ALL["cifar10-resnet32-terngrad"].config.averager
     assert "update_every=50000" in ALL["imagenet-resnet18-alq"].config.averager
     assert "shortcut='identity'" in repr(ALL["cifar10-resnet110-alq"].config.model)
+
+
+def test_step_sizes_of_the_power_gossip_study():
+    """1.308 on the ring of 8 for all that the study does not tune; 1 on the ring of 16; the tuned ones of the others."""
+    assert pytest.approx(2 / sum(difference_rates(Ring(), 8)), abs=5e-4) == 1.308, "the fastest without compression"
+    expected = {
+        "cifar10-resnet20-dpsgd": 1.308, "cifar10-resnet20-powergossip": 1.308, "cifar10-resnet20-powergossip-2it": 1.308,
+        "cifar10-resnet20-powergossip-random": 1.308, "cifar10-resnet20-powergossip-2it-random": 1.308,
+        "cifar10-resnet20-choco": 0.45, "cifar10-resnet20-choco-topk": 0.0375, "cifar10-resnet20-deepsqueeze": 0.01,
+        "cifar10-resnet20-moniqua": 0.005, "wikitext2-lstm-dpsgd": 1.0, "wikitext2-lstm-powergossip": 1.0,
+        "wikitext2-lstm-choco": 0.8, "wikitext2-lstm-choco-topk": 0.01,
+    }  # fmt: skip
+    assert {name: ALL[name].config.parsed_averager().step_size for name in expected} == expected
+    assert not ALL["cifar10-resnet20-powergossip-random"].config.parsed_averager().warm_start
 
 
 def test_deep_gradient_compression():

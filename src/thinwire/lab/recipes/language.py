@@ -122,7 +122,9 @@ WIKITEXT2_METHODS = {
         "CHOCO with signs, step size tuned to 0.8 (arXiv 1902.00340)", "Choco(Ring(), SignNorm(), step_size=0.8)"
     ),
     "choco-topk": Method(
-        "CHOCO with the top 1 %, step size by default (arXiv 1902.00340)", "Choco(Ring(), TopK(0.01))"
+        "CHOCO with the top 1 %, step size tuned to 0.01 (arXiv 1902.00340)",
+        "Choco(Ring(), TopK(0.01), step_size=0.01)",
+        small_averager="Choco(Ring(), TopK(0.01))",
     ),
     "deepsqueeze": Method(
         "DeepSqueeze with signs, step size by default (arXiv 1907.07346)", "DeepSqueeze(Ring(), SignNorm())"
