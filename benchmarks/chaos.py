@@ -31,6 +31,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,6 +45,7 @@ import thinwire as tw
 from thinwire.comm import Lighthouse
 
 WORKERS = 4
+PRELOADED = ["thinwire", "torch._dynamo", "torchft.manager", "torchft.coordination", "netlab", "chaos_worker"]
 CONFIGURATIONS = {
     "no memory": "Mean(TopK(0.2))",
     "error feedback": "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())",
@@ -97,7 +99,7 @@ class Run:
     def __init__(self, averager: str, lab: Lab | None = None):
         self.averager, self.lab = averager, lab
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["thinwire", "torch._dynamo", "torchft", "netlab"])
+        self.context.set_forkserver_preload(PRELOADED)
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
         self.events: dict[int, list[tuple[str, float, dict[str, Any]]]] = defaultdict(list)
@@ -260,14 +262,19 @@ def draw_fault(random_: random.Random, faults: dict[str, int]) -> Fault:
     return Fault(name, phase, WORKERS if name == "one worker more" else random_.randrange(WORKERS))
 
 
-def chaos(configuration: str, faults: list[Fault], limit: float, lab: Lab | None) -> list[Outcome]:
-    """The outcomes of these faults, one after the other."""
+def chaos(
+    configuration: str, faults: list[Fault], limit: float, lab: Lab | None, out: Path | None = None
+) -> list[Outcome]:
+    """The outcomes of these faults, one after the other in one run; each is added to the file `out` at once."""
     outcomes, averager = [], CONFIGURATIONS[configuration]
     run = Run(averager, lab)
     try:
         for fault in faults:
             outcome = try_fault(run, configuration, fault, limit)
             outcomes.append(outcome)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(outcome) + "\n")
             mark = outcome.failure or f"committed after {outcome.committed:.1f} s"
             print(f"{configuration:28} {fault.name:20} {fault.phase:10} worker {fault.number}: {mark}", flush=True)
             if outcome.failure:  # begin anew
@@ -334,6 +341,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=40.0, help="seconds within which the others must commit")
     parser.add_argument("--only", choices=CONFIGURATIONS, help="one configuration alone")
     parser.add_argument("--kinds", nargs="*", help="these faults alone, such as kill NaN")
+    parser.add_argument("--at-once", type=int, default=1, help="configurations that run at the same time")
     parser.add_argument("--lab", action="store_true", help="on hosts of netlab.py, whose links fail; needs root")
     parser.add_argument(
         "--scale", action="store_true", help="4 -> 2 -> 6 workers, for the first configuration with memory"
@@ -364,13 +372,13 @@ def main() -> int:
     with Lab(WORKERS + 2, "100mbit") if options.lab else contextlib.nullcontext() as lab:
         if lab is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        for configuration in configurations:
-            faults = [fault for name, fault in drawn if name == configuration]
-            found = chaos(configuration, faults, options.limit, lab) if faults else []
-            outcomes += found
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(outcome) + "\n" for outcome in found)
+        shares = {c: [fault for name, fault in drawn if name == c] for c in configurations}
+        with ThreadPoolExecutor(1 if options.lab else options.at_once) as pool:
+            runs = [
+                pool.submit(chaos, c, faults, options.limit, lab, options.out) for c, faults in shares.items() if faults
+            ]
+            for found in runs:
+                outcomes += found.result()
     print("\n".join(report(outcomes)))
     return int(any(outcome.failure for outcome in outcomes))
 

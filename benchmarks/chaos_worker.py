@@ -25,7 +25,7 @@ import thinwire as tw
 from thinwire.comm import ElasticCommunicator
 
 PERIOD = 10  # rounds between two checkpoints
-ROUND_SECONDS = 0.02  # of computation, so that faults hit rounds and not the pauses between them
+ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
 FORM_SECONDS = 0.01  # within which a fault happens while workers agree on a quorum and connect
 TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
 
