@@ -23,6 +23,7 @@ main() {
     check "srun, four tasks" by_srun
     check "mpirun of Open MPI, four processes" by_mpirun openmpi open-mpi.sh
     check "mpirun of MPICH, four processes" by_mpirun mpich mpich.sh
+    check "srun, an elastic run that loses a task" elastic
     check "a job is signalled, requeues and ends as if undisturbed" requeued
     check "a batch script without srun starts its own workers" by_itself
     check "a sweep as a job array" swept
@@ -37,6 +38,16 @@ by_srun() {
 
 by_mpirun() { # NAME OF THE MPI, EXAMPLE
     MPIRUN=mpirun.$1 "$root/examples/mpi/$2" "${recipe[@]}" --name "$1" && same "$1"
+}
+
+elastic() { # a task is killed; the others go on, and the run ends with a summary
+    local launcher
+    srun --ntasks=4 --no-kill --kill-on-bad-exit=0 thinwire train "${recipe[@]}" --elastic --name elastic --resume &
+    launcher=$!
+    wait_for 120 test -s runs/elastic/metrics.jsonl || return 1
+    grep -lzx "SLURM_PROCID=2" /proc/[0-9]*/environ 2> /dev/null | cut -d/ -f3 | xargs kill -KILL
+    wait "$launcher" # its exit code is that of the task that was killed
+    finished elastic && tail -1 runs/elastic/metrics.jsonl | grep -q '"workers": 3' || { tail -1 runs/elastic/metrics.jsonl; return 1; }
 }
 
 requeued() {

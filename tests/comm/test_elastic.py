@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers.elastic import serve, worker
 from helpers.program import Program, wait_until
 
-from thinwire.comm import LocalWorld, lighthouse
+from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld, lighthouse
 from thinwire.comm.elastic import _wait
 from thinwire.comm.lighthouse import Quorums, _meet, torchft
 
@@ -120,6 +120,32 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take(monkeypatch)
         return float(received)
 
     assert LocalWorld(2).run(worker) == [1.0, 0.0]
+
+
+def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhile(monkeypatch):
+    """The second worker asks for one quorum and dies: the first cannot connect, asks again, and must not wait so long again."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = lighthouse.Lighthouse(2, "127.0.0.1")
+    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=2.0)
+    ask, asked = comm._manager.start_quorum, []
+
+    def start_quorum(**options):
+        asked.append(options)
+        if len(asked) > 1:
+            ask(**options)
+
+    def connect():
+        time.sleep(1.5)
+        raise CommunicationError("a worker died meanwhile")
+
+    monkeypatch.setattr(comm._manager, "start_quorum", start_quorum)
+    monkeypatch.setattr(comm, "_connect", connect)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="no quorum"):
+        comm.form_round()
+    assert 1.9 < time.monotonic() - began < 3.0 and len(asked) == 2
+    comm.close()
+    place.close()
 
 
 def test_only_an_elastic_communicator_has_rounds():

@@ -140,7 +140,7 @@ class ElasticCommunicator(Communicator):
         self._drain()
         deadline = time.monotonic() + self._quorum_seconds
         while True:
-            self._agree_on_quorum()
+            self._agree_on_quorum(max(deadline - time.monotonic(), 0.1))
             try:
                 return self._connect()
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
@@ -149,10 +149,10 @@ class ElasticCommunicator(Communicator):
                 self._error = error
                 self._give_up()
 
-    def _agree_on_quorum(self) -> None:
+    def _agree_on_quorum(self, seconds: float) -> None:
         self._error, self._group = None, None
         try:
-            self._manager.start_quorum()
+            self._manager.start_quorum(timeout=timedelta(seconds=seconds))
         except Exception as error:
             raise CommunicationError(
                 f"worker {self.number}: no quorum: {' '.join(str(error).split())[:300]}"
