@@ -339,7 +339,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=18, help="number of faults, shared out over the configurations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=40.0, help="seconds within which the others must commit")
-    parser.add_argument("--only", choices=CONFIGURATIONS, help="one configuration alone")
+    parser.add_argument("--only", choices=CONFIGURATIONS, nargs="+", help="these configurations alone")
     parser.add_argument("--kinds", nargs="*", help="these faults alone, such as kill NaN")
     parser.add_argument("--at-once", type=int, default=1, help="configurations that run at the same time")
     parser.add_argument("--lab", action="store_true", help="on hosts of netlab.py, whose links fail; needs root")
@@ -365,7 +365,7 @@ def main() -> int:
         return 0
     kinds = LAB_FAULTS if options.lab else FAULTS
     kinds = {name: weight for name, weight in kinds.items() if options.kinds is None or name in options.kinds}
-    configurations = list(CONFIGURATIONS) if options.only is None else [options.only]
+    configurations = options.only or list(CONFIGURATIONS)
     draws = random.Random(options.seed)
     drawn = [(configurations[i % len(configurations)], draw_fault(draws, kinds)) for i in range(options.faults)]
     outcomes: list[Outcome] = []

@@ -184,7 +184,7 @@ def drawn(seed: int) -> list[Killed]:
     return [Killed(worker, step) for worker, step in zip(workers, sorted(draws.sample(range(10, 200), 3)), strict=True)]
 
 
-def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:
+def train(seeds: Sequence[int], only: Sequence[str] | None, out: Path | None) -> int:
     """Train each configuration with and without kills, print the table, and return the number of failures."""
     lines = [
         "| configuration | seed | killed: worker (step) | next commit after (s) | joined after (s) | models at the end "
@@ -192,7 +192,7 @@ def train(seeds: Sequence[int], only: str | None, out: Path | None) -> int:
         "| --- " * 8 + "|",
     ]
     failures = []
-    for name in CONFIGURATIONS if only is None else [only]:
+    for name in only or CONFIGURATIONS:
         for seed in seeds:
             plain, hit = (
                 run(name, kills, seed, Path(f"/tmp/chaos-train-{os.getpid()}")) for kills in ([], drawn(seed))
