@@ -5,7 +5,7 @@
 
 What runs is the real program with its arguments, environment, working directory, streams, signals and exit code. What differs
 from a shell's command: nothing is imported anew, and the Python programs that it starts (workers, the runs of a sweep, what
-torchrun starts) are forked from it. So a few tests use real commands.
+torchrun starts) are forked from a fork server that is forked from it. So a few tests use real commands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -22,14 +23,18 @@ import sys
 import tempfile
 import threading
 import traceback
+import unittest.mock
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+from thinwire.lab.train.parent_death import end_with_parent
 
 from .program import Program
 from .spawn import CONTEXT
@@ -96,7 +101,7 @@ def with_forked_programs(imports: Sequence[str], fn: Callable[..., object], *arg
 def _main(args: list[str], cwd: str) -> NoReturn:
     os.setsid()
     _fork_what_is_started()
-    _become(args, cwd, dict(os.environ), [])
+    _become(args, cwd, dict(os.environ))
 
 
 def _call(errors: Connection, imports: Sequence[str], fn: Callable[..., object], args: Sequence[object]) -> None:
@@ -110,39 +115,67 @@ def _call(errors: Connection, imports: Sequence[str], fn: Callable[..., object],
 
 
 def _fork_what_is_started() -> None:
-    """From now on, Python programs and workers that this process starts are forked from it."""
+    """From now on, this process forks its fork server, which would import all modules anew, and starts Python programs there.
+
+    It does not fork them itself: where a thread looks up a name at that moment, as PyTorch's store does for each new client,
+    the child would wait for ever for the C library's lock.
+    """
+    multiprocessing.util.spawnv_passfds = _fork_server_or_spawn
     subprocess.Popen._execute_child = _fork_or_execute
-    multiprocessing.get_context = _fork_context
+    subprocess.Popen._try_wait = _try_wait
+    subprocess.Popen._internal_poll = _internal_poll
 
 
-def _fork_context(
-    method: str | None = None, get: Callable[[str | None], BaseContext] = multiprocessing.get_context
-) -> Any:
-    return get("fork" if method == "forkserver" else method)
+def _fork_server_or_spawn(
+    path: str, args: list[str], passed: list[int], spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
+) -> int:
+    if "multiprocessing.forkserver" not in args[-1]:
+        return spawn(path, args, passed)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _serve(args[-1], passed)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    return pid
 
 
-def _become(
-    args: list[str], cwd: str | None, env: dict[str, str], streams: Sequence[int], mask: Iterable[int] = ()
-) -> NoReturn:
+def _serve(command: str, passed: list[int]) -> None:
+    """The fork server: runs its command with these files alone, which ends in SystemExit."""
+    # Pipes and sockets would seem open to their other ends. Their numbers stay taken, as objects may still close them.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, nothing, *passed}:
+        with contextlib.suppress(OSError):  # that of the list itself is closed
+            os.fstat(file)
+            os.dup2(nothing, file)
+    multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the parent's is held while it starts this server
+    _reset_handlers()
+    if "parent_death" in command:  # what importing this module does in a fork server
+        end_with_parent()
+    exec(command, {})
+
+
+def _become(args: list[str], cwd: str | None, env: dict[str, str], streams: Sequence[int] = ()) -> NoReturn:
     """Run the program as a new process would, and exit with its code.
 
     Args:
         args: those of `python`.
         cwd: working directory, or None for this one.
         env: all variables.
-        streams: file descriptors for stdin, stdout and stderr; -1 leaves one as it is.
-        mask: the signals to block.
+        streams: file descriptors for stdin, stdout and stderr; without them, they stay.
     """
     for number, stream in enumerate(streams):
-        if stream != -1:
-            os.dup2(stream, number)
+        os.dup2(stream, number)
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = open(number, "wb", 0 if "-u" in args else -1, closefd=False)
         setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", write_through="-u" in args))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _reset_handlers()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if cwd is not None:
         os.chdir(cwd)
     os.environ.clear()
@@ -178,28 +211,77 @@ def _run(args: list[str]) -> int:
     return code
 
 
-def _fork_or_execute(popen: subprocess.Popen, *arguments: Any) -> None:
-    """`Popen._execute_child` that forks where the command is this Python; the rest of Popen is as it is."""
-    given = inspect.signature(_EXECUTE).bind(popen, *arguments).arguments
+def _reset_handlers() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _fork_or_execute(popen: subprocess.Popen, *arguments: Any, execute: Any = subprocess.Popen._execute_child) -> None:
+    """`Popen._execute_child` that has the fork server fork where the command is this Python."""
+    given = inspect.signature(execute).bind(popen, *arguments).arguments
     command = given["args"]
     if isinstance(command, str) or command[0] != sys.executable or command[1] == "-X":
-        _EXECUTE(popen, *arguments)
+        execute(popen, *arguments)
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Signals wait until the child has its own handlers: those of the parent would swallow them.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    popen.pid = os.fork()
-    if popen.pid == 0:
-        if given["start_new_session"]:
-            os.setsid()
-        env = dict(os.environ if given["env"] is None else given["env"])
-        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-        _become([os.fspath(word) for word in command[1:]], given["cwd"], env, streams, mask)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    popen._child_created = True
+    env = dict(os.environ if given["env"] is None else given["env"])
+    streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+    streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+    words = [os.fspath(word) for word in command[1:]]
+    files = streams + list(given["pass_fds"])
+    child = _Child(words, given["cwd"] or os.getcwd(), env, files, given["start_new_session"])
+    process = CONTEXT.Process(target=child.run)
+    with unittest.mock.patch.dict(
+        sys.modules, __main__=ModuleType("__main__")
+    ):  # the child has a main module of its own
+        process.start()
+    popen.forked, popen.pid, popen._child_created = process, process.pid, True
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     popen._close_pipe_fds(*(given[name] for name in pipes))
 
 
-_EXECUTE = subprocess.Popen._execute_child
+@dataclass
+class _Child:
+    """A Python program that `subprocess` starts; pickling it passes its files to the fork server's child.
+
+    Attributes:
+        files: descriptors of stdin, stdout and stderr, and of files that the program keeps open, under other numbers.
+    """
+
+    args: list[str]
+    cwd: str
+    env: dict[str, str]
+    files: list[Any]
+    new_session: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"files": [DupFd(file) for file in self.files]}
+
+    def run(self) -> NoReturn:
+        if self.new_session:
+            os.setsid()
+        _become(self.args, self.cwd, self.env, [file.detach() for file in self.files[:3]])
+
+
+def _try_wait(popen: subprocess.Popen, flags: int, wait: Any = subprocess.Popen._try_wait) -> tuple[int, int]:
+    if not hasattr(popen, "forked"):
+        return wait(popen, flags)
+    code = popen.forked._popen.poll(flags)
+    if code is None:
+        return 0, 0
+    return popen.pid, code << 8 if code >= 0 else -code
+
+
+def _internal_poll(
+    popen: subprocess.Popen, *args: Any, poll: Any = subprocess.Popen._internal_poll, **rest: Any
+) -> Any:
+    if not hasattr(popen, "forked"):
+        return poll(popen, *args, **rest)
+    if popen.returncode is None and popen._waitpid_lock.acquire(False):
+        try:
+            pid, status = _try_wait(popen, os.WNOHANG)
+            if pid:
+                popen._handle_exitstatus(status)
+        finally:
+            popen._waitpid_lock.release()
+    return popen.returncode

@@ -98,6 +98,20 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 400,
         time.sleep(poll)
 
 
+def below(pid: int) -> list[int]:
+    """All processes below one, from the kernel's own table: workers, fork server and resource tracker."""
+    found, new = list[int](), [pid]
+    while new:
+        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
+        found += new
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes below that have a thread pool, in the order of their start."""
+    return sorted(p for p in below(pid) if len(list(Path(f"/proc/{p}/task").iterdir())) > 4)
+
+
 @contextlib.contextmanager
 def programs(
     function: Callable[..., None], arguments: list[tuple], folder: Path, **environment: str

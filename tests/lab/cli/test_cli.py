@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import TORCHRUN, python, started, thinwire
-from helpers.program import wait_until
+from helpers.program import below, wait_until, workers_of
 
 from thinwire.lab.cli import main
 
@@ -181,15 +181,6 @@ def test_help_comes_on_stdout(arguments, tmp_path):
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 40
 
 
-def children_of(pid: int) -> list[int]:
-    """All processes below `pid`, from the kernel's own table."""
-    found, new = [], [pid]
-    while new:
-        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
-        found += new
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 @pytest.mark.parametrize(
     "who, number, code, expected",
@@ -199,10 +190,8 @@ def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected
     metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
     with started(["-m", "thinwire", *LONG], tmp_path) as process:
         process.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first row of the run")
-        everyone = children_of(process.pid)
-        # A worker is the process that listens to the others; the resource tracker has no thread pool.
-        workers = [p for p in everyone if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
-        os.kill(process.pid if who == "parent" else workers[-1], number)
+        everyone = below(process.pid)
+        os.kill(process.pid if who == "parent" else workers_of(process.pid)[-1], number)
         _, complaint = process.communicate(timeout=400)
         assert process.returncode == code, complaint
         assert complaint.count("\n") == 1 and expected in complaint

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import started
-from helpers.program import Program, wait_until
+from helpers.program import Program, below, wait_until, workers_of
 from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
@@ -111,15 +111,6 @@ def real_command(tmp_path) -> Iterator[subprocess.Popen]:
 def is_logging(folder: Path) -> bool:
     metrics = folder / "runs" / "long" / "metrics.jsonl"
     return metrics.exists() and metrics.stat().st_size > 0
-
-
-def workers_of(pid: int) -> list[int]:
-    """The processes below that have a thread pool: neither the fork server nor the resource tracker."""
-    found, new = [], [pid]
-    while new:
-        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
-        found += new
-    return [p for p in found if len(list(Path(f"/proc/{p}/task").iterdir())) > 4]
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
@@ -222,15 +213,6 @@ def test_requeue_without_resume_is_refused():
 
 def test_how_a_run_was_stopped_is_its_exit_code():
     assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75]
-
-
-def below(pid: int) -> list[int]:
-    """All processes below one: workers, fork server and resource tracker."""
-    found, new = [], [pid]
-    while new:
-        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
-        found += new
-    return found
 
 
 def alive(pid: int) -> bool:

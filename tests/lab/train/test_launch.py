@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.command import started, thinwire
-from helpers.program import Program, wait_until
+from helpers.program import Program, wait_until, workers_of
 
 from thinwire.comm import CommunicationError
 from thinwire.lab.train import RunConfig, connect, train
@@ -104,12 +104,7 @@ def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_pa
 def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> None:
     """SIGKILL to a worker once the run has left so many rows, which is at a step that nobody knows."""
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rows, f"{rows} rows", poll=0.001)
-    os.kill(chosen.choice(children(pid)), signal.SIGKILL)
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of what a process has started."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    os.kill(chosen.choice(workers_of(pid)), signal.SIGKILL)
 
 
 def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
@@ -119,7 +114,7 @@ def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
     with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
         metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
-        stopped = max(children(process.pid))  # they are started in the order of ranks
+        stopped = max(workers_of(process.pid))  # they are started in the order of ranks
         os.kill(stopped, signal.SIGSTOP)
         try:
             wait_until(lambda: "no sign of life" in process.stderr, "the error")
