@@ -1,5 +1,6 @@
 // Stochastic uniform quantization: evenly spaced levels.
 #include "buckets.hpp"
+#include "quantize_x86.hpp"
 
 namespace thinwire {
 
@@ -27,9 +28,17 @@ struct Uniform {
             }
             return;
         }
-        uint32_t counter = counter_at(key, position);
+        size_t done = 0;
+#ifdef THINWIRE_X86
+        if constexpr (sizeof(Code) == 1) {
+            const UniformBucket bucket{key, position, inv, step, last, {}};
+            if (has_avx2() && !has_avx512())
+                done = encode_uniform<with_residual, false>(x, n, &bucket, codes, residual, nullptr);
+        }
+#endif
+        uint32_t counter = counter_at(key, position + static_cast<uint32_t>(done));
         THINWIRE_INDEPENDENT
-        for (size_t i = 0; i < n; ++i, counter += kCounterStep) {
+        for (size_t i = done; i < n; ++i, counter += kCounterStep) {
             const float u = uniform_of(key, counter);
             const float t = (x[i] * inv + steps) * 0.5f;
             // Scales stop short of the largest float, so that x may lie beyond: by less than a code up to 8 bits, where
