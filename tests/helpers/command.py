@@ -100,12 +100,12 @@ def with_forked_programs(imports: Sequence[str], fn: Callable[..., object], *arg
 
 def _main(args: list[str], cwd: str) -> NoReturn:
     os.setsid()
-    _fork_what_is_started()
+    fork_what_is_started()
     _become(args, cwd, dict(os.environ))
 
 
 def _call(errors: Connection, imports: Sequence[str], fn: Callable[..., object], args: Sequence[object]) -> None:
-    _fork_what_is_started()
+    fork_what_is_started()
     try:
         for name in imports:
             import_module(name)
@@ -114,7 +114,7 @@ def _call(errors: Connection, imports: Sequence[str], fn: Callable[..., object],
         errors.send(traceback.format_exc())
 
 
-def _fork_what_is_started() -> None:
+def fork_what_is_started() -> None:
     """From now on, this process forks its fork server, which would import all modules anew, and starts Python programs there.
 
     It does not fork them itself: where a thread looks up a name at that moment, as PyTorch's store does for each new client,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import fork_what_is_started
 from helpers.program import programs
 
 PACKAGE = Path(__file__).parents[1] / "extension_package"
@@ -78,9 +78,8 @@ def main_with_path(path: list[str], folder: str, words: list[str]) -> None:
     sys.path[:0] = path
     os.chdir(folder)
     from thinwire.lab import cli
-    from thinwire.lab.train import spawn
 
-    spawn.worker_context = lambda preloaded: multiprocessing.get_context("fork")
+    fork_what_is_started()
     sys.exit(cli.main(words))
 
 
