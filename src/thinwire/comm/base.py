@@ -195,7 +195,8 @@ class Communicator(Rounds, ABC):
         described = {str(key): repr(value) for key, value in what.items()}
         digest = torch.tensor(list(fingerprint(described)), dtype=torch.uint8, device=self._object_device)
         digests = self._gather("check_agreement", digest, [digest.numel()] * self.size).wait()
-        if any(other.tolist() != digest.tolist() for other in digests):
+        own = digest.tolist()
+        if any(other is not digest and other.tolist() != own for other in digests):
             raise_disagreement(self.gather_objects(described))
 
     def open_channel(self, peers: Iterable[int], max_bytes: int = MAX_BYTES) -> Channel:

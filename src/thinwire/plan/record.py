@@ -207,6 +207,8 @@ class Recorder(Communicator):
             return super()._submit(*args, **kwargs)
 
     def _gather(self, operation: str, tensor: Tensor, sizes: list[int]) -> Handle:
+        if self._mail is None:  # configurations: all workers have the same
+            return Handle(lambda: [tensor] * self.size)
         with torch._C.DisableTorchFunction():
             return super()._gather(operation, tensor, sizes)
 
@@ -223,9 +225,6 @@ class Recorder(Communicator):
         return self._note(Ring(tensor.numel() * tensor.element_size()))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        if self._mail is None:  # configurations: all workers have the same
-            for part in gathered:
-                part.copy_(gathered[self.rank])
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
