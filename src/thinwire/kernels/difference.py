@@ -52,15 +52,15 @@ def encode(
         measured: whether to compare the decoding with v.
 
     Returns:
-        float64 tensor `[<c, c>, <v, c>, <v, v>]`, or None unless `measured`.
+        float64 tensor `[<c, c>, <v, c>, <v, v>]`, up to rounding, or None unless `measured`.
 
     Raises:
         ValueError: if a buffer has the wrong kind or size.
 
     Example:
         >>> x, y, q = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]), Quantizer(4, 14, 512)
-        >>> encode([x], [y], False, torch.empty(q.nbytes([2]), dtype=torch.uint8), [7], q, measured=True).tolist()
-        [4.0, 4.0, 4.0]
+        >>> encode([x], [y], False, torch.empty(q.nbytes([2]), dtype=torch.uint8), [7], q, measured=True).round(decimals=4)
+        tensor([4., 4., 4.], dtype=torch.float64)
     """
     device = device_of(xs, out)
     checked = segments("xs", xs, device)
