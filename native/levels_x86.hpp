@@ -116,15 +116,13 @@ THINWIRE_AVX2_INLINE __m256i encode8(const Rule& rule, const Elements& part, siz
 template <bool with_residual, typename Rule>
 THINWIRE_AVX2_INLINE void encode_by(const Table& table, const Elements& part, uint8_t* codes, float* residual) {
     const Rule rule(table);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     size_t i = 0;
     for (; i + 32 <= part.n; i += 32) {
         const __m256i a = encode8<with_residual>(rule, part, i, residual);
         const __m256i b = encode8<with_residual>(rule, part, i + 8, residual);
         const __m256i c = encode8<with_residual>(rule, part, i + 16, residual);
         const __m256i d = encode8<with_residual>(rule, part, i + 24, residual);
-        const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), _mm256_permutevar8x32_epi32(bytes, order));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes_of(a, b, c, d));
     }
     encode_plainly(table, part.from(i), codes + i, with_residual ? residual + i : nullptr);
 }

@@ -6,13 +6,12 @@
 // -b < a < 0, n is -1 and b + a is rounded once, as the plain loops round it; it may be rounded up to b.
 #pragma once
 
-#include "random.hpp"
-#include "x86.hpp"
+#include "random_x86.hpp"
 
 #ifdef THINWIRE_X86
 
-#define THINWIRE_FMA __attribute__((target("avx2,fma")))
-#define THINWIRE_FMA_INLINE __attribute__((target("avx2,fma"), always_inline)) inline
+#define THINWIRE_FMA __attribute__((target("avx2,bmi,bmi2,popcnt,fma")))
+#define THINWIRE_FMA_INLINE __attribute__((target("avx2,bmi,bmi2,popcnt,fma"), always_inline)) inline
 
 namespace thinwire {
 
@@ -42,30 +41,6 @@ struct Wheel8 {
         n = _mm256_add_ps(n, _mm256_and_ps(too_small, one));
         turns = n;
         return _mm256_sub_ps(_mm256_fnmadd_ps(n, modulus, a), half);
-    }
-};
-
-THINWIRE_FMA_INLINE __m256i hash8(__m256i k1, __m256i h) {
-    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(0x7feb352d));
-    h = _mm256_xor_si256(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), k1);
-    h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
-    return _mm256_xor_si256(h, _mm256_srli_epi32(h, 16));
-}
-
-// The hashes of consecutive positions.
-struct Hashes8 {
-    __m256i k1, counter;
-
-    THINWIRE_FMA_INLINE Hashes8(Key key, uint32_t position) : k1(_mm256_set1_epi32(static_cast<int32_t>(key.k1))) {
-        const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256i steps = _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(kCounterStep)));
-        counter = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int32_t>(counter_at(key, position))), steps);
-    }
-
-    THINWIRE_FMA_INLINE __m256i next() {
-        const __m256i h = hash8(k1, counter);
-        counter = _mm256_add_epi32(counter, _mm256_set1_epi32(static_cast<int32_t>(8 * kCounterStep)));
-        return h;
     }
 };
 
@@ -110,9 +85,8 @@ struct Encoder8 {
         __m256 turns;
         const __m256 y = wheel.wrapped(_mm256_loadu_ps(x), turns);
         const __m256i hash = hashes.next();
-        const __m256 u = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(hash, 8)), _mm256_set1_ps(0x1p-24f));
         const __m256 t = _mm256_mul_ps(_mm256_add_ps(_mm256_mul_ps(y, inverse), last), _mm256_set1_ps(0.5f));
-        const __m256 bounded = _mm256_min_ps(_mm256_max_ps(_mm256_add_ps(t, u), _mm256_setzero_ps()), last);
+        const __m256 bounded = _mm256_min_ps(_mm256_max_ps(_mm256_add_ps(t, uniform8(hash)), _mm256_setzero_ps()), last);
         const __m256i code = _mm256_cvttps_epi32(bounded);
         check.add(hash, _mm256_add_epi32(_mm256_mullo_epi32(_mm256_cvtps_epi32(turns), last_code), code));
         return code;
@@ -124,15 +98,13 @@ THINWIRE_FMA inline size_t encode_fast(const float* x, size_t n, float modulus, 
                                        Key key, uint32_t position, uint8_t* codes, uint64_t* check) {
     const float steps = static_cast<float>(last);
     const Encoder8 encoder{{modulus, half}, _mm256_set1_ps(inverse), _mm256_set1_ps(steps), _mm256_set1_epi32(last)};
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     Hashes8 hashes(key, position);
     Weighed8 sums;
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
         const __m256i a = encoder.encode(x + i, hashes, sums), b = encoder.encode(x + i + 8, hashes, sums);
         const __m256i c = encoder.encode(x + i + 16, hashes, sums), d = encoder.encode(x + i + 24, hashes, sums);
-        const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), _mm256_permutevar8x32_epi32(bytes, order));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes_of(a, b, c, d));
     }
     *check += sums.sum();
     return i;

@@ -1,8 +1,7 @@
 // Evenly spaced levels with AVX2: codes of eight elements at a time, and how well they fit.
 #pragma once
 
-#include "random.hpp"
-#include "x86.hpp"
+#include "random_x86.hpp"
 
 #ifdef THINWIRE_X86
 
@@ -23,40 +22,26 @@ struct UniformBucket {
 
 template <bool with_residual, bool measured>
 struct UniformEncoder8 {
-    __m256i k1, counter, last;
+    Hashes8 hashes;
+    __m256i last;
     __m256 inv, step, steps;
     __m256 rk, rr;
     __m256i kk;
 
     THINWIRE_AVX2_INLINE explicit UniformEncoder8(const UniformBucket& b)
-        : k1(_mm256_set1_epi32(static_cast<int32_t>(b.key.k1))),
+        : hashes(b.key, b.position),
           last(_mm256_set1_epi32(b.last)),
           inv(_mm256_set1_ps(b.inv)),
           step(_mm256_set1_ps(b.step)),
           steps(_mm256_set1_ps(static_cast<float>(b.last))),
           rk(_mm256_setzero_ps()),
           rr(_mm256_setzero_ps()),
-          kk(_mm256_setzero_si256()) {
-        const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256i apart = _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(kCounterStep)));
-        const uint32_t first = counter_at(b.key, b.position);
-        counter = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int32_t>(first)), apart);
-    }
-
-    THINWIRE_AVX2_INLINE __m256 uniform() {
-        __m256i h = counter;
-        h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(0x7feb352d));
-        h = _mm256_xor_si256(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), k1);
-        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
-        h = _mm256_xor_si256(h, _mm256_srli_epi32(h, 16));
-        counter = _mm256_add_epi32(counter, _mm256_set1_epi32(static_cast<int32_t>(8 * kCounterStep)));
-        return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(h, 8)), _mm256_set1_ps(0x1p-24f));
-    }
+          kk(_mm256_setzero_si256()) {}
 
     THINWIRE_AVX2_INLINE __m256i encode(const float* from, float* residual) {
         const __m256 x = _mm256_loadu_ps(from), r = _mm256_mul_ps(x, inv);
         const __m256 t = _mm256_mul_ps(_mm256_add_ps(r, steps), _mm256_set1_ps(0.5f));
-        const __m256i code = _mm256_min_epi32(_mm256_cvttps_epi32(_mm256_add_ps(t, uniform())), last);
+        const __m256i code = _mm256_min_epi32(_mm256_cvttps_epi32(_mm256_add_ps(t, uniform8(hashes.next()))), last);
         if (with_residual || measured) {
             const __m256i twice = _mm256_sub_epi32(_mm256_add_epi32(code, code), last);
             const __m256 k = _mm256_cvtepi32_ps(twice);
@@ -85,7 +70,6 @@ template <bool with_residual, bool measured>
 THINWIRE_AVX2 size_t encode_uniform(const float* x, size_t n, const UniformBucket* bucket, uint8_t* codes, float* residual,
                                     Fit* fit) {
     UniformEncoder8<with_residual, measured> encoder(*bucket);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
         if (measured) prefetch(bucket->next[0] + i, 32), prefetch(bucket->next[1] + i, 32);
@@ -93,8 +77,7 @@ THINWIRE_AVX2 size_t encode_uniform(const float* x, size_t n, const UniformBucke
         const __m256i a = encoder.encode(x + i, rest), b = encoder.encode(x + i + 8, with_residual ? rest + 8 : nullptr);
         const __m256i c = encoder.encode(x + i + 16, with_residual ? rest + 16 : nullptr);
         const __m256i d = encoder.encode(x + i + 24, with_residual ? rest + 24 : nullptr);
-        const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), _mm256_permutevar8x32_epi32(bytes, order));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes_of(a, b, c, d));
     }
     if (measured) {
         fit->rk += sum8(encoder.rk), fit->rr += sum8(encoder.rr);

@@ -29,6 +29,13 @@ inline bool has_avx512() {
     return has;
 }
 
+// The codes of four times eight elements, each up to 255, as bytes in order.
+THINWIRE_AVX2_INLINE __m256i bytes_of(__m256i a, __m256i b, __m256i c, __m256i d) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+    return _mm256_permutevar8x32_epi32(bytes, order);
+}
+
 }  // namespace thinwire
 
 #endif

@@ -1,0 +1,39 @@
+// Hashes of eight consecutive positions at a time, with AVX2; the same numbers as random.hpp's.
+#pragma once
+
+#include "random.hpp"
+#include "x86.hpp"
+
+#ifdef THINWIRE_X86
+
+namespace thinwire {
+
+class Hashes8 {
+  public:
+    THINWIRE_AVX2_INLINE Hashes8(Key key, uint32_t position) : k1_(_mm256_set1_epi32(static_cast<int32_t>(key.k1))) {
+        const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i apart = _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(kCounterStep)));
+        counter_ = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int32_t>(counter_at(key, position))), apart);
+    }
+
+    THINWIRE_AVX2_INLINE __m256i next() {
+        __m256i h = counter_;
+        h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(0x7feb352d));
+        h = _mm256_xor_si256(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), k1_);
+        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
+        counter_ = _mm256_add_epi32(counter_, _mm256_set1_epi32(static_cast<int32_t>(8 * kCounterStep)));
+        return _mm256_xor_si256(h, _mm256_srli_epi32(h, 16));
+    }
+
+  private:
+    __m256i k1_, counter_;
+};
+
+// Multiples of 2^-24 in [0, 1).
+THINWIRE_AVX2_INLINE __m256 uniform8(__m256i hashes) {
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(hashes, 8)), _mm256_set1_ps(0x1p-24f));
+}
+
+}  // namespace thinwire
+
+#endif
