@@ -160,12 +160,12 @@ def _serve(command: str, passed: list[int]) -> None:
     exec(command, {})
 
 
-def _become(args: list[str], cwd: str | None, env: dict[str, str], streams: Sequence[int] = ()) -> NoReturn:
+def _become(args: list[str], cwd: str, env: dict[str, str], streams: Sequence[int] = ()) -> NoReturn:
     """Run the program as a new process would, and exit with its code.
 
     Args:
         args: those of `python`.
-        cwd: working directory, or None for this one.
+        cwd: working directory.
         env: all variables.
         streams: file descriptors for stdin, stdout and stderr; without them, they stay.
     """
@@ -176,8 +176,7 @@ def _become(args: list[str], cwd: str | None, env: dict[str, str], streams: Sequ
         setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", write_through="-u" in args))
     _reset_handlers()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if cwd is not None:
-        os.chdir(cwd)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     os._exit(_run([arg for arg in args if arg != "-u"]))
@@ -231,9 +230,8 @@ def _fork_or_execute(popen: subprocess.Popen, *arguments: Any, execute: Any = su
     files = streams + list(given["pass_fds"])
     child = _Child(words, given["cwd"] or os.getcwd(), env, files, given["start_new_session"])
     process = CONTEXT.Process(target=child.run)
-    with unittest.mock.patch.dict(
-        sys.modules, __main__=ModuleType("__main__")
-    ):  # the child has a main module of its own
+    # The child has a main module of its own, and must not import this one's.
+    with unittest.mock.patch.dict(sys.modules, __main__=ModuleType("__main__")):
         process.start()
     popen.forked, popen.pid, popen._child_created = process, process.pid, True
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
