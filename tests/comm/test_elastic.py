@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers.elastic import serve, worker
 from helpers.program import Program, wait_until
+from torch._subclasses import FakeTensorMode
 
-from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld, lighthouse
+from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld, elastic, lighthouse
 from thinwire.comm.elastic import _wait
 from thinwire.comm.lighthouse import Quorums, _meet, torchft
 
@@ -146,6 +147,79 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     assert 1.9 < time.monotonic() - began < 3.0 and len(asked) == 2
     comm.close()
     place.close()
+
+
+class OnGpus:
+    """In place of the process group over NCCL, which needs GPUs: notes what it is asked to do."""
+
+    def __init__(self):
+        self.places, self.done, self.error = [], [], None
+
+    def configure(self, place, *args):
+        self.places.append(place)
+
+    def errored(self):
+        return self.error
+
+    def abort(self):
+        self.done.append("abort")
+
+    def allreduce(self, tensors, options):
+        return self._work("all-reduce")
+
+    def broadcast(self, tensors, options):
+        return self._work(f"broadcast from {options.rootRank}")
+
+    def exchange(self, sends, receives):
+        return self._work(f"exchange with {sorted(sends)}")
+
+    def _work(self, name):
+        self.done.append(name)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_round(monkeypatch):
+    """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(elastic, "require", lambda *args: None)  # there is no GPU
+    monkeypatch.setattr(torchft, "nccl_group", lambda self, timeout: OnGpus())
+    place = lighthouse.Lighthouse(2, "127.0.0.1")
+    with FakeTensorMode():
+        on_gpu = torch.empty(6, dtype=torch.uint8, device="cuda")
+
+    def worker(world):
+        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=20, backend="nccl")
+        group, committed = comm._nccl, []
+        for error in (None, RuntimeError("a peer is gone") if world.rank else None, None):
+            comm.open_round(comm.form_round())
+            number = torch.tensor([world.rank])
+            assert [int(other) for other in comm.all_gather(number).wait()] == [0, 1]
+            assert comm.all_reduce(torch.ones(3)).wait().tolist() == [2.0] * 3
+            assert comm.broadcast(number.clone(), 1).wait().tolist() == [1]
+            comm._start_all_reduce(on_gpu)()
+            comm._start_broadcast(on_gpu, 1)()
+            comm._start_exchange({1 - comm.rank: on_gpu}, {1 - comm.rank: on_gpu})()
+            group.error = error
+            committed.append(comm.close_round(True))
+            group.error = None
+        comm.close()
+        return committed, group.done, group.places
+
+    first, second = LocalWorld(2).run(worker)
+    place.close()
+    for rank, (committed, done, places) in enumerate((first, second)):
+        operations = ["all-reduce", "broadcast from 1", f"exchange with [{1 - rank}]"]
+        assert committed == [True, False, True]
+        assert [name for name in done if name != "abort"] == 3 * operations
+        assert "abort" in done[2 * len(operations) :]
+        assert len(set(places)) == len(places) == 2 and all(name.endswith("/gpus") for name in places), places
+    assert first[2] == second[2]
+
+
+def test_nccl_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="worker 3: backend 'nccl' needs a GPU"):
+        ElasticCommunicator("http://127.0.0.1:1", 3, backend="nccl")
 
 
 def test_only_an_elastic_communicator_has_rounds():

@@ -22,7 +22,9 @@ worker that has died before it connected, the others try again after `CONNECT_SE
 Healing runs over the process group, and as tensors and plain values only (`weights_only`), not over torchft's HTTP transport,
 which listens on all interfaces and unpickles what it gets.
 
-CUDA. Tensors on a GPU go through main memory, as Gloo needs it. This path has not been tested on a GPU.
+GPUs. Tensors on a GPU go through main memory, as Gloo needs it, or with `backend="nccl"` over a second process group. Votes,
+sizes, and healing go over Gloo in both cases. An operation over NCCL ends on the GPU after its `wait()`, so before the vote the
+worker waits for its GPU, and asks whether all operations had success. Neither path has been run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,22 +33,25 @@ import contextlib
 import io
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import debug
+from ..algorithm import require
+from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import own_address
 from .handle import CommunicationError
 from .lighthouse import torchft
 from .members import Loss, Members, RoundCounts, Shared
+from .side_streams import SideStreams
 
 Result = TypeVar("Result")
 HANG_UP_TAG = 1  # all messages have tag 0
@@ -67,6 +72,8 @@ class ElasticCommunicator(Communicator):
         min_workers: fewer do not begin a round.
         timeout_seconds: how long a worker may be silent in a round before the round is given up.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
+        backend: of tensors on a GPU. "nccl" needs a GPU of its own for every worker, and notices a dead one only after
+            `timeout_seconds`.
 
     Attributes:
         members: the workers of the last round that was opened; None before the first.
@@ -75,7 +82,7 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
 
     Raises:
-        ValueError: torchft is not installed.
+        ValueError: torchft is not installed, or there is no GPU for NCCL.
         CommunicationError: the Lighthouse does not answer.
     """
 
@@ -88,7 +95,12 @@ class ElasticCommunicator(Communicator):
         min_workers: int = 2,
         timeout_seconds: float = 10.0,
         quorum_seconds: float = 120.0,
+        backend: Literal["gloo", "nccl"] = "gloo",
     ):
+        require(
+            backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
+            f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
+        )
         super().__init__(0, 1)
         self.in_round = False
         self.number, self.members, self.counts = number, None, RoundCounts()
@@ -101,10 +113,12 @@ class ElasticCommunicator(Communicator):
         self._group: Any = None
         self._sent_before = 0
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
+        self._streams = SideStreams(self._issuer)
         ft = torchft()
+        self._nccl: Any = ft.nccl_group(self._timeout) if backend == "nccl" else None
         host = own_address()[1]
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._process_group = ft.reconfigurable_group(self._timeout, self._connected)
+        self._process_group = ft.reconfigurable_group(self._timeout, self._connected, self._nccl)
         try:
             self._manager, self._quorums = ft.manager(
                 pg=self._process_group,
@@ -230,7 +244,7 @@ class ElasticCommunicator(Communicator):
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
         self.in_round = False
         try:
-            committed = success and self._vote(norm)
+            committed = success and self._has_arrived() and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
         if committed and self._manager.should_commit():
@@ -248,6 +262,12 @@ class ElasticCommunicator(Communicator):
         self._quorums.disconnected()
         self._manager.report_error(self._error or RuntimeError("the round was given up"))
         self._manager.should_commit()
+
+    def _has_arrived(self) -> bool:
+        """Whether all operations on the GPU had success; over Gloo, `wait` has said so."""
+        error = self._process_group.errored()
+        self._error = self._error or error
+        return error is None
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
@@ -314,17 +334,24 @@ class ElasticCommunicator(Communicator):
             return start()
         if self._error is not None:
             raise CommunicationError(f"rank {self.rank}: the round has failed: {self._error}")
-        issued = self._issuer.submit(self._begun, start)
-        return partial(self._complete, issued)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        refuse_capture(device)
+        start = partial(self._begun, start)
+        if device.type == "cpu":
+            issued = self._issuer.submit(start)
+            return partial(self._complete, lambda: issued.result()())
+        if self._nccl is None:
+            return partial(self._complete, self._streams.issue_copied(device, start))
+        return partial(self._complete, self._streams.issue_queued(device, tensors, start))
 
     def _begun(self, start: Start) -> Callable[[], Any]:
         if self._error is not None:
             raise CommunicationError(f"the round has failed: {self._error}")
         return start()
 
-    def _complete(self, issued: Future[Callable[[], Any]]) -> None:
+    def _complete(self, wait: Callable[[], Any]) -> None:
         try:
-            issued.result()()
+            wait()
         except Exception as error:
             if self._error is None:
                 self._error = error
@@ -332,7 +359,9 @@ class ElasticCommunicator(Communicator):
             raise
 
     def _hang_up(self) -> None:
-        """Close Gloo's connections, so that workers that wait for this one fail at once; see `process_group.py`."""
+        """Close the connections. Over Gloo, workers that wait for this one fail at once; see `process_group.py`."""
+        if self._nccl is not None:
+            self._nccl.abort()
         group = self._group
         for peer in range(self.size if group is not None else 0):
             if peer != self.rank:
@@ -342,6 +371,8 @@ class ElasticCommunicator(Communicator):
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
         if self.size == 1 or tensor.numel() == 0:
             return _nothing
+        if self._goes_over_nccl(tensor):
+            return partial(_order_stream, self._nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
         work = self._group.allreduce([sent], dist.AllreduceOptions())
         return partial(_wait, [("", work)], [(tensor, sent)], self._timeout)
@@ -354,15 +385,22 @@ class ElasticCommunicator(Communicator):
             return _nothing
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
+        if self._goes_over_nccl(tensor):
+            return partial(_order_stream, self._nccl.broadcast([tensor], options))
         sent = _in_main_memory(tensor)
         work = self._group.broadcast([sent], options)
         return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)], self._timeout)
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        if any(map(self._goes_over_nccl, (*sends.values(), *receives.values()))):
+            return partial(_order_stream, self._nccl.exchange(sends, receives))
         landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self._group.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
         works += [(f"to rank {peer}", self._group.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
         return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()], self._timeout)
+
+    def _goes_over_nccl(self, tensor: Tensor) -> bool:
+        return self._nccl is not None and tensor.device.type == "cuda"
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(
@@ -372,6 +410,11 @@ class ElasticCommunicator(Communicator):
 
 def _nothing() -> None:
     """Wait for nothing."""
+
+
+def _order_stream(work: Any) -> None:
+    """Make the current stream wait; the host does not."""
+    work.wait()
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:

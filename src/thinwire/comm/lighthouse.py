@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .connect import own_address
 
@@ -73,11 +74,18 @@ class torchft:  # noqa: N801  # reads as the package's name
         self._manager, self._groups = _module("torchft.manager"), _module("torchft.process_group")
         self._transport = _module("torchft.checkpointing.transport")
 
-    def reconfigurable_group(self, timeout: timedelta, connected: Callable[[], None]) -> Any:
+    def reconfigurable_group(
+        self, timeout: timedelta, connected: Callable[[], None], on_gpus: Any | None = None
+    ) -> Any:
         """A process group over Gloo that calls `connected` whenever it is connected anew.
 
         A quorum may name a worker that has just died. So the time to connect has a limit of its own, and the workers meet in
         the store first: Gloo would try to reach the dead one for the whole `timeout`.
+
+        Args:
+            timeout: how long an operation may take.
+            connected: called without arguments.
+            on_gpus: a second group that is connected and closed with it; see `nccl_group`. None for none.
         """
         groups = self._groups
 
@@ -92,6 +100,8 @@ class torchft:  # noqa: N801  # reads as the package's name
                 _meet(groups.create_store_client, store_addr, rank, world_size, limit)
                 super().configure(store_addr, replica_id, rank, world_size, *args)
                 self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # of collective operations
+                if on_gpus is not None:
+                    on_gpus.configure(f"{store_addr}/gpus", replica_id, rank, world_size, *args)
                 self.failures = 0
                 connected()
 
@@ -99,7 +109,38 @@ class torchft:  # noqa: N801  # reads as the package's name
             def parent(self) -> Any:
                 return self._pg
 
+            def errored(self) -> Exception | None:
+                return None if on_gpus is None else on_gpus.errored()
+
         return Group(timeout=timeout)
+
+    def nccl_group(self, timeout: timedelta) -> Any:
+        """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
+
+        An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
+        """
+        groups = self._groups
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
+
+        class Group(groups.ProcessGroupNCCL):  # type: ignore[name-defined, misc]
+            def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
+                """Start sends and receives as one operation: they deadlock otherwise."""
+                device = next(iter((*sends.values(), *receives.values()))).device
+                with self._run_context():
+                    self.parent._start_coalescing(device)
+                    for peer, tensor in receives.items():
+                        self.parent.recv([tensor], peer, 0)
+                    for peer, tensor in sends.items():
+                        self.parent.send([tensor], peer, 0)
+                    return self._wrap_work(self.parent._end_coalescing(device), None)
+
+            def errored(self) -> Exception | None:
+                torch.cuda.synchronize()  # operations end on streams of their own
+                error: Exception | None = super().errored()
+                return error
+
+        return Group(timeout)
 
     def manager(self, *, store: tuple[str, int], **options: Any) -> tuple[Any, Quorums]:
         """A Manager of one worker, which heals nobody, and what decides when it connects anew."""

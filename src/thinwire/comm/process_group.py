@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import debug
-from ..streams import refuse_capture, wait_for
+from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import open_sockets
 from .handle import CommunicationError
+from .side_streams import SideStreams
 
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
@@ -80,7 +81,7 @@ class ProcessGroupCommunicator(Communicator):
         self._timeout_seconds = timeout_seconds
         # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if "cpu" not in self._backends:
             self._object_device = torch.device("cuda", torch.cuda.current_device())
@@ -104,29 +105,19 @@ class ProcessGroupCommunicator(Communicator):
         device = self._device_of(tensors)
         refuse_capture(device)
         if device.type == "cpu":
-            return partial(self._complete, self._issuer.submit(start))
-        ready = torch.cuda.current_stream(device).record_event()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
+            issued = self._issuer.submit(start)
+            return partial(self._complete, lambda: issued.result()())
         if self._backends["cuda"] == "gloo":
-            issued = self._issuer.submit(_start_after, side, ready, start)
-            return partial(self._complete_after, device, ready, issued)
-        ended = self._issuer.submit(_start_on_stream, side, ready, tensors, start)
-        return lambda: wait_for(ended.result(), device)
+            return partial(self._complete, self._streams.issue_copied(device, start))
+        return self._streams.issue_queued(device, tensors, start)
 
-    def _complete(self, issued: Future[Callable[[], Any]]) -> None:
+    def _complete(self, wait: Callable[[], Any]) -> None:
         try:
-            issued.result()()
+            wait()
         except RuntimeError:
             self._has_failed = True
             self._hang_up()
             raise
-
-    def _complete_after(self, device: torch.device, ready: torch.cuda.Event, issued: Future[Callable[[], Any]]) -> None:
-        """What landed in main memory is copied by the stream of the caller, after what the tensors were in use for before."""
-        torch.cuda.current_stream(device).wait_event(ready)
-        self._complete(issued)
 
     def _hang_up(self) -> None:
         """Closes Gloo's connections, so that workers that wait for this one fail at once, and so on along a ring.
@@ -274,25 +265,3 @@ def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Ten
     for tensor, staged in landed:
         if staged is not tensor:
             tensor.copy_(staged)
-
-
-def _start_after(side: torch.cuda.Stream, ready: torch.cuda.Event, start: Start) -> Callable[[], Any]:
-    """Starts an operation that copies into main memory, which it does on `side`, once `ready` has happened."""
-    torch.cuda.set_device(side.device)  # this thread's own, which a stream's context falls back to
-    with torch.cuda.stream(side):
-        side.wait_event(ready)
-        return start()
-
-
-def _start_on_stream(
-    side: torch.cuda.Stream, ready: torch.cuda.Event, tensors: list[Tensor], start: Start
-) -> torch.cuda.Event:
-    """Starts an operation on `side` once `ready` has happened; the event returned follows its end."""
-    for tensor in tensors:
-        tensor.record_stream(side)  # keeps their memory from being handed out again while in use
-    torch.cuda.set_device(side.device)  # this thread's own, which a stream's context falls back to
-    with torch.cuda.stream(side):
-        side.wait_event(ready)
-        start()()  # waiting orders the stream, not the host
-        ended: torch.cuda.Event = side.record_event()
-        return ended

@@ -10,6 +10,7 @@ from helpers.program import Program
 
 from thinwire.lab.report import write_report
 from thinwire.lab.train import RunConfig
+from thinwire.lab.train.elastic_spawn import communicator
 
 
 def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_bits(tmp_path):
@@ -39,3 +40,7 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
         RunConfig("digits", elastic=True, network="1gbit,1ms", split="by-class")
     with pytest.raises(ValueError, match="has no rounds; leave --elastic out"):
         RunConfig("digits", "Pairwise()", elastic=True).parsed_averager()
+    with pytest.raises(ValueError, match="leave out backend mpi"):
+        RunConfig("digits", elastic=True, backend="mpi")
+    with pytest.raises(ValueError, match="worker 1 has none; choose --backend gloo"):
+        communicator(RunConfig("digits", elastic=True, backend="nccl", device="cpu"), "http://127.0.0.1:1", 1, 2)

@@ -140,8 +140,8 @@ class RunConfig:
     compute: float | None = None
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Communication backend. "auto" is NCCL if every worker has a GPU of its own, else Gloo. "mpi" needs a PyTorch that was
-    built with MPI; the others work under mpirun too."""
+    """Communication backend. "auto" is NCCL if every worker has a GPU of its own, else Gloo; with elastic, it is Gloo. "mpi"
+    needs a PyTorch that was built with MPI; the others work under mpirun too."""
     interface: str | None = None
     """Network interface that reaches the other nodes, such as eth0; None leaves it to the backend."""
     port: int = 0
@@ -234,10 +234,12 @@ class RunConfig:
             "overlap": self.overlap,
             "split": self.split != "even",
             "data.in_order": bool(getattr(self.data, "in_order", False)),
-            "backend mpi or nccl": self.backend in ("mpi", "nccl"),
+            "backend mpi": self.backend == "mpi",
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
-        require(not named, f"elastic runs go over Gloo with data that is split anew; leave out {', '.join(named)}")
+        require(
+            not named, f"elastic runs go over Gloo or NCCL with data that is split anew; leave out {', '.join(named)}"
+        )
 
     def parsed_averager(self) -> Averager | Pairwise:
         """The averager object.

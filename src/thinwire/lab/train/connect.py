@@ -174,8 +174,7 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
         ValueError: NCCL was asked for, and a worker has no GPU of its own.
         TimeoutError: a worker did not connect.
     """
-    shared = device.type != "cuda" or environment.local_size > torch.cuda.device_count()
-    store.set(f"thinwire/no-gpu/{environment.rank}", str(int(shared or not dist.is_nccl_available())))
+    store.set(f"thinwire/no-gpu/{environment.rank}", str(int(not has_own_gpu(device, environment.local_size))))
     without = [rank for rank in range(environment.size) if _answer(store, rank) == b"1"]
     require(
         name != "nccl" or not without,
@@ -183,6 +182,11 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
         "--backend gloo, or fewer workers",
     )
     return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
+
+
+def has_own_gpu(device: torch.device, local_size: int) -> bool:
+    """Whether each of the workers on this machine has a GPU of its own that NCCL can use."""
+    return device.type == "cuda" and local_size <= torch.cuda.device_count() and dist.is_nccl_available()
 
 
 def _answer(store: dist.Store, rank: int) -> bytes:

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+import torch
 
 from ...algorithm import require
 from ...comm import ElasticCommunicator, Lighthouse
@@ -26,8 +28,11 @@ from . import elastic
 from .callbacks import Callback
 from .checkpoint import latest
 from .config import RunConfig
+from .connect import has_own_gpu
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
+from .loop import choose_device
+from .shared_errors import same_error_on_all
 from .spawn import (
     MISTAKEN,
     PRELOADED,
@@ -69,11 +74,31 @@ def lighthouse_of(config: RunConfig, host: str) -> Iterator[str]:
         lighthouse.close()
 
 
-def communicator(config: RunConfig, lighthouse: str, number: int) -> ElasticCommunicator:
-    """The communicator of one worker of a run."""
+def communicator(config: RunConfig, lighthouse: str, number: int, local_size: int) -> ElasticCommunicator:
+    """The communicator of one worker of a run.
+
+    Args:
+        config: of the run.
+        lighthouse: address of the Lighthouse.
+        number: of the worker.
+        local_size: number of workers on this machine.
+
+    Raises:
+        SharedError: NCCL was asked for, and workers have no GPU of their own.
+    """
     logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it has to say, errors say too
+    with same_error_on_all():
+        device = choose_device(config)
+        require(
+            config.backend != "nccl" or has_own_gpu(device, local_size),
+            f"backend 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
+            "--backend gloo, or fewer workers",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     seconds = max(120.0, 2 * config.timeout)
-    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds)
+    on_gpus: Literal["gloo", "nccl"] = "nccl" if config.backend == "nccl" else "gloo"
+    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus)
 
 
 def spawn_elastic(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
@@ -183,7 +208,7 @@ def _worker(
     number, host = config.first_worker + place, urlsplit(lighthouse).hostname or LOOPBACK
 
     def train(interruption: Interruption, store: Any) -> None:
-        comm = communicator(config, lighthouse, number)
+        comm = communicator(config, lighthouse, number, config.workers)
         with comm:
             elastic.run(config, folder, comm, interruption, callbacks, is_restart)
 

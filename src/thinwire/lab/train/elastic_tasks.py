@@ -50,7 +50,7 @@ def join_elastic(
     try:
         folder = _folder(config, environment.rank)
         with _lighthouse(config, environment) as address, Interruption() as interruption:
-            comm = communicator(config, address, environment.rank)
+            comm = communicator(config, address, environment.rank, environment.local_size)
             with comm:
                 elastic.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
     except Interrupted as stop:
