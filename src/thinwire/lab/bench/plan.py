@@ -20,14 +20,19 @@ from ...plan.speeds import Share
 from .codecs import measure
 from .step import joined
 
-NUMEL = 25 * 2**20 // 4
+BUCKET = 25 * 2**20 // 4
 """Elements of a bucket of DistributedDataParallel."""
 REPETITIONS = 5
 
 
-def measured_speeds() -> Speeds:
-    """The codecs of all methods on this machine, on one bucket of random numbers."""
-    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+def measured_speeds(numel: int) -> Speeds:
+    """The codecs of all methods on this machine, on one bucket of random numbers.
+
+    Args:
+        numel: elements of the model. A small one is a bucket of its own, and each call then costs more per element.
+    """
+    numel = min(numel, BUCKET)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     parts = [part for method in methods(2) for part in parts_of(method.averager).values()]
     codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []
@@ -35,7 +40,7 @@ def measured_speeds() -> Speeds:
         copy_seconds, encode_seconds, decode_seconds, _ = measure(codec, x, REPETITIONS)
         copies.append(copy_seconds)
         shares[name] = Share(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
-    return Speeds(4 * NUMEL / median(copies), shares)
+    return Speeds(4 * numel / median(copies), shares)
 
 
 def measured_network(network: Network) -> Network:

@@ -76,7 +76,7 @@ def plan_command(options: list[str]) -> None:
     if asked.measure:
         from ..bench.plan import measured_compute, measured_network, measured_speeds
 
-        network, speeds = measured_network(network), measured_speeds()
+        network, speeds = measured_network(network), measured_speeds(Workload.of(model, compute).numel)
         inputs = _inputs(asked.model)
         if build is not None and inputs is not None:
             compute = measured_compute(build(), inputs)
