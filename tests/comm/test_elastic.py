@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +123,38 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take(monkeypatch)
         return float(received)
 
     assert LocalWorld(2).run(worker) == [1.0, 0.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="reads Linux's list of sockets")
+def test_a_worker_and_its_lighthouse_listen_on_the_chosen_interface_only(monkeypatch):
+    """A worker has a store and torchft's server of a Manager, and Gloo has connected it with another one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    before = listening()
+    place = lighthouse.Lighthouse(2)
+
+    def worker(world):
+        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=20)
+        comm.open_round(comm.form_round())
+        world.barrier()
+        found = listening() - before
+        world.barrier()
+        comm.close()
+        return found
+
+    found, _ = LocalWorld(2).run(worker)
+    place.close()
+    assert len(found) >= 5, found  # the Lighthouse, two stores, two servers of Managers
+    assert {address for address, _ in found} == {"0100007F"}, found  # 127.0.0.1
+
+
+def listening():
+    """The addresses, as hexadecimal numbers, and inodes of this process' sockets that wait for connections."""
+    targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    is_listening = "0A"
+    return {
+        (row[1].split(":")[0], row[9]) for row in rows if row[3] == is_listening and f"socket:[{row[9]}]" in targets
+    }
 
 
 def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhile(monkeypatch):

@@ -52,6 +52,7 @@ from .handle import CommunicationError
 from .lighthouse import torchft
 from .members import Loss, Members, RoundCounts, Shared
 from .side_streams import SideStreams
+from .store import listening_store
 
 Result = TypeVar("Result")
 HANG_UP_TAG = 1  # all messages have tag 0
@@ -117,7 +118,7 @@ class ElasticCommunicator(Communicator):
         ft = torchft()
         self._nccl: Any = ft.nccl_group(self._timeout) if backend == "nccl" else None
         host = own_address()[1]
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = listening_store(host, 0, timedelta(seconds=quorum_seconds))
         self._process_group = ft.reconfigurable_group(self._timeout, self._connected, self._nccl)
         try:
             self._manager, self._quorums = ft.manager(

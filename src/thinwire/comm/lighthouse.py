@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -30,6 +32,7 @@ HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat. torchft sends one every 0.1 seconds."""
 CONNECT_SECONDS = 5.0
 """How long workers of a new quorum wait for each other. The limit doubles with each failure in a row."""
+_making_a_manager = threading.Lock()
 
 
 class Lighthouse:
@@ -158,18 +161,19 @@ class torchft:  # noqa: N801  # reads as the package's name
             def disallow_checkpoint(self) -> None:
                 """Nothing to forbid."""
 
-        manager = self._manager.Manager(
-            load_state_dict=lambda state: None,
-            state_dict=lambda: None,
-            use_async_quorum=False,
-            rank=0,
-            world_size=1,
-            store_addr=store[0],
-            store_port=store[1],
-            hostname=store[0],
-            checkpoint_transport=Nothing(),
-            **options,
-        )
+        with _listening_at(store[0], self._manager):
+            manager = self._manager.Manager(
+                load_state_dict=lambda state: None,
+                state_dict=lambda: None,
+                use_async_quorum=False,
+                rank=0,
+                world_size=1,
+                store_addr=store[0],
+                store_port=store[1],
+                hostname=store[0],
+                checkpoint_transport=Nothing(),
+                **options,
+            )
         quorums = manager._client = Quorums(manager._client)
         return manager, quorums
 
@@ -225,6 +229,18 @@ class Quorums:
     def should_commit(self, *args: Any, **options: Any) -> bool:
         """Torchft's vote within a replica, which is one worker here."""
         return bool(self._client.should_commit(*args, **options))
+
+
+@contextmanager
+def _listening_at(host: str, module: Any) -> Iterator[None]:
+    """Context in which the Managers of torchft's module listen at one address; by themselves they listen on all interfaces."""
+    with _making_a_manager:
+        server = module.ManagerServer
+        module.ManagerServer = lambda **options: server(**options | {"bind": f"{host}:0"})
+        try:
+            yield
+        finally:
+            module.ManagerServer = server
 
 
 def _meet(connect: Any, store_address: str, rank: int, size: int, limit: timedelta) -> None:

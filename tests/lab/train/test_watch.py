@@ -159,7 +159,7 @@ def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
     workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
     workers[0].start()
     assert watched(workers, tmp_path, store=store) == (
-        "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'"
+        "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     )
 
 

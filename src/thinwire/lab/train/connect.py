@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...algorithm import require
 from ...comm import CommunicationError, Communicator, ProcessGroupCommunicator
+from ...comm.store import listening_store
 from .config import RunConfig
 from .environment import Environment
 from .interrupt import Interrupted
@@ -89,7 +90,7 @@ def meeting_store(environment: Environment) -> dist.Store:
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
             if environment.one_node or not ipaddress.ip_address(address).is_loopback:
-                return listening_store(str(address), port)
+                return listening_store(str(address), port, RENDEZVOUS)
             why = f"{host} is {address} here"
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -97,28 +98,6 @@ def meeting_store(environment: Environment) -> dist.Store:
             why = f"{host}: {error.strerror or error}"
         print(f"thinwire: the store listens on all interfaces, because {why}", file=sys.stderr, flush=True)
     return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
-
-
-def listening_store(address: str, port: int) -> dist.TCPStore:
-    """A store that listens at one address; port 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken, or this machine does not have the address.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=RENDEZVOUS,
-            master_listen_fd=listener.detach(),
-        )
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:

@@ -27,11 +27,12 @@ from types import FrameType
 import torch.distributed as dist
 
 from ...comm.process_world import worker_context
+from ...comm.store import listening_store
 from . import loop
 from .callbacks import Callback
 from .checkpoint import latest
 from .config import RunConfig
-from .connect import RENDEZVOUS, connected, listening_store
+from .connect import RENDEZVOUS, connected
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
 from .parent_death import end_with_parent
@@ -86,7 +87,7 @@ def loopback_store(port: int) -> dist.TCPStore:
         ValueError: the port is taken, or this user may not listen there.
     """
     try:
-        return listening_store(LOOPBACK, port)
+        return listening_store(LOOPBACK, port, RENDEZVOUS)
     except OSError as error:
         reason = f"port {port} cannot be used: {error.strerror}"
         raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
@@ -231,7 +232,8 @@ def diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) -
     for rank, worker in enumerate(workers):
         exitcode = worker.exitcode or 0
         if exitcode < 0:
-            return f"worker {rank} was ended by {signal.Signals(-exitcode).name}"
+            name = signal.Signals(-exitcode).name
+            return f"worker {rank} was ended by {name}; what was saved is in {folder}"
     for rank in stopped(workers):
         pid = workers[rank].pid
         return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
@@ -325,11 +327,13 @@ def in_one_line(error: Exception) -> str:
 
     Example:
         >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
-        "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'"
+        "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     """
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name = errno.errorcode.get(error.errno)
         if name is not None:
-            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}"
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "; free some space, and go on with --resume" * is_full
+            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{remedy}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
