@@ -4,14 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRITON := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist load
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test test-gpu bench-gpu sanitize docs lint wheel clean
+.PHONY: help setup demo test test-triton test-gpu bench-gpu sanitize docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
-	@echo "make test    run all tests"
+	@echo "make test    run the tests"
+	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure every codec on a GPU, as a share of a device copy"
 	@echo "make sanitize   run the C++ kernels under ThreadSanitizer, AddressSanitizer and UBSan, on damaged payloads too"
@@ -34,6 +36,11 @@ demo: $(READY)
 # The tests start many processes; each would compile the modules again if byte code could not be kept.
 test: $(READY)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
+# Triton's interpreter must be chosen before Triton is imported, so each half is a run of its own.
+test-triton: $(READY)
+	TRITON_INTERPRET=1 $(TRITON) -W ignore::RuntimeWarning $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
+	$(TRITON) tests/kernels/triton/check_compiled.py
 
 test-gpu: $(READY)
 	@$(BIN)/python scripts/gpu.py test

@@ -23,10 +23,8 @@ hypothesis.settings.load_profile("thinwire")
 
 # The slowest files come first, so that no process begins one of them when the other has nothing left to do.
 SLOWEST = (
-    "kernels/triton/test_triton_interpreted.py",
     "strategy/test_gossip_processes.py",
     "lab/train/test_checkpoint.py",
-    "kernels/triton/test_triton_compiled.py",
     "lab/recipes/test_recipes.py",
     "lab/cli/test_cli.py",
     "integrations/test_trainers.py",
