@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ import thinwire as tw
 from thinwire.comm import Ledger
 from thinwire.lab.recipes import recipes
 from thinwire.plan import Link, Network, Program, predict, record, simulate
-from thinwire.plan.methods import methods
-from thinwire.plan.record import Messages, Wait
+from thinwire.plan.methods import Method, methods
+from thinwire.plan.predict import programs_of
+from thinwire.plan.record import Messages, Recorder, Wait
 from thinwire.plan.simulate import Bucket
 
 SHAPES = [torch.Size([64, 48]), torch.Size([48]), torch.Size([33, 17])]
@@ -82,6 +84,29 @@ def test_a_program_shifted_to_another_rank_is_that_of_this_rank():
     averager = tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather")
     first, second = (record(averager, SHAPES, [rank], 4)[0] for rank in (0, 1))
     assert first.shifted(1, 4).step == second.step and first.shifted(1, 4).wait == second.wait
+
+
+@pytest.mark.parametrize("exchange", ["hierarchical", "hierarchical_sparse"])
+def test_a_leader_and_one_member_stand_for_all_workers_of_a_node(exchange):
+    averager = tw.Mean(SPARSE, tw.ErrorFeedback(), exchange=exchange)
+    method, shapes = Method("one", averager, ""), tuple(SHAPES)
+    ((_, programs),) = programs_of(method, shapes, 8, 4)
+    assert list(programs) == record(averager.on_nodes(4), shapes[::-1], range(4), 8, workers_per_node=4)
+
+
+def test_equal_workers_are_recorded_once(monkeypatch):
+    """What a plan of many workers costs: one worker, or a leader and a member, and not the eight of a node."""
+    recorded, begin = Counter(), Recorder.begin
+
+    def counted(recorder, mail):
+        recorded[recorder.size] += 1
+        begin(recorder, mail)
+
+    monkeypatch.setattr(Recorder, "begin", counted)
+    for workers in (16, 64):
+        for exchange in ("all_gather", "scatter_reduce", "hierarchical"):
+            programs_of(Method("one", tw.Mean(tw.QSGD(bits=4), exchange=exchange), ""), tuple(SHAPES), workers, 8)
+    assert recorded == {16: 4, 64: 4}
 
 
 def test_stages_of_several_buckets_are_in_flight_together():

@@ -94,6 +94,16 @@ class Averager(Algorithm, ABC):
         """Whether it compresses by matrix products of its own rather than with a codec."""
         return False
 
+    @property
+    def adds_coordinates(self) -> bool:
+        """Whether workers may add selected coordinates on the way, so that what they send depends on which they select."""
+        return False
+
+    @property
+    def has_leaders(self) -> bool:
+        """Whether the first worker of a node sends for all of it, and the others all do the same, with the same peers."""
+        return False
+
     def on_nodes(self, workers_per_node: int) -> Averager:
         """This averager where so many consecutive ranks share a node; itself if it makes no use of that."""
         return self

@@ -161,6 +161,14 @@ class Mean(Averager):
     def suits_parameters(self) -> bool:
         return self.codec.lossless and self.memory is None
 
+    @property
+    def adds_coordinates(self) -> bool:
+        return self.exchange in ("auto", *SPARSE) and self.codec.sparse_parts() is not None
+
+    @property
+    def has_leaders(self) -> bool:
+        return self.exchange in NODES
+
     def on_nodes(self, workers_per_node: int) -> Mean:
         return replace(self, workers_per_node=workers_per_node) if self.exchange in ("auto", *NODES) else self
 

@@ -38,10 +38,11 @@ class Operation:
         """Whether it ends later than `now`."""
         return self.left > 0 or self.end > now
 
-    def finish_part(self, now: float, engine: Engine) -> None:
-        """One part of it ends at `now`, which may lie ahead; wakes those who wait after the last."""
-        self.left -= 1
-        self.end = max(self.end, now)
+    def finish_part(self, now: float, engine: Engine, parts: int = 1) -> None:
+        """One part of it, or several, end at `now`, which may lie ahead; wakes those who wait after the last."""
+        self.left -= parts
+        if now > self.end:
+            self.end = now
         if self.left == 0:
             engine.at(self.end, self._wake)
 
@@ -49,6 +50,28 @@ class Operation:
         waiting, self.waiting = self.waiting, []
         for wake in waiting:
             wake()
+
+
+_Channel = list[float | Operation]
+"""Messages from one worker to another, in order: times of those that came too early, or operations that wait for theirs."""
+
+
+class _Channels(dict[tuple[int, int], _Channel]):
+    """The channel from each worker to each other one; folded, pairs of workers as far apart share one.
+
+    Args:
+        network: the workers.
+        fold: whether node 0 stands for all nodes.
+    """
+
+    def __init__(self, network: Network, fold: bool):
+        self._per_node, self._nodes, self._fold = network.workers_per_node, network.nodes, fold
+        self._folded: defaultdict[tuple[int, int, int], _Channel] = defaultdict(list)
+
+    def __missing__(self, pair: tuple[int, int]) -> _Channel:
+        (node, source), (other, target) = (divmod(rank, self._per_node) for rank in pair)
+        self[pair] = self._folded[source, (other - node) % self._nodes, target] if self._fold else []
+        return self[pair]
 
 
 @dataclass
@@ -90,8 +113,7 @@ class Engine:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._lines: defaultdict[tuple[str, int], _Line] = defaultdict(_Line)
-        self._arrived: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
-        self._expected: defaultdict[tuple[int, int, int], list[Operation]] = defaultdict(list)
+        self._channels = _Channels(network, fold)
         self._rings: defaultdict[tuple[int, int], _RingState] = defaultdict(_RingState)
         self._num_rings = [0] * self.workers
         self._cores = [Cores(self, network.cores) for _ in range(self.workers // network.workers_per_node)]
@@ -119,7 +141,7 @@ class Engine:
             return self._issue_ring(rank, action)
         operation = Operation(len(action.sends) + len(action.receives))
         for source, _ in action.receives:
-            self._expect(self._key(source, rank), operation)
+            self._expect(self._channels[source, rank], operation)
         if operation.left == 0:
             operation.end = self.now
         else:
@@ -151,16 +173,20 @@ class Engine:
         group = next(groups, None)
         if group is None:
             return
-        keys = [self._key(rank, peer) for peer, _ in group]
+        channels = [self._channels[rank, peer] for peer, _ in group]
 
         def left() -> None:
-            for _ in keys:
-                operation.finish_part(self.now, self)
+            operation.finish_part(self.now, self, len(channels))
             self._send_next(rank, groups, operation)
 
         def arrived(end: float) -> None:
-            for key in keys:
-                self._arrive(key, end)
+            for channel in channels:
+                first = channel[0] if channel else None
+                if isinstance(first, Operation):
+                    channel.pop(0)
+                    first.finish_part(end, self)
+                else:
+                    channel.append(end)
 
         num_bytes = sum(num_bytes for _, num_bytes in group)
         self.at(self._transmit(rank, group[0][0], num_bytes, len(group), arrived), left)
@@ -182,17 +208,13 @@ class Engine:
         self.at(begin + hops * link.latency_seconds, lambda: arrived(into.take(self.now, service, burst)[1]))
         return end
 
-    def _arrive(self, key: tuple[int, int, int], end: float) -> None:
-        if self._expected[key]:
-            self._expected[key].pop(0).finish_part(end, self)
+    def _expect(self, channel: _Channel, operation: Operation) -> None:
+        first = channel[0] if channel else None
+        if isinstance(first, float):
+            channel.pop(0)
+            operation.finish_part(max(self.now, first), self)
         else:
-            self._arrived[key].append(end)
-
-    def _expect(self, key: tuple[int, int, int], operation: Operation) -> None:
-        if self._arrived[key]:
-            operation.finish_part(max(self.now, self._arrived[key].pop(0)), self)
-        else:
-            self._expected[key].append(operation)
+            channel.append(operation)
 
     # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
 
@@ -236,13 +258,6 @@ class Engine:
             self._transmit(rank, rank + 1, piece, hops, lambda end: self.at(end, arrived), hops)
 
     # ---- the fold ----
-
-    def _key(self, source: int, target: int) -> tuple[int, int, int]:
-        """What a message is matched by: both ends, as ranks of node 0, and how many nodes lie between them."""
-        per_node, nodes = self.network.workers_per_node, self.network.nodes
-        if self.workers == self.network.workers:
-            return (source, 0, target)
-        return (source % per_node, (target // per_node - source // per_node) % nodes, target % per_node)
 
     def _path(self, rank: int, peer: int) -> tuple[Link, _Line, _Line]:
         """The link from a worker to a peer, with the sender's line and the receiver's."""

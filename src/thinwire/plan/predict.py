@@ -189,6 +189,9 @@ def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, worker
     if averager.gives_one_mean and averager.on_nodes(workers_per_node) is averager:
         (first,) = record(averager, shapes, [0], workers)
         return (first.shifted(rank, workers) for rank in range(workers_per_node))
+    if averager.has_leaders:
+        leader, *members = record(averager, shapes, range(min(2, workers_per_node)), workers, workers_per_node)
+        return [leader, *members * (workers_per_node - 1)]
     return record(averager, shapes, range(workers_per_node), workers, workers_per_node)
 
 

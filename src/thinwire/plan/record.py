@@ -36,7 +36,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
 from ..network import Messages, Network, Ring
 from .shapes import Shapes
-from .sized import PRODUCTS, Work, reads_values, sized
+from .sized import PRODUCTS, Work, sized
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def record(
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
     """
     mail: Mail = defaultdict(deque)
-    device = "cpu" if reads_values(averager) else "meta"
+    device = "cpu" if averager.adds_coordinates else "meta"
     tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
     with Shapes() if device == "meta" else nullcontext():
         return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]

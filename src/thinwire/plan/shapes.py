@@ -94,6 +94,12 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return _empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
 
 
+def _tensor_split(x: Tensor, sections: int) -> tuple[Tensor, ...]:
+    """Pieces of equal shape are one tensor: they have no values, and a thousand workers have as many pieces."""
+    rows, longer = divmod(x.shape[0], sections)
+    return (x[: rows + 1],) * longer + (x[:rows],) * (sections - longer)
+
+
 class _QR(NamedTuple):
     Q: Tensor
     R: Tensor
@@ -109,7 +115,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "__and__", "__xor__", "__rshift__"), _elementwise),
-    **dict.fromkeys(("add_", "sub_", "mul_", "zero_", "addmm_"), _in_place),
+    **dict.fromkeys(("add_", "sub_", "mul_", "zero_", "copy_", "addmm_"), _in_place),
     **dict.fromkeys(("zeros_like", "empty_like", "abs", "neg", "sign"), _like),
     "clamp": lambda x, *_, **__: _like(x),
     **dict.fromkeys(("matmul", "mm"), _product),
@@ -118,6 +124,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("new_zeros", "new_empty"), _new_zeros),
     "cat": _cat,
     "stack": _stack,
+    "tensor_split": _tensor_split,
     "isfinite": lambda x: _empty(x.shape, torch.bool),
     "all": lambda x: _empty((), torch.bool),
     "linalg_vector_norm": _norm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -55,11 +55,6 @@ def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Aver
         elif isinstance(part, Clip):
             changes[name] = None  # takes hardly any time, and reads values
     return replace(late, **changes)
-
-
-def reads_values(averager: Averager) -> bool:
-    """Whether what is sent depends on which coordinates are selected, so that a recording needs tensors with values."""
-    return any(isinstance(part, Codec) and part.sparse_parts() is not None for part in parts_of(averager).values())
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:
@@ -149,7 +144,12 @@ class SizedCodec(Codec):
         return True
 
     def segments_nbytes(self, sizes: list[Any]) -> int:
-        return self.codec.nbytes(sizes)
+        return self._nbytes(tuple(sizes))
+
+    @cached_property
+    def _nbytes(self) -> Callable[[tuple[int, ...]], int]:
+        """Bytes of a payload: computed once for the pieces of a thousand workers."""
+        return lru_cache(lambda numels: self.codec.nbytes(list(numels)))
 
     def sparse_parts(self) -> SparseParts | None:
         parts = self.codec.sparse_parts()

@@ -134,8 +134,9 @@ class Job:
         with self.clock("decode"):
             if not parts:
                 return True
-            numel = sum(part.numel() for part in parts)
-            segments = [debug.empty(numel, device=self.dense.device)] if self.merged else list(parts)
+            segments = list(parts)
+            if self.merged:
+                segments = [debug.empty(sum(part.numel() for part in parts), device=self.dense.device)]
             votes = self.codec.votes
             finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys[: len(segments)])
             if votes:

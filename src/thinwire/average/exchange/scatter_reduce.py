@@ -21,6 +21,7 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ def scatter_reduce(job: Job) -> Stages:
         pack(dense, job.encode(shard.pieces, _piece_keys(job, shard, owner + 1), masked[owner]))
         for owner, (shard, dense) in enumerate(zip(shards, dense_pieces, strict=True))
     ]
-    sizes = [job.message_nbytes(shard.pieces, dense) for shard, dense in zip(shards, dense_pieces, strict=True)]
+    sizes = shard_nbytes(job.codec, [t.shape for t in job.tensors], job.dense.numel(), comm.size, job.merged)
 
     received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
     dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
@@ -68,10 +69,12 @@ def scatter_reduce(job: Job) -> Stages:
         with job.clock("wait"):
             gathered = handle.wait()
         outs, dense_outs = _split(totals, job), dense_total.tensor_split(comm.size)
+        summed_keys = [piece_key(key, SUMMED) for key in job.keys]
         finite: Flag = True
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
             dense, payload = unpack(shard_message, dense_out.numel())
-            finite = both(finite, job.decode([payload], out.pieces, job.scale, _piece_keys(job, out, SUMMED)))
+            keys = [summed_keys[i] for i in out.positions]
+            finite = both(finite, job.decode([payload], out.pieces, job.scale, keys))
             dense_out.copy_(dense)
         return finite
 
@@ -178,11 +181,15 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.
 
 def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool) -> list[int]:
     """Bytes of the message of each owner's shard; upper bounds if the codec's size is not fixed."""
+    wholes = [piece_shape(codec, shape, 1, 0) for shape in shapes]
+    # From one of these ranks to the next, all owners have pieces of the same shapes.
+    changes = sorted({0, dense_numel % size, *(whole[0] % size for whole in wholes), size})
     messages = []
-    for rank in range(size):
-        pieces = [piece_shape(codec, shape, size, rank) for shape in shapes]
+    for first, end in pairwise(changes):
+        pieces = [piece_shape(codec, shape, size, first) for shape in shapes]
         nonempty = [p for p in pieces if p.numel()]
-        messages.append(message_nbytes(codec, nonempty, split_numel(dense_numel, size, rank), merged))
+        num_bytes = message_nbytes(codec, nonempty, split_numel(dense_numel, size, first), merged)
+        messages += [num_bytes] * (end - first)
     return messages
 
 
