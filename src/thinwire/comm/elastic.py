@@ -48,7 +48,7 @@ from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import own_address
-from .handle import CommunicationError
+from .handle import CommunicationError, reason_of
 from .lighthouse import torchft
 from .members import Loss, Members, RoundCounts, Shared
 from .side_streams import SideStreams
@@ -110,6 +110,10 @@ class ElasticCommunicator(Communicator):
         self._norms: dict[int, float] = {}
         self._shared: dict[str, Shared] = {}
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
+        self._no_quorum = (
+            f"no quorum of {min_workers} workers within {quorum_seconds:g} seconds; see whether enough workers run, and "
+            f"whether they reach the Lighthouse at {lighthouse}"
+        )
         self._error: Exception | None = None
         self._group: Any = None
         self._sent_before = 0
@@ -169,14 +173,15 @@ class ElasticCommunicator(Communicator):
         try:
             self._manager.start_quorum(timeout=timedelta(seconds=seconds))
         except Exception as error:
-            raise CommunicationError(
-                f"worker {self.number}: no quorum: {' '.join(str(error).split())[:300]}"
-            ) from error
+            reason = reason_of(error).partition(", details: ")[0][:300]
+            raise CommunicationError(f"worker {self.number}: {self._no_quorum} ({reason})") from error
 
     def _connect(self) -> Members | None:
         """Take rank and size from the quorum; after a change, tell each other who is there."""
-        if self._manager.errored() is not None:
-            raise CommunicationError(f"worker {self.number}: cannot connect: {self._manager.errored()}")
+        failed = self._manager.errored()
+        if failed is not None:
+            reason = reason_of(failed.original_exception)
+            raise CommunicationError(f"worker {self.number}: cannot connect to the other workers: {reason}")
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
         group = self._process_group.parent
         assert rank is not None and group is not None, "a quorum gives every worker a rank"
@@ -427,7 +432,7 @@ def _wait(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]], lim
         try:
             work.wait(limit)  # Gloo's own limit is that of connecting
         except RuntimeError as error:
-            raise CommunicationError(f"{what}: {error}" if what else str(error)) from error
+            raise CommunicationError(f"{what}: {reason_of(error)}" if what else reason_of(error)) from error
     for tensor, received in landed:
         if received is not tensor:
             tensor.copy_(received)

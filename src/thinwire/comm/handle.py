@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
+SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] *")  # where in Gloo's source an error was found
+
 
 class CommunicationError(RuntimeError):
     """A message could not be sent or received."""
+
+
+def reason_of(error: Exception) -> str:
+    """What a backend says about a failure, in one line and without places in its source.
+
+    Example:
+        >>> reason_of(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+        'Connection closed by peer'
+    """
+    return " ".join(SOURCE.sub("", str(error)).split())
 
 
 class Handle:

@@ -14,7 +14,6 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal pa
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -31,14 +30,13 @@ from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import open_sockets
-from .handle import CommunicationError
+from .handle import CommunicationError, reason_of
 from .side_streams import SideStreams
 
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
 HANG_UP_TAG = 1  # all messages have tag 0
-SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] *")  # where in Gloo's source an error was found
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -192,7 +190,7 @@ class ProcessGroupCommunicator(Communicator):
         try:
             work = operation(tensor, self.global_ranks[peer], group=self._group)
         except RuntimeError as error:
-            raise CommunicationError(f"{operation.__name__} with rank {peer}: {SOURCE.sub('', str(error))}") from error
+            raise CommunicationError(f"{operation.__name__} with rank {peer}: {reason_of(error)}") from error
         assert work is not None, "this process is in the group"
         return work
 
@@ -260,7 +258,7 @@ def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Ten
         try:
             work.wait()
         except RuntimeError as error:
-            reason = SOURCE.sub("", str(error))
+            reason = reason_of(error)
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error
     for tensor, staged in landed:
         if staged is not tensor:

@@ -131,8 +131,9 @@ def finished_run(config: RunConfig) -> Path | None:
     check_same_run(config, folder)
     try:
         load_json_object(folder / "summary.json")
-    except ValueError as error:  # the last checkpoint has all that it says
-        print(f"thinwire: {error}; it is written anew from the last checkpoint", file=sys.stderr, flush=True)
+    except ValueError:  # the last checkpoint has all that it says
+        text = f"{folder / 'summary.json'} is damaged; it is written anew from the last checkpoint"
+        print(f"thinwire: {text}", file=sys.stderr, flush=True)
         return None
     return folder
 
