@@ -57,7 +57,7 @@ METHODS = {
     "TopK 1 %": f"Mean(TopK(0.01), {EF})",
     "TopK 1 %, sampled": f"Mean(TopK(0.01, sample=0.01), {EF})",
     "TopK 1 %, 4 bits": f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})",
-    "TopK in chunks, 1/64": f"Mean(BlockwiseTopK(0.015625), {EF})",
+    "BlockwiseTopK, 1/64": f"Mean(BlockwiseTopK(0.015625), {EF})",
     "RandomK 1 %": RANDOM,
     "RandomK 1 %, shared": SHARED,
     "Threshold 0.01": f"Mean(Threshold(0.01), {EF})",
