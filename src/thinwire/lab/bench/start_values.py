@@ -75,8 +75,8 @@ def _faces(shape: Shape, rank: int, size: int, generator: torch.Generator) -> Te
         images = torch.from_numpy(fetch_olivetti_faces().images).float()
     except OSError as error:
         raise ValueError(
-            f"faces: cannot download the Olivetti faces ({error}); connect to the internet once, or copy olivetti.pkz to "
-            "~/scikit_learn_data, where scikit-learn keeps them"
+            f"faces: cannot download the Olivetti faces ({error}); connect to the internet once, or copy "
+            "olivetti_py3.pkz from a machine that has it, into scikit-learn's data folder (~/scikit_learn_data)"
         ) from None
     require(tuple(shape) == images.shape[1:], f"faces are images of 64 x 64: shape must be (64, 64), got {shape}")
     require(size <= len(images), f"faces: there are {len(images)} images, one for each worker, and {size} workers")
