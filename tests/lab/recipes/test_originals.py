@@ -33,6 +33,12 @@ def steps(epoch, drops, warmup, peak, start):
     return peak * 0.1 ** sum(epoch >= drop for drop in drops)
 
 
+def study_images(epoch):
+    """Per image, the layer-wise study's learning rate on ImageNet: 1 to 2 for 512 images, then 1, and falls at 16, 27, 33."""
+    rate = 1 + epoch / 5 if epoch < 5 else 0.1 ** sum(epoch >= drop for drop in (16, 27, 33))
+    return rate / 512
+
+
 LAYERWISE = {"weight_decay": 5e-4, "momentum": 0.0, "nesterov": False, "undecayed": ()}
 DGC_CIFAR = {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": False, "undecayed": ()}
 ALQ = DGC_CIFAR
@@ -42,6 +48,11 @@ PAPERS = {
     "cifar10-resnet9-topk": (6_573_120, 4, 128, 24, LAYERWISE, lambda e: linear_down(e, 24, 5, 0.4)),
     "cifar10-resnet9-randomk": (6_573_120, 4, 128, 40, LAYERWISE, lambda e: linear_down(e, 40, 5, 0.4)),
     "cifar10-vgg16-qsgd-model": (134_301_514, 4, 128, 24, LAYERWISE, lambda e: linear_down(e, 24, 5, 0.4)),
+    "cifar10-alexnet-fp16": (2_255_296, 4, 128, 24, LAYERWISE, lambda e: linear_down(e, 24, 5, 0.4)),
+    "imagenet-resnet50-qsgd-4bit": (
+        25_557_032, 8, 224, 35, {"weight_decay": 5e-5, "momentum": 0.9, "nesterov": False, "undecayed": ("norms",)},
+        lambda e: 224 * study_images(e),
+    ),
     "cifar10-resnet110-dgc": (1_730_714, 4, 128, 200, DGC_CIFAR, lambda e: cosine(e, 200, 5, 0.4, 0.1)),
     "imagenet-resnet50-dgc": (
         25_557_032, 8, 32, 90, {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ("norms",)},
@@ -50,6 +61,10 @@ PAPERS = {
     "imagenet-resnet50-dgc-cosine": (
         25_557_032, 8, 32, 90, {"weight_decay": 1e-4, "momentum": 0.9, "nesterov": True, "undecayed": ("norms",)},
         lambda e: cosine(e, 90, 5, 0.1, 0.0125),
+    ),
+    "imagenet-resnet18-dgc": (
+        11_689_512, 8, 64, 90, {"weight_decay": 5e-5, "momentum": 0.9, "nesterov": False, "undecayed": ()},
+        lambda e: steps(e, (30, 60, 80), 5, 0.2, 0.025),
     ),
     "imagenet-vgg16-dgc": (
         138_365_992, 8, 32, 90, {"weight_decay": 5e-5, "momentum": 0.9, "nesterov": False, "undecayed": ()},
@@ -115,8 +130,10 @@ def test_step_sizes_of_the_power_gossip_study():
 
 
 def test_deep_gradient_compression():
-    """ResNet-50 sends 0.1 % from the first epoch, with plain momentum in the memory; the others warm the ratio up."""
+    """ResNet-50 and VGG-16 send 0.1 % from the first epoch, with plain momentum in the memory; the others warm up."""
     assert ALL["imagenet-resnet50-dgc"].config.averager == "dgc(0.001, warmup_epochs=0)"
+    assert ALL["imagenet-vgg16-dgc"].config.averager == "dgc(0.001, warmup_epochs=0)"
+    assert ALL["cifar10-resnet110-dgc"].config.averager == "dgc(0.001, warmup_epochs=5)"
     assert ALL["imagenet-resnet18-dgc"].config.averager == "dgc(0.001, warmup_epochs=5)"
     assert ALL["imagenet-resnet50-dgc"].config.optimizer.nesterov, "of weight decay's own momentum"
 
@@ -126,6 +143,16 @@ def test_images_are_divided_by_the_deviation_that_the_authors_took():
         data = ALL[f"cifar10-resnet{'32' if name == 'alq' else '20'}-{name}"].config.data
         assert (data.std == PER_IMAGE_STD) == (std is not None)
     assert ALL["cifar10-resnet20-powergossip"].config.data.std == PER_IMAGE_STD
+
+
+def test_quantizers_of_the_layer_wise_study():
+    """One norm for each layer or for the entire model: 8 bits and a sign, or 4 bits with the sign; and plain float16."""
+    averagers = {end: ALL[f"imagenet-resnet50-{end}"].config.averager for end in ("qsgd-model", "qsgd-4bit", "fp16")}
+    assert averagers == {
+        "qsgd-model": "Mean(QSGD(levels=255, norm='l2', bucket_size=None), granularity='model', min_ndim=0)",
+        "qsgd-4bit": "Mean(QSGD(levels=7, norm='l2', bucket_size=None), granularity='layer', min_ndim=0)",
+        "fp16": "Mean(Cast('float16'), min_ndim=0)",
+    }
 
 
 def test_thresholds_are_those_of_a_summed_loss():

@@ -43,7 +43,8 @@ def small(full: RunConfig, data: ImageFolder = SMALL_DATA, **changes) -> RunConf
 
 def _layerwise_task() -> Task:
     points = tuple((epoch / 35, multiple) for epoch, multiple in PHASES)
-    optimizer = SGD(224 / 512, 5e-5, schedule=LearningRateSchedule(0.0, "points", points=points), nesterov=False)
+    schedule = LearningRateSchedule(0.0, "points", points=points)
+    optimizer = SGD(224 / 512, 5e-5, undecayed=("norms",), schedule=schedule, nesterov=False)
     full = RunConfig(
         "imagenet-resnet50",
         workers=8, epochs=35, batch_size=224, precision="fp16", model=ResNet(50), optimizer=optimizer,
