@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] *")  # where in Gloo's source an error was found
+ADVICE = re.compile(r"\.? This is typically caused by .*GLHF! \S*")  # of Gloo, which does not know the workers
 
 
 class CommunicationError(RuntimeError):
@@ -15,13 +16,15 @@ class CommunicationError(RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """What a backend says about a failure, in one line and without places in its source.
+    """What a backend says about a failure, in one line, without places in its source and its general advice.
 
     Example:
         >>> reason_of(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
         'Connection closed by peer'
+        >>> reason_of(RuntimeError("Connection reset by peer. This is typically caused by a bug. GLHF! :)"))
+        'Connection reset by peer'
     """
-    return " ".join(SOURCE.sub("", str(error)).split())
+    return ADVICE.sub("", " ".join(SOURCE.sub("", str(error)).split()))
 
 
 class Handle:
