@@ -53,18 +53,6 @@ THINWIRE_INLINE void step(const Segment& s, const Momentum& m, size_t at, size_t
     }
 }
 
-// Copies a block. With `streamed` the copy bypasses the cache; the address must be a multiple of 16.
-template <bool streamed>
-THINWIRE_INLINE void put(float* to, const float* from, size_t n) {
-#if defined(__SSE2__)
-    if (streamed && n == kBlock) {
-        for (size_t i = 0; i < kBlock; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
-        return;
-    }
-#endif
-    std::memcpy(to, from, n * sizeof(float));
-}
-
 THINWIRE_INLINE void collect(const float* x, size_t size, size_t at, Candidates& found) {
     for (uint64_t hits = hits_of_block(x, size, found.threshold); hits && found.count < found.capacity; hits &= hits - 1) {
         const size_t hit = static_cast<size_t>(lowest_bit(hits));
@@ -85,9 +73,10 @@ THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) 
             step<rule>(s, m, at, size, u, v);
             if (found.capacity && max_magnitude(v, size) >= found.threshold) collect(v, size, at, found);
         }
-        if constexpr (rule != Rule::feedback) put<streamed>(s.new_u + at, u, size);
-        put<streamed>(s.new_v + at, v, size);
+        if constexpr (rule != Rule::feedback) copy_out(s.new_u + at, u, size, streamed);
+        copy_out(s.new_v + at, v, size, streamed);
     }
+    if constexpr (streamed) finish_streams();
 }
 
 template <bool streamed>
@@ -107,13 +96,8 @@ THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, Candidat
     pass_by_rule<true>(s, m, found);
 }
 
-bool aligned(const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
 void run(const Segment& s, const Momentum& m, bool large, Candidates& found) {
-    if (large && aligned(s.new_u) && aligned(s.new_v))  // null counts as aligned
-        pass_streamed(s, m, found);
-    else
-        pass_through_cache(s, m, found);
+    large ? pass_streamed(s, m, found) : pass_through_cache(s, m, found);
 }
 
 // A threshold that slightly more than k new velocities should reach, and the space for them; no space means no guess.
@@ -177,18 +161,12 @@ std::vector<Segment> zip(const MomentumBuffers& buffers, Rule rule) {
     return segments;
 }
 
-bool is_large(const std::vector<Segment>& segments) {
-    size_t total = 0;
-    for (const Segment& s : segments) total += s.numel;
-    return total >= kMinStreamed;
-}
-
 }  // namespace
 
 void momentum_correct(const MomentumBuffers& buffers, const Momentum& m) {
     const std::vector<Segment> segments = zip(buffers, m.rule);
     Candidates none{0, 0, nullptr, nullptr};
-    for (const Segment& s : segments) run(s, m, is_large(segments), none);
+    for (const Segment& s : segments) run(s, m, is_large(buffers.new_vs), none);
 }
 
 void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, const Counts& counts,
@@ -206,7 +184,7 @@ void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, co
         const size_t k = static_cast<size_t>(counts[i]);
         require(k <= numel, "indices: fewer than the sum of counts");
         Candidates found = guess(s, m, k);
-        run(s, m, found.capacity > 0 && is_large(segments), found);
+        run(s, m, found.capacity > 0 && is_large(buffers.new_vs), found);
         finish(s, k, found, indices, values);
         indices += k;
         values += k;
