@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import isqrt
@@ -113,7 +115,8 @@ def predict(
     asked = known if candidates is None else list(candidates)
     baselines = {m.name: m for m in known if m.name in (DDP, BF16)}
     chosen = {m.name: m for m in asked} | baselines
-    steps = {name: predict_method(method, workload, network, speeds) for name, method in chosen.items()}
+    with _uncollected():
+        steps = {name: predict_method(method, workload, network, speeds) for name, method in chosen.items()}
     made = [
         Prediction(
             method=name,
@@ -129,6 +132,18 @@ def predict(
         for name, method in chosen.items()
     ]
     return sorted(made, key=lambda prediction: prediction.step_seconds)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: a thousand workers have millions of messages, and it would look at all of them in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:

@@ -249,12 +249,12 @@ def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
         >>> unpack(pack(torch.ones(2), torch.tensor([7], dtype=torch.uint8)), 2)
         (tensor([1., 1.]), tensor([7], dtype=torch.uint8))
     """
+    if dense_numel == 0:
+        return message.new_empty(0, dtype=torch.float32), message
     require(
         message.numel() >= 4 * dense_numel,
         f"a message begins with {dense_numel} dense elements, {4 * dense_numel} bytes, got {message.numel()} bytes",
     )
-    if dense_numel == 0:
-        return message.new_empty(0, dtype=torch.float32), message
     return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 

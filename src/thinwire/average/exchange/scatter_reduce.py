@@ -163,7 +163,7 @@ def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     """The shard of each owner; the pieces of contiguous tensors are views."""
     size, seen = job.comm.size, [t if job.codec.needs_shape and t.ndim else t.reshape(-1) for t in tensors]
     pieces, rows = [t.tensor_split(size) for t in seen], [t.shape[0] if t.numel() else 0 for t in seen]
-    owned = [[i for i, n in enumerate(rows) if split_numel(n, size, rank)] for rank in range(size)]
+    owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
 
 

@@ -161,15 +161,17 @@ class Round:
         indices, values, counts = job.selection or select(self.segments, mixed)
         positions, order = layout.positions(indices, counts).sort()
         values = values[order]
-        piece_counts = iter(layout.count(positions))
-        region_counts = [[next(piece_counts) for _ in region] for region in layout.pieces]
+        piece_counts = layout.count(positions)
+        within = (positions - _repeat(layout.starts[:-1], piece_counts, device)).int()
+        left = iter(piece_counts)
+        region_counts = [[next(left) for _ in region] for region in layout.pieces]
         totals = [sum(counts) for counts in region_counts]
         header: list[int] = []
         messages, lost = [], []
-        for owner, (p, v, dense) in enumerate(
-            zip(positions.split(totals), values.split(totals), self.dense.tensor_split(self.team.size), strict=True)
+        for owner, (i, v, dense) in enumerate(
+            zip(within.split(totals), values.split(totals), self.dense.tensor_split(self.team.size), strict=True)
         ):
-            payload, lacks = self._encode_pieces(p, v, region_counts[owner], owner, owner + 1)
+            payload, lacks = self._encode_pieces(i, v, region_counts[owner], owner, owner + 1)
             header += [payload.numel(), *region_counts[owner]]
             messages.append(pack(dense, payload))
             lost.append(lacks)
@@ -178,12 +180,12 @@ class Round:
         return Selected(positions, values, None if lossless else _joined(lost, totals, device)), list(headers), messages
 
     def _encode_pieces(
-        self, positions: Tensor, values: Tensor, counts: list[int], owner: int, part: int
+        self, indices: Tensor, values: Tensor, counts: list[int], owner: int, part: int
     ) -> tuple[Tensor, Tensor | None]:
+        """The payload of indices into the pieces of an owner and their values, and what it lacks."""
         region = self.layout.pieces[owner]
         if not region:
             return torch.empty(0, dtype=torch.uint8, device=values.device), None
-        indices = (positions - _repeat([p.start for p in region], counts, positions.device)).int()
         keys = [piece_key(self.keys[p.segment], part).mixed() for p in region]
         return self.parts.encode(indices, values, counts, [p.numel for p in region], keys)
 
@@ -212,23 +214,23 @@ class Round:
         counts = [p.kept for p in region]
         indices, values = kernels.select.topk(sums, counts)
         positions = indices + _repeat([p.start for p in region], counts, indices.device)
-        payload, lost = self._encode_pieces(positions, values, counts, self.team.rank, SUMMED)
+        payload, lost = self._encode_pieces(indices, values, counts, self.team.rank, SUMMED)
         self.owned = Selected(positions, values, lost)
         return pack(dense, payload)
 
     def collect(self, messages: list[Tensor]) -> Summed:
         """What the owners kept, from their messages."""
         pieces = self.dense.tensor_split(self.team.size)
-        positions, values, dense = [], [], []
+        within, values, dense = [], [], []
         for owner, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
             of_dense, payload = unpack(message, piece.numel())
-            region = self.layout.pieces[owner]
-            counts = [p.kept for p in region]
-            indices, v = self._decode_pieces(payload, counts, owner)
-            positions.append(indices + _repeat([p.start for p in region], counts, indices.device))
+            indices, v = self._decode_pieces(payload, [p.kept for p in self.layout.pieces[owner]], owner)
+            within.append(indices)
             values.append(v)
             dense.append(of_dense)
-        return Summed(torch.cat(positions), torch.cat(values), torch.cat(dense))
+        kept = [p.kept for region in self.layout.pieces for p in region]
+        positions = torch.cat(within) + _repeat(self.layout.starts[:-1], kept, self.dense.device)
+        return Summed(positions, torch.cat(values), torch.cat(dense))
 
     def delivered(self, summed: Summed) -> Tensor:
         """Which of `summed` this worker had a part in, (number of them,) bool."""
