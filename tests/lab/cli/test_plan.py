@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from helpers.command import TORCHRUN, python
@@ -10,6 +12,7 @@ from helpers.command import TORCHRUN, python
 from thinwire.lab.cli import main
 from thinwire.lab.cli.plan import parse_count
 
+ROOT = Path(__file__).parents[3]
 SMALL = ["plan", "--workers", "4", "--per-node", "2", "--rate", "100mbit", "--parameters", "1M", "--compute", "0.05"]
 
 
@@ -23,6 +26,15 @@ def test_the_table_and_the_file_have_every_method(tmp_path, capsys):
     names = {row["method"] for row in rows}
     assert {"DDP, float32", "4 bits, hierarchical", "PowerSGD, rank 4", "gossip, Mix"} <= names
     assert all(row["accuracy"] and row["page"] for row in rows)
+
+
+def test_the_guide_shows_what_its_command_prints(capsys):
+    guide = (ROOT / "docs" / "guide" / "choose.md").read_text()
+    command = re.search(r"^thinwire (plan .+)$", guide, re.MULTILINE)
+    table = re.search(r"^```text\n(.+?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert main(command[1].split()) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert table[1].splitlines() == printed
 
 
 def test_dense_wins_where_it_does(capsys):
