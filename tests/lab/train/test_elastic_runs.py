@@ -9,7 +9,7 @@ from helpers.elastic_training import elastic_run
 from helpers.program import Program
 
 from thinwire.lab.report import write_report
-from thinwire.lab.train import RunConfig
+from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.elastic_spawn import communicator
 
 
@@ -44,3 +44,8 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
         RunConfig("digits", elastic=True, backend="mpi")
     with pytest.raises(ValueError, match="worker 1 has none; choose --backend gloo"):
         communicator(RunConfig("digits", elastic=True, backend="nccl", device="cpu"), "http://127.0.0.1:1", 1, 2)
+
+
+def test_an_interface_is_for_elastic_runs_too(tmp_path):
+    with pytest.raises(ValueError, match="has no network interface 'wire9'; choose --interface among"):
+        train(RunConfig("digits", workers=2, elastic=True, interface="wire9", output=tmp_path))

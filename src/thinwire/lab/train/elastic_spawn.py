@@ -28,7 +28,7 @@ from . import elastic
 from .callbacks import Callback
 from .checkpoint import latest
 from .config import RunConfig
-from .connect import has_own_gpu
+from .connect import choose_interface, has_own_gpu
 from .environment import LOOPBACK, Environment
 from .interrupt import SIGNALS, Interrupted, Interruption
 from .loop import choose_device
@@ -208,6 +208,8 @@ def _worker(
     number, host = config.first_worker + place, urlsplit(lighthouse).hostname or LOOPBACK
 
     def train(interruption: Interruption, store: Any) -> None:
+        with same_error_on_all():
+            choose_interface(config.interface, one_node=host == LOOPBACK)
         comm = communicator(config, lighthouse, number, config.workers)
         with comm:
             elastic.run(config, folder, comm, interruption, callbacks, is_restart)
