@@ -294,6 +294,35 @@ def test_a_saved_state_has_nothing_in_flight():
     assert all(state["averaged"] > 5 for state in run_threads(4, saves_while_averaging))
 
 
+def loads_between_steps(comm):
+    """The active worker loads between a step and its message, the passive one when a message has come."""
+    worker = Worker(comm)
+    state = worker.handle._state
+    step_until_averaged(worker, 1)
+    saved = worker.handle.state_dict()
+    if comm.rank == 1:
+        with worker.handle._exchange.settled():
+            worker.step(torch.zeros(SHAPE))
+            worker.handle.load_state_dict(saved)
+    else:
+        answer = state.answer
+
+        def loaded_meanwhile(theirs):
+            state.answer = answer
+            state.load_state_dict(state.state_dict())
+            return answer(theirs)
+
+        state.answer = loaded_meanwhile
+    step_until_averaged(worker, 3)
+    worker.handle.detach()
+    return worker.weight
+
+
+def test_a_state_may_be_loaded_while_partners_ask():
+    first, second = run_threads(2, loads_between_steps)
+    assert torch.equal(first, torch.ones(SHAPE)) and torch.equal(second, first)
+
+
 def trains_with_adam(comm):
     """Parts of one regression; float32 model with two layers, ordinary loop."""
     torch.manual_seed(0)

@@ -60,16 +60,20 @@ class PairwiseState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     clock: Clock = field(default_factory=Clock)
 
-    def ask(self) -> Tensor:
-        """A copy of x, to be sent."""
+    def ask(self) -> Tensor | None:
+        """A copy of x, to be sent; None before the first `publish`, and from `load_state_dict` to the next one."""
         with self.lock, self.clock("average"):
+            if self.published is None:
+                return None
             self.asked += 1
-            return self._x()
+            return self.published + self.pending
 
-    def answer(self, theirs: Tensor) -> Tensor:
-        """Return x, to be sent back, and then move x half way towards `theirs`."""
+    def answer(self, theirs: Tensor) -> Tensor | None:
+        """Return x, to be sent back, and then move x half way towards `theirs`; None when `ask` returns None."""
         with self.lock, self.clock("average"):
-            own = self._x()
+            if self.published is None:
+                return None
+            own = self.published + self.pending
             self._move(theirs, own)
             return own
 
@@ -98,10 +102,6 @@ class PairwiseState:
         with self.lock:
             self.layout.load(self.pending, saved["pending"])
             self.asked, self.averaged, self.published = saved["asked"], saved["averaged"], None
-
-    def _x(self) -> Tensor:
-        assert self.published is not None, "a worker averages after its first `publish`"
-        return self.published + self.pending
 
     def _move(self, theirs: Tensor, own: Tensor) -> None:
         self.pending.add_(theirs - own, alpha=0.5)

@@ -3,7 +3,8 @@
 During training
     active (odd rank)     after each step of its own: send ASK with x to a passive worker; absorb the ANSWER. One ASK is in
                           flight at a time.
-    passive (even rank)   on ASK: send ANSWER with its own x. An ASK that comes before its first step waits for that step.
+    passive (even rank)   on ASK: send ANSWER with its own x. An ASK that comes before its first step, or after it loaded a
+                          state, waits for the next step.
 
 All workers end together. A worker that is done early goes on averaging with the others:
     1. an active worker that is done sends FINISHED to all passive ones, and goes on asking at its usual pace;
@@ -185,11 +186,15 @@ class PairwiseExchange:
             self._is_in_flight = False
             self._flight.notify_all()
 
-    def _ask(self) -> Tensor:
+    def _ask(self) -> Tensor | None:
+        """Send x to the next partner and return it; None if a state was loaded since the last step."""
         self._has_stepped = False
         peer = self._averager.peer(self._rank, self._state.asked, self._size)
         x = self._state.ask()
-        self._send(peer, Kind.ASK, x)
+        if x is None:
+            self._land()
+        else:
+            self._send(peer, Kind.ASK, x)
         return x
 
     def _serve_passive(self) -> None:
@@ -207,9 +212,8 @@ class PairwiseExchange:
                 left.remove(message.source)
             else:
                 raise _unexpected(message)
-            while asks and self._state.published is not None:
-                ask = asks.pop(0)
-                self._send(ask.source, Kind.ANSWER, self._state.answer(self._vector(ask)))
+            while asks and (x := self._state.answer(self._vector(asks[0]))) is not None:
+                self._send(asks.pop(0).source, Kind.ANSWER, x)
             if self._is_finished and len(finished) == len(self._partners) and not was_told:
                 was_told = self._tell_all(Kind.FINISHED)
 
