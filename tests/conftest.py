@@ -23,11 +23,15 @@ hypothesis.settings.load_profile("thinwire")
 
 # The slowest files come first, so that no process begins one of them when the other has nothing left to do.
 SLOWEST = (
-    "strategy/test_gossip_processes.py",
     "lab/train/test_checkpoint.py",
+    "integrations/test_trainers.py",
+    "strategy/test_gossip_processes.py",
+    "codec/test_adaptive.py",
     "lab/recipes/test_recipes.py",
     "lab/cli/test_cli.py",
-    "integrations/test_trainers.py",
+    "test_tutorial.py",
+    "testing/test_extension_package.py",
+    "lab/train/test_launch.py",
     "lab/train/test_determinism.py",
     "test_docs.py",
     "lab/report/test_report_page.py",
