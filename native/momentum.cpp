@@ -62,20 +62,19 @@ THINWIRE_INLINE void collect(const float* x, size_t size, size_t at, Candidates&
 }
 
 template <bool streamed, Rule rule>
-THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) {
+THINWIRE_INLINE void pass_block(const Segment& s, const Momentum& m, size_t at, size_t n, Candidates& found) {
     alignas(64) float u[kBlock], v[kBlock];
-    for (size_t at = 0; at < s.numel; at += kBlock) {
-        const size_t size = std::min(kBlock, s.numel - at);
-        if (size == kBlock) {
-            step<rule>(s, m, at, kBlock, u, v);
-            if (found.capacity && max_magnitude(v, kBlock) >= found.threshold) collect(v, kBlock, at, found);
-        } else {
-            step<rule>(s, m, at, size, u, v);
-            if (found.capacity && max_magnitude(v, size) >= found.threshold) collect(v, size, at, found);
-        }
-        if constexpr (rule != Rule::feedback) copy_out(s.new_u + at, u, size, streamed);
-        copy_out(s.new_v + at, v, size, streamed);
-    }
+    step<rule>(s, m, at, n, u, v);
+    if (found.capacity && max_magnitude(v, n) >= found.threshold) collect(v, n, at, found);
+    if constexpr (rule != Rule::feedback) copy_out(s.new_u + at, u, n, streamed);
+    copy_out(s.new_v + at, v, n, streamed);
+}
+
+template <bool streamed, Rule rule>
+THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) {
+    size_t at = 0;
+    for (; at + kBlock <= s.numel; at += kBlock) pass_block<streamed, rule>(s, m, at, kBlock, found);
+    if (at < s.numel) pass_block<streamed, rule>(s, m, at, s.numel - at, found);
     if constexpr (streamed) finish_streams();
 }
 

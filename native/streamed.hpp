@@ -2,6 +2,8 @@
 // need not load what is overwritten.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.hpp"
 #include "platform.hpp"
 
@@ -19,15 +21,23 @@ inline bool is_large(const Outputs& xs) {
     return numel > kMinStreamed;
 }
 
+#if defined(__SSE2__)
+THINWIRE_INLINE void stream_aligned(float* to, const float* from, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+    for (; i < n; ++i) to[i] = from[i];
+}
+#endif
+
 // Copies; past the cache if `streamed`, and then finish_streams() comes before any other thread reads.
 THINWIRE_INLINE void copy_out(float* to, const float* from, size_t n, bool streamed) {
 #if defined(__SSE2__)
+    const size_t misaligned = reinterpret_cast<uintptr_t>(to) % 16 / sizeof(float);
+    if (streamed && misaligned == 0) return stream_aligned(to, from, n);  // unrolled for a constant n
     if (streamed) {
-        size_t i = 0;
-        for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16; ++i) to[i] = from[i];
-        for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
-        for (; i < n; ++i) to[i] = from[i];
-        return;
+        const size_t head = std::min(n, 4 - misaligned);
+        for (size_t i = 0; i < head; ++i) to[i] = from[i];
+        return stream_aligned(to + head, from + head, n - head);
     }
 #endif
     (void)streamed;
