@@ -15,7 +15,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
 	@echo "make test-gpu   run the tests that need a GPU"
-	@echo "make bench-gpu  measure every codec on a GPU, as a share of a device copy"
+	@echo "make bench-gpu  measure codecs and training steps on a GPU"
 	@echo "make sanitize   run the C++ kernels under ThreadSanitizer, AddressSanitizer and UBSan, on damaged payloads too"
 	@echo "make docs    build the docs site into site/, and fail on any warning"
 	@echo "make lint    check style and types"

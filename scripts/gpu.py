@@ -3,7 +3,7 @@
 python scripts/gpu.py test      kernels against the reference, golden bytes and conformance suites with Triton, streams
                                 under load, two workers on one GPU over Gloo, one over NCCL; kernels once more under
                                 compute-sanitizer, where that is installed
-python scripts/gpu.py bench     the speed of every codec, as a share of a device copy
+python scripts/gpu.py bench     the speed of every codec, as a share of a device copy; training steps of two workers
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def test() -> int:
 
 
 def bench() -> int:
-    """Print the table of codecs."""
-    from thinwire.lab.bench import CodecsBench
+    """Print the table of codecs, and that of training steps."""
+    from thinwire.lab.bench import CodecsBench, StepBench
 
     CodecsBench(device="cuda", megabytes=100.0, reference_repetitions=1).run()
+    StepBench(device="cuda").run()
     return 0
 
 

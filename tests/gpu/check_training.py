@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -143,3 +146,13 @@ def test_a_captured_step_is_refused():
                     loss.backward()
 
     LocalWorld(1).run(worker)
+
+
+def test_two_workers_measure_a_training_step(tmp_path):
+    file = tmp_path / "step.json"
+    sizes = ["--steps", "2", "--warmup", "1", "--hidden", "64", "--layers", "2", "--batch-size", "4"]
+    command = [sys.executable, "-m", "thinwire", "bench", "step", "--device", "cuda", *sizes, "--json", str(file)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(file.read_text())
+    assert len(rows) == 4 and all(row["device"] == "cuda" and row["step_seconds"] > 0 for row in rows)

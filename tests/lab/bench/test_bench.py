@@ -22,7 +22,7 @@ CODEC_COLUMNS = [
     "decode_ratio", "reference_encode_gb_per_s", "payload_bytes", "compression",
 ]  # fmt: skip
 STEP_COLUMNS = [
-    *("rate", "workers", "method", "step_seconds", "compute_seconds", "cpu_seconds", "compute_cpu_seconds"),
+    *("rate", "workers", "device", "method", "step_seconds", "compute_seconds", "cpu_seconds", "compute_cpu_seconds"),
     *("bytes_sent_per_step", "line_seconds", "memory_passes", "memory_seconds", "floor_seconds", "phase_seconds"),
 ]
 
@@ -103,10 +103,13 @@ def test_codecs_mistakes_are_said_in_one_line(options, words):
         ({"json": Path("/nowhere/at/all.json")}, "cannot write"),
         ({"timeline": Path("timeline.words")}, "can be written as"),
         ({"averagers": (), "baselines": False}, "nothing to measure"),
+        ({"device": "tpu"}, "'cpu' or 'cuda'"),
+        ({"device": "cuda"}, "needs a GPU"),
     ],
 )
 def test_step_mistakes_are_said_before_any_worker_starts(options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=words) as error:
         StepBench(**options).run()
     assert "\n" not in str(error.value)
@@ -121,7 +124,7 @@ def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(
     assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *DEFAULT_AVERAGERS, "Mix(), overlap"]
     for row in rows:
         assert list(row) == STEP_COLUMNS
-        assert (row["rate"], row["workers"]) == ("loopback", 2)
+        assert (row["rate"], row["workers"], row["device"]) == ("loopback", 2, "cpu")
         assert row["step_seconds"] > 0
         assert 0 < row["compute_seconds"] <= row["floor_seconds"]
     assert [row["memory_passes"] for row in rows] == [2, 2, 2, pytest.approx(4, abs=0.1), 2]  # biases have no memory

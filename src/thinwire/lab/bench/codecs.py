@@ -25,7 +25,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...codec import Codec, Key
-from .parts import measure_parts, print_parts, seconds_of
+from .parts import check_device, measure_parts, print_parts, seconds_of
 from .rows import as_parsed, check_writable, print_table, write_json
 
 DEFAULT_CODECS = (
@@ -90,11 +90,7 @@ class CodecsBench:
             f"reference_repetitions must be at least 0, got {self.reference_repetitions}",
         )
         require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
-        require(self.device in ("cpu", "cuda"), f"device must be 'cpu' or 'cuda', got {self.device!r}")
-        require(
-            self.device == "cpu" or torch.cuda.is_available(),
-            "device 'cuda' needs a GPU, and PyTorch sees none; leave the option out to measure on the CPU",
-        )
+        check_device(self.device)
 
     def run(self) -> list[dict[str, Any]]:
         """Measure, print the table, write the file, return the rows."""

@@ -11,7 +11,6 @@ takes at least `2 (1 + remembered / averaged)` passes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ...comm import Communicator
 from ...plan.measure import measure_lines
+from .parts import seconds_of
 
 LARGE_BYTES, REPETITIONS = 1_000_000, 7
 
@@ -35,10 +35,10 @@ class Machine:
     pass_seconds: float
 
     @classmethod
-    def measured(cls, comm: Communicator, num_elements: int) -> Machine:
-        """Measure the line, and passes over so many float32 values; all workers call it and get the same."""
+    def measured(cls, comm: Communicator, num_elements: int, device: torch.device) -> Machine:
+        """Measure the line, and passes over so many float32 values on `device`; all workers call it and get the same."""
         lines = measure_lines(comm, REPETITIONS, LARGE_BYTES).bytes_per_second if comm.size > 1 else inf
-        return cls(lines, max(comm.gather_objects(_copy_seconds(num_elements))) / 2)
+        return cls(lines, max(comm.gather_objects(_copy_seconds(num_elements, device))) / 2)
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,6 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _copy_seconds(num_elements: int) -> float:
-    source, target, seconds = torch.ones(num_elements), torch.zeros(num_elements), []
-    for _ in range(REPETITIONS):
-        start = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+def _copy_seconds(num_elements: int, device: torch.device) -> float:
+    source, target = torch.ones(num_elements, device=device), torch.zeros(num_elements, device=device)
+    return median(seconds_of(lambda: target.copy_(source), device) for _ in range(REPETITIONS))

@@ -30,13 +30,13 @@ def mlp(hidden: int, layers: int) -> nn.Sequential:
 
 
 class Training:
-    """A model, its data and its optimizer; calling it makes one step."""
+    """A model, its data on the same device, and its optimizer; calling it makes one step."""
 
     def __init__(self, model: nn.Module, batch_size: int, rank: int):
-        generator = torch.Generator().manual_seed(rank)
+        generator, device = torch.Generator().manual_seed(rank), next(model.parameters()).device
         self.model = model
-        self.inputs = torch.randn(batch_size, NUM_INPUTS, generator=generator)
-        self.targets = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
+        self.inputs = torch.randn(batch_size, NUM_INPUTS, generator=generator).to(device)
+        self.targets = torch.randint(NUM_CLASSES, (batch_size,), generator=generator).to(device)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def __call__(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...algorithm import require
 from ...codec import ALQ, Key
 from .rows import print_table
 
@@ -78,6 +79,19 @@ def _levels_row(repetitions: int) -> dict[str, Any]:
     ]
     name = f"ALQ: one update of {BITS}-bit levels over {NUM_BUCKETS} buckets"
     return {"part": name, "milliseconds": 1e3 * median(seconds), "copy_ratio": None}
+
+
+def check_device(name: str) -> None:
+    """Check before a measurement that there is such a device.
+
+    Raises:
+        ValueError: an unknown name, or a GPU that PyTorch does not see.
+    """
+    require(name in ("cpu", "cuda"), f"device must be 'cpu' or 'cuda', got {name!r}")
+    require(
+        name == "cpu" or torch.cuda.is_available(),
+        "device 'cuda' needs a GPU, and PyTorch sees none; leave the option out to measure on the CPU",
+    )
 
 
 def seconds_of(act: Callable[[], Any], device: torch.device) -> float:

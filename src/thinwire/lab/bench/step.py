@@ -38,8 +38,10 @@ from ...comm.ledger import ring_all_reduce_bytes
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import Method, Training, mlp, of_averager
+from .parts import check_device
 from .rows import check_writable, print_table, write_json
 
+CPU = torch.device("cpu")
 DEFAULT_AVERAGERS = (
     "Mean(QSGD(bits=4))",
     "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())",
@@ -81,6 +83,9 @@ class StepBench:
     modules. Smaller => sending starts earlier, with more messages."""
     threads: int = 1
     """Threads that PyTorch may use in each worker."""
+    device: str = "cpu"
+    """Where to train: "cpu", or "cuda" for the GPUs of each machine, which its workers share if they are more. Messages go over
+    NCCL if every worker has a GPU of its own."""
     rate: str | None = None
     """Value of the column `rate`; by default NETLAB_RATE of the environment, or "loopback"."""
     json: Path | None = None
@@ -96,6 +101,11 @@ class StepBench:
         megabytes = self.bucket_megabytes
         require(megabytes is None or megabytes > 0, f"bucket_megabytes must be positive, got {megabytes}")
         require(bool(self.averagers) or self.baselines, "nothing to measure: give --averagers or --baselines")
+        check_device(self.device)
+        require(
+            self.timeline is None or self.device == "cpu",
+            "a timeline shows the threads of workers on CPUs; leave it out with device 'cuda'",
+        )
 
     def run(self) -> list[dict[str, Any]]:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
@@ -113,7 +123,7 @@ class StepBench:
 
 
 def _spawned(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     run_worker(bench, rendezvous)
@@ -123,23 +133,41 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     """The work of one worker: measure every method, and report on rank 0."""
     torch.set_num_threads(bench.threads)
     keep_freed_memory()
-    with joined(rendezvous) as comm:
-        machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()))
-        rows = [_row(bench, comm, machine, method) for method in _methods(bench)]
+    device = _own_device(bench)
+    with joined(rendezvous, device) as comm:
+        machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()), device)
+        rows = [_row(bench, comm, machine, method, device) for method in _methods(bench)]
         return _report(bench, rows) if comm.rank == 0 else []
 
 
+def _own_device(bench: StepBench) -> torch.device:
+    """The device of this worker, which becomes the current one if it is a GPU."""
+    if bench.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextmanager
-def joined(rendezvous: str = "env://") -> Iterator[Communicator]:
-    """Join the workers that the launcher's environment names, over Gloo."""
+def joined(rendezvous: str = "env://", device: torch.device = CPU) -> Iterator[Communicator]:
+    """Join the workers that the launcher's environment names: over Gloo, and tensors on GPUs over NCCL if each has its own."""
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    dist.init_process_group(_backend(device), init_method=rendezvous, rank=rank, world_size=size)
     try:
         with ProcessGroupCommunicator() as comm:
             yield comm
             dist.barrier()  # no worker exits while others wait for its messages
     finally:
         dist.destroy_process_group()
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    from ..train.connect import has_own_gpu
+
+    return "cpu:gloo,cuda:nccl" if has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) else "gloo"
 
 
 def _methods(bench: StepBench) -> list[Method]:
@@ -167,14 +195,16 @@ def _compress_to_fp16(training: Training) -> None:
     training.model.register_comm_hook(None, fp16_compress_hook)
 
 
-def _row(bench: StepBench, comm: Communicator, machine: Machine, method: Method) -> dict[str, Any]:
-    alone = Training(mlp(bench.hidden, bench.layers), bench.batch_size, comm.rank)
-    model: nn.Module = mlp(bench.hidden, bench.layers)
+def _row(
+    bench: StepBench, comm: Communicator, machine: Machine, method: Method, device: torch.device
+) -> dict[str, Any]:
+    alone = Training(mlp(bench.hidden, bench.layers).to(device), bench.batch_size, comm.rank)
+    model: nn.Module = mlp(bench.hidden, bench.layers).to(device)
     if method.ddp:
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
     step = Training(model, bench.batch_size, comm.rank)
     with method.on(step) as strategy:
-        turns = Turns(comm, method, alone, step, strategy.absorb if strategy else _nothing)
+        turns = Turns(comm, method, alone, step, strategy.absorb if strategy else _nothing, device)
         turns.run(bench.warmup)
         if strategy is not None:
             handle = strategy.handle
@@ -194,6 +224,7 @@ def _row(bench: StepBench, comm: Communicator, machine: Machine, method: Method)
     return {
         "rate": bench.rate or os.environ.get("NETLAB_RATE", "loopback"),
         "workers": comm.size,
+        "device": device.type,
         "method": method.name,
         **asdict(times),
         "bytes_sent_per_step": round(sent),
@@ -229,6 +260,7 @@ class Turns:
     alone: Callable[[], None]
     step: Callable[[], None]
     absorb: Callable[[], None]
+    device: torch.device = CPU
 
     def run(self, steps: int) -> tuple[Times, int]:
         """At least so many timed steps of each; returns their times, and the steps of the method with the untimed ones."""
@@ -251,12 +283,19 @@ class Turns:
 
     def _timed(self, training: Callable[[], None], barrier: bool = True) -> list[float]:
         """Seconds of a turn, and its seconds in processor time."""
+        self._settle()
         if barrier:
             self.comm.barrier()
         start, processor_start = time.perf_counter(), time.process_time()
         for _ in range(self.method.every):
             training()
+        self._settle()
         return [time.perf_counter() - start, time.process_time() - processor_start]
+
+    def _settle(self) -> None:
+        """Wait for the GPU, if the step runs on one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def _record(comm: Communicator, turns: Turns) -> list[timeline.Span]:
@@ -294,7 +333,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]
     print_table(
-        f"Training step, {rows[0]['workers']} workers, {rows[0]['rate']}",
+        f"Training step, {rows[0]['workers']} workers, {rows[0]['device']}, {rows[0]['rate']}",
         [
             *("method", "step\ns", "compute\nalone s", "ratio", "core\nbusy s", "MB\nsent"),
             *("line\ns", "memory\npasses", "memory\ns", "floor\ns"),
