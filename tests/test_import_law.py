@@ -92,6 +92,13 @@ def test_the_library_imports_nothing_of_the_lab():
         assert not [name for name, _ in imports(path) if name.startswith("thinwire.lab")], path
 
 
+def test_files_of_the_library_are_short():
+    lines = {
+        path: len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py") if path.parts[-2] != "__pycache__"
+    }
+    assert {path: n for path, n in lines.items() if n >= 400} == {}
+
+
 def test_every_room_has_its_floor():
     assert {room for _, room in rooms()} <= FLOORS.keys()
 

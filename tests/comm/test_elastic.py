@@ -20,7 +20,7 @@ from helpers.program import Program, wait_until
 from torch._subclasses import FakeTensorMode
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld, elastic, lighthouse
-from thinwire.comm.elastic import _wait
+from thinwire.comm.elastic_groups import wait_for_all
 from thinwire.comm.lighthouse import Quorums, _meet, torchft
 
 
@@ -116,10 +116,10 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take(monkeypatch)
         group.configure(f"127.0.0.1:{store.port}/place", "worker", comm.rank, 2)
         received = torch.zeros(1)
         if comm.rank == 0:
-            _wait([("from rank 1", group.parent.recv([received], 1, 0))], [], timedelta(seconds=60))
+            wait_for_all([("from rank 1", group.parent.recv([received], 1, 0))], [], timedelta(seconds=60))
         else:
             time.sleep(4)
-            _wait([("to rank 0", group.parent.send([torch.ones(1)], 0, 0))], [], timedelta(seconds=60))
+            wait_for_all([("to rank 0", group.parent.send([torch.ones(1)], 0, 0))], [], timedelta(seconds=60))
         return float(received)
 
     assert LocalWorld(2).run(worker) == [1.0, 0.0]
@@ -223,7 +223,7 @@ def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_ro
 
     def worker(world):
         comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=20, backend="nccl")
-        group, committed = comm._nccl, []
+        group, committed = comm._groups.nccl, []
         for error in (None, RuntimeError("a peer is gone") if world.rank else None, None):
             comm.open_round(comm.form_round())
             number = torch.tensor([world.rank])

@@ -48,6 +48,7 @@ from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import own_address
+from .elastic_groups import Groups
 from .handle import CommunicationError, reason_of
 from .lighthouse import torchft
 from .members import Loss, Members, RoundCounts, Shared
@@ -55,7 +56,6 @@ from .side_streams import SideStreams
 from .store import listening_store
 
 Result = TypeVar("Result")
-HANG_UP_TAG = 1  # all messages have tag 0
 RESTART_SECONDS = 1.0
 """After which a Lighthouse that restarts has heard of all workers: they send heartbeats every 0.1 seconds."""
 NOTE_LENGTH = 8
@@ -115,15 +115,14 @@ class ElasticCommunicator(Communicator):
             f"whether they reach the Lighthouse at {lighthouse}"
         )
         self._error: Exception | None = None
-        self._group: Any = None
         self._sent_before = 0
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams = SideStreams(self._issuer)
         ft = torchft()
-        self._nccl: Any = ft.nccl_group(self._timeout) if backend == "nccl" else None
+        self._groups = Groups(ft.nccl_group(self._timeout) if backend == "nccl" else None, self._timeout)
         host = own_address()[1]
         self._store = listening_store(host, 0, timedelta(seconds=quorum_seconds))
-        self._process_group = ft.reconfigurable_group(self._timeout, self._connected, self._nccl)
+        self._process_group = ft.reconfigurable_group(self._timeout, self._connected, self._groups.nccl)
         try:
             self._manager, self._quorums = ft.manager(
                 pg=self._process_group,
@@ -169,7 +168,7 @@ class ElasticCommunicator(Communicator):
                 self._give_up()
 
     def _agree_on_quorum(self, seconds: float) -> None:
-        self._error, self._group = None, None
+        self._error, self._groups.gloo = None, None
         try:
             self._manager.start_quorum(timeout=timedelta(seconds=seconds))
         except Exception as error:
@@ -186,7 +185,7 @@ class ElasticCommunicator(Communicator):
         group = self._process_group.parent
         assert rank is not None and group is not None, "a quorum gives every worker a rank"
         is_new = self._connections != self._known_connections
-        self._group, self.rank, self.size = group, rank, size
+        self._groups.gloo, self.rank, self.size = group, rank, size
         self.ledger.size = size
         if self._quorums.is_partial:
             time.sleep(RESTART_SECONDS)
@@ -264,7 +263,7 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
-        self._hang_up()
+        self._groups.hang_up(self.rank, self.size)
         self._quorums.disconnected()
         self._manager.report_error(self._error or RuntimeError("the round was given up"))
         self._manager.should_commit()
@@ -346,7 +345,7 @@ class ElasticCommunicator(Communicator):
         if device.type == "cpu":
             issued = self._issuer.submit(start)
             return partial(self._complete, lambda: issued.result()())
-        if self._nccl is None:
+        if self._groups.nccl is None:
             return partial(self._complete, self._streams.issue_copied(device, start))
         return partial(self._complete, self._streams.issue_queued(device, tensors, start))
 
@@ -361,52 +360,20 @@ class ElasticCommunicator(Communicator):
         except Exception as error:
             if self._error is None:
                 self._error = error
-                self._hang_up()
+                self._groups.hang_up(self.rank, self.size)
             raise
 
-    def _hang_up(self) -> None:
-        """Close the connections. Over Gloo, workers that wait for this one fail at once; see `process_group.py`."""
-        if self._nccl is not None:
-            self._nccl.abort()
-        group = self._group
-        for peer in range(self.size if group is not None else 0):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    group.recv([torch.empty(1)], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        if self.size == 1 or tensor.numel() == 0:
-            return _nothing
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self._nccl.allreduce([tensor], dist.AllreduceOptions()))
-        sent = _in_main_memory(tensor)
-        work = self._group.allreduce([sent], dist.AllreduceOptions())
-        return partial(_wait, [("", work)], [(tensor, sent)], self._timeout)
+        return self._groups.all_reduce(tensor) if self.size > 1 and tensor.numel() else _nothing
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._gather_by_exchange(gathered)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        if self.size == 1 or tensor.numel() == 0:
-            return _nothing
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self._nccl.broadcast([tensor], options))
-        sent = _in_main_memory(tensor)
-        work = self._group.broadcast([sent], options)
-        return partial(_wait, [(f"from rank {root}", work)], [(tensor, sent)], self._timeout)
+        return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else _nothing
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        if any(map(self._goes_over_nccl, (*sends.values(), *receives.values()))):
-            return partial(_order_stream, self._nccl.exchange(sends, receives))
-        landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
-        works = [(f"from rank {peer}", self._group.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
-        works += [(f"to rank {peer}", self._group.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
-        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()], self._timeout)
-
-    def _goes_over_nccl(self, tensor: Tensor) -> bool:
-        return self._nccl is not None and tensor.device.type == "cuda"
+        return self._groups.exchange(sends, receives)
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(
@@ -416,23 +383,3 @@ class ElasticCommunicator(Communicator):
 
 def _nothing() -> None:
     """Wait for nothing."""
-
-
-def _order_stream(work: Any) -> None:
-    """Make the current stream wait; the host does not."""
-    work.wait()
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()
-
-
-def _wait(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]], limit: timedelta) -> None:
-    for what, work in works:
-        try:
-            work.wait(limit)  # Gloo's own limit is that of connecting
-        except RuntimeError as error:
-            raise CommunicationError(f"{what}: {reason_of(error)}" if what else reason_of(error)) from error
-    for tensor, received in landed:
-        if received is not tensor:
-            tensor.copy_(received)
