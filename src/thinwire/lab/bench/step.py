@@ -144,7 +144,9 @@ def _own_device(bench: StepBench) -> torch.device:
     """The device of this worker, which becomes the current one if it is a GPU."""
     if bench.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    from ..train.loop import local_gpu
+
+    device = local_gpu()
     torch.cuda.set_device(device)
     return device
 

@@ -182,6 +182,11 @@ def choose_device(config: RunConfig) -> torch.device:
     )
     if not found or config.device == "cpu":
         return torch.device("cpu")
+    return local_gpu()
+
+
+def local_gpu() -> torch.device:
+    """The GPU of this worker. Workers on one machine share its GPUs."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
