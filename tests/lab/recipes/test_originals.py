@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from thinwire.codec.adaptive.distributions import TruncatedNormal
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train.data import PER_IMAGE_STD
 from thinwire.lab.train.models import num_parameters
@@ -113,6 +114,25 @@ def test_quantizers_of_the_alq_paper():
     assert "TernGrad(clip=None" in ALL["cifar10-resnet32-terngrad"].config.averager
     assert "update_every=50000" in ALL["imagenet-resnet18-alq"].config.averager
     assert "shortcut='identity'" in repr(ALL["cifar10-resnet110-alq"].config.model)
+
+
+def relative_error(codec, num_buckets=64):
+    """Squared error of one encoding of normal coordinates, relative to their square."""
+    x = torch.randn(num_buckets * codec.bucket_size, generator=torch.Generator().manual_seed(0))
+    return ((codec.decode(codec.encode(x), x.numel()) - x).norm() / x.norm()).item() ** 2
+
+
+@pytest.mark.parametrize("network", ["cifar10-resnet32", "cifar10-resnet110", "imagenet-resnet18"])
+def test_small_nuqsgd_has_less_noise_than_gradient(network):
+    """Under a smallest level without zero, each coordinate costs a 64th of its bucket's square: d / 64 - 1 for d of them."""
+    full = ALL[f"{network}-nuqsgd"].config.parsed_averager().codec.codec
+    assert relative_error(full) == pytest.approx(full.bucket_size / 64 - 1, rel=0.01), "the paper's: over a hundred"
+    small = ALL[f"{network}-nuqsgd-small"].config
+    codec = small.parsed_averager().codec.codec
+    coordinate = TruncatedNormal(0.0, codec.bucket_size**-0.5)  # relative to the L2 norm of its bucket
+    expected = codec.bucket_size * coordinate.quantization_variance(codec.level_values).item()
+    assert relative_error(codec) == pytest.approx(expected, rel=0.05)
+    assert expected / small.workers < 0.5, "of the mean over the workers"
 
 
 def test_step_sizes_of_the_power_gossip_study():
