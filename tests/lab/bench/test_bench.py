@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +25,8 @@ CODEC_COLUMNS = [
 ]  # fmt: skip
 STEP_COLUMNS = [
     *("rate", "workers", "device", "method", "step_seconds", "compute_seconds", "cpu_seconds", "compute_cpu_seconds"),
-    *("bytes_sent_per_step", "line_seconds", "memory_passes", "memory_seconds", "floor_seconds", "phase_seconds"),
+    *("thread_seconds", "bytes_sent_per_step", "line_seconds", "memory_passes", "memory_seconds", "floor_seconds"),
+    "phase_seconds",
 ]
 
 
@@ -127,6 +130,7 @@ def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(
         assert (row["rate"], row["workers"], row["device"]) == ("loopback", 2, "cpu")
         assert row["step_seconds"] > 0
         assert 0 < row["compute_seconds"] <= row["floor_seconds"]
+        assert row["thread_seconds"]["training"] > 0
     assert [row["memory_passes"] for row in rows] == [2, 2, 2, pytest.approx(4, abs=0.1), 2]  # biases have no memory
     model = mlp(64, 2)
     numel = sum(p.numel() for p in model.parameters())
@@ -158,6 +162,29 @@ def test_turns_are_whole_periods_and_leave_nothing_in_flight(every, is_late, exp
     assert calls == expected
     assert steps == expected.count("step")
     assert 0 < times.step_seconds < 1
+
+
+def test_processor_time_of_a_step_is_counted_for_the_thread_that_spends_it():
+    def spend(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def worker(comm):
+        with ThreadPoolExecutor(1, thread_name_prefix="helper") as helper:
+            helper.submit(spend, 0.0).result()
+
+            def step() -> None:
+                helper.submit(spend, 0.03).result()
+                spend(0.01)
+
+            method = Method("some", False, lambda training: None)
+            return Turns(comm, method, partial(spend, 0.0), step, partial(spend, 0.0)).run(3)[0]
+
+    [times] = tw.LocalWorld(1).run(worker)
+    assert times.thread_seconds["helper_0"] == pytest.approx(0.03, abs=0.004)
+    assert times.thread_seconds["training"] == pytest.approx(0.01, abs=0.004)
+    assert sum(times.thread_seconds.values()) == pytest.approx(times.cpu_seconds, abs=0.008)
 
 
 def test_the_options_choose_the_strategy_and_the_floor():

@@ -39,6 +39,7 @@ from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import Method, Training, mlp, of_averager
 from .parts import check_device
+from .processor import seconds_by_thread
 from .rows import check_writable, print_table, write_json
 
 CPU = torch.device("cpu")
@@ -245,12 +246,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """Of a step, and of its computation alone: seconds, and seconds in processor time. Those of the slowest worker."""
+    """Of a step, and of its computation alone: seconds, and seconds in processor time. Those of the slowest worker.
+
+    `thread_seconds` is the processor time of a step by thread, on the worker whose step takes longest.
+    """
 
     step_seconds: float
     compute_seconds: float
     cpu_seconds: float
     compute_cpu_seconds: float
+    thread_seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -268,14 +273,22 @@ class Turns:
         """At least so many timed steps of each; returns their times, and the steps of the method with the untimed ones."""
         turns = -(-steps // self.method.every)
         measured: list[list[float]] = []
+        threads: list[dict[str, float]] = []
         for _ in range(turns):
-            alone = self._timed(self.alone)
+            alone, _ = self._timed(self.alone)
             self.begin()
-            measured.append(self._timed(self.step, barrier=not self.method.is_late) + alone)
+            step, by_thread = self._timed(self.step, barrier=not self.method.is_late)
+            measured.append(step + alone)
+            threads.append(by_thread)
             self.absorb()
-        medians = [median(column) / self.method.every for column in zip(*measured, strict=True)] or [0.0] * 4
-        step, step_cpu, compute, compute_cpu = (max(c) for c in zip(*self.comm.gather_objects(medians), strict=True))
-        return Times(step, compute, step_cpu, compute_cpu), turns * (self.method.every + self.method.is_late)
+        every = self.method.every
+        medians = [median(column) / every for column in zip(*measured, strict=True)] or [0.0] * 4
+        names = {name for turn in threads for name in turn}
+        by_thread = {name: median(turn.get(name, 0.0) for turn in threads) / every for name in sorted(names)}
+        workers = self.comm.gather_objects((medians, by_thread))
+        seconds, cpu, compute, compute_cpu = (max(c) for c in zip(*(m for m, _ in workers), strict=True))
+        slowest = max(workers, key=lambda worker: worker[0][0])[1]
+        return Times(seconds, compute, cpu, compute_cpu, slowest), turns * (every + self.method.is_late)
 
     def begin(self) -> None:
         """With overlap, the untimed step, whose round is in flight at its end."""
@@ -283,16 +296,18 @@ class Turns:
             self.comm.barrier()
             self.step()
 
-    def _timed(self, training: Callable[[], None], barrier: bool = True) -> list[float]:
-        """Seconds of a turn, and its seconds in processor time."""
+    def _timed(self, training: Callable[[], None], barrier: bool = True) -> tuple[list[float], dict[str, float]]:
+        """Seconds of a turn, its seconds in processor time, and these by thread."""
         self._settle()
         if barrier:
             self.comm.barrier()
+        before = seconds_by_thread()
         start, processor_start = time.perf_counter(), time.process_time()
         for _ in range(self.method.every):
             training()
         self._settle()
-        return [time.perf_counter() - start, time.process_time() - processor_start]
+        took = [time.perf_counter() - start, time.process_time() - processor_start]
+        return took, {name: s - before.get(name, 0.0) for name, s in seconds_by_thread().items()}
 
     def _settle(self) -> None:
         """Wait for the GPU, if the step runs on one."""
