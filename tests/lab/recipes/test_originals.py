@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,6 +157,15 @@ def test_deep_gradient_compression():
     assert ALL["cifar10-resnet110-dgc"].config.averager == "dgc(0.001, warmup_epochs=5)"
     assert ALL["imagenet-resnet18-dgc"].config.averager == "dgc(0.001, warmup_epochs=5)"
     assert ALL["imagenet-resnet50-dgc"].config.optimizer.nesterov, "of weight decay's own momentum"
+
+
+@pytest.mark.parametrize("end", ["dgc", "dgc-dense", "dgc-small", "dgc-dense-small"])
+def test_the_second_schedule_of_deep_gradient_compression_falls_along_a_cosine(end):
+    name, small = f"imagenet-resnet50-{end}".removesuffix("-small"), "-small" * end.endswith("-small")
+    first, second = (ALL[f"{name}{cosine}{small}"].config for cosine in ("", "-cosine"))
+    schedule = replace(first.optimizer.schedule, shape="cosine")
+    assert second == replace(first, recipe=second.recipe, optimizer=replace(first.optimizer, schedule=schedule))
+    assert first.optimizer.schedule.shape != "cosine"
 
 
 def test_images_are_divided_by_the_deviation_that_the_authors_took():

@@ -67,13 +67,18 @@ def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, Method
 
 def _with_cosine(task: Task) -> Task:
     """The task with each method a second time, on a cosine schedule."""
-    assert isinstance(task.full.optimizer, SGD), "all image recipes begin with SGD"
-    optimizer = replace(task.full.optimizer, schedule=replace(task.full.optimizer.schedule, shape="cosine"))
+    changes, small_changes = (_cosine(config) for config in (task.full, task.small))
     again = {
-        f"{end}-cosine": replace(method, about=f"{method.about}; cosine", changes={"optimizer": optimizer})
+        f"{end}-cosine": replace(method, about=f"{method.about}; cosine", changes=changes, small_changes=small_changes)
         for end, method in task.methods.items()
     }
     return replace(task, methods={**task.methods, **again})
+
+
+def _cosine(config: RunConfig | None) -> dict[str, SGD]:
+    """Changes to a configuration: its optimizer on a cosine schedule."""
+    assert config is not None and isinstance(config.optimizer, SGD), "all image recipes begin with SGD"
+    return {"optimizer": replace(config.optimizer, schedule=replace(config.optimizer.schedule, shape="cosine"))}
 
 
 def _sgp_task() -> Task:
