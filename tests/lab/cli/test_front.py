@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,3 +26,21 @@ def test_help_does_not_import_torch(command):
     assert done.returncode == (2 if command.endswith("nonsense") else 0), done.stderr[-500:]
     assert "thinwire.lab.cli" in imported
     assert "torch" not in imported
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_a_command_quietly(unbuffered):
+    """As in `thinwire train --list | head -1`. The reader is gone before the command begins."""
+    for command in ("--help", "train --list", "demo --help"):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "wb") as stdout:
+            done = subprocess.run(
+                [sys.executable, "-m", "thinwire", *command.split()],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=600,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            )
+        assert (done.returncode, done.stderr) == (141, ""), command

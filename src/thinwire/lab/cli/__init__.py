@@ -6,6 +6,8 @@ needs, after it has read its options, so that `--help` does not wait for PyTorch
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -43,13 +45,17 @@ Each command explains its options with --help. A first run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 2 after a user error, or 130 after Ctrl-C. `train` has more exit codes."""
+    """Run a command; returns 0, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads the output.
+
+    `train` has more exit codes.
+    """
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")
         if missing := missing_packages(command):
             return fail(advice(command, missing), 2)
         run(options)
+        sys.stdout.flush()
         return 0
     except ValueError as error:
         return fail(error, 2)
@@ -60,6 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(advice(command, [package]), 2)
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
+    except BrokenPipeError:
+        if output_is_read():
+            raise
+        return 141  # 128 and the number of SIGPIPE, as a shell reports it
+
+
+def output_is_read() -> bool:
+    """Whether stdout still has a reader. Without one, as after `| head`, what is left to print is dropped."""
+    stdout = 1
+    waiting = select.poll()
+    waiting.register(stdout, 0)
+    if not waiting.poll(0):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # Python flushes once more when it ends
+    return False
 
 
 def help_command(options: list[str]) -> None:

@@ -62,7 +62,10 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
         )
 
     if {"-h", "--help"} & set(options):
-        parse(["--help"])
+        try:
+            parse(["--help"])
+        finally:
+            sys.stdout.flush()  # here, where a reader who is gone is met
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), _wide_terminal():
