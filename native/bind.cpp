@@ -195,4 +195,6 @@ NB_MODULE(_native, m) {
     m.def("uniform", &thinwire::uniform, "key"_a, "out"_a, Unlocked());
     m.def("chunk_norms", &chunk_norms, "xs"_a, "chunk"_a, "norms"_a, Unlocked());
     m.def("all_finite", &all_finite, "xs"_a, Unlocked());
+    m.def("set_threads", &thinwire::set_threads, "number"_a);
+    m.def("threads", &thinwire::threads);
 }

@@ -2,6 +2,7 @@
 // scale, codes and residual are computed while it is in the first-level cache.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -9,6 +10,7 @@
 #include "pack.hpp"
 #include "random.hpp"
 #include "reduce.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -64,6 +66,30 @@ size_t checked_scales_nbytes(const std::vector<Segment>& segments, size_t nbytes
     }
     require(nbytes == scales + codes, "payload: its size does not fit the segments");
     return scales;
+}
+
+// Where a segment's scales and codes begin in the payload.
+struct Place {
+    size_t scales, codes;
+};
+
+template <typename Scale, typename Segment>
+std::vector<Place> checked_places(const std::vector<Segment>& segments, size_t nbytes, const Buckets& buckets) {
+    Place at{0, checked_scales_nbytes(segments, nbytes, buckets, sizeof(Scale))};
+    std::vector<Place> places;
+    for (const Segment& segment : segments) {
+        places.push_back(at);
+        at.scales += sizeof(Scale) * num_buckets(segment.numel, buckets.size);
+        at.codes += code_nbytes(segment.numel, buckets.bits);
+    }
+    return places;
+}
+
+// Pieces of so many elements start both a bucket and a byte.
+inline size_t encoded_unit(const Buckets& buckets) {
+    size_t size = std::min(buckets.size, size_t{1} << 31);  // no segment is longer
+    for (int twos = 0; twos < 3 && size % 8 != 0; ++twos) size *= 2;
+    return size;
 }
 
 // `rule.scale_of(x, n, buckets)` is a bucket's scale, of the type Rule::Scale, and
@@ -125,12 +151,6 @@ THINWIRE_INLINE void decode_range(const Rule& rule, const uint8_t* scales, const
     }
 }
 
-template <typename Code, typename Rule>
-THINWIRE_INLINE void decode_buckets(const Rule& rule, const uint8_t* scales, const uint8_t* payload, float* out,
-                                    size_t n, float weight, Buckets buckets) {
-    decode_range<Code, true>(rule, scales, payload, out, 0, n, weight, buckets);
-}
-
 // Scales and codes of a segment in one of several payloads.
 struct Part {
     const uint8_t *scales, *codes;
@@ -140,11 +160,11 @@ constexpr size_t kCached = 8 * kChunk;  // elements that stay in the first-level
 
 // Whether every sum of decoded elements must be finite, because no magnitude exceeds its bucket's scale. Cheaper than
 // checking the sums.
-THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t count, float weight) {
+THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t first, size_t last, float weight) {
     double bound = 0;
     for (const Part& part : parts) {
         float largest = 0;
-        for (size_t i = 0; i < count; ++i) {
+        for (size_t i = first; i < last; ++i) {
             const float scale = std::fabs(load<float>(part.scales + i * sizeof(float)));
             if (!(scale <= kMaxScale)) return false;  // infinite, or no number
             largest = std::max(largest, scale);
@@ -156,12 +176,12 @@ THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t count,
 
 // Writes the sum of all parts, in their order; returns whether it is finite.
 template <typename Code, typename Rule>
-THINWIRE_INLINE bool sum_buckets(const Rule& rule, const std::vector<Part>& parts, float* out, size_t n, float weight,
-                                 Buckets buckets) {
+THINWIRE_INLINE bool sum_range(const Rule& rule, const std::vector<Part>& parts, float* out, size_t begin, size_t stop,
+                               float weight, Buckets buckets) {
     bool finite = true;
-    const bool sure = surely_finite(parts, num_buckets(n, buckets.size), weight);
-    for (size_t at = 0; at < n; at += kCached) {
-        const size_t end = std::min(n, at + kCached);
+    const bool sure = surely_finite(parts, begin / buckets.size, num_buckets(stop, buckets.size), weight);
+    for (size_t at = begin; at < stop; at += kCached) {
+        const size_t end = std::min(stop, at + kCached);
         decode_range<Code, false>(rule, parts[0].scales, parts[0].codes, out, at, end, weight, buckets);
         for (size_t i = 1; i < parts.size(); ++i)
             decode_range<Code, true>(rule, parts[i].scales, parts[i].codes, out, at, end, weight, buckets);
@@ -170,50 +190,43 @@ THINWIRE_INLINE bool sum_buckets(const Rule& rule, const std::vector<Part>& part
     return finite;
 }
 
-// Calls `encode(x, n, residual, key, scales, codes)` for every segment.
+// Calls `encode(x, n, residual, key, scales, codes)` for pieces of segments; each starts a bucket.
 template <typename Scale = float, typename Encode>
 void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Buckets& buckets, const Outputs& residuals,
                       Encode encode) {
-    uint8_t* scales = out.data;
-    uint8_t* codes = scales + checked_scales_nbytes(xs, out.numel, buckets, sizeof(Scale));
+    const std::vector<Place> places = checked_places<Scale>(xs, out.numel, buckets);
     require(keys.size() == xs.size(), "keys: expected one per segment");
-    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
-    for (size_t i = 0; i < xs.size(); ++i) {
-        const size_t n = xs[i].numel;
-        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
-        encode(xs[i].data, n, residuals.empty() ? nullptr : residuals[i].data, Key(keys[i]), scales, codes);
-        scales += sizeof(Scale) * num_buckets(n, buckets.size);
-        codes += code_nbytes(n, buckets.bits);
-    }
+    require_fitting(residuals, xs);
+    for_each_piece(xs, encoded_unit(buckets), [&](size_t s, size_t begin, size_t end) {
+        uint8_t* scales = out.data + places[s].scales + sizeof(Scale) * (begin / buckets.size);
+        uint8_t* codes = out.data + places[s].codes + code_nbytes(begin, buckets.bits);
+        float* residual = residuals.empty() ? nullptr : residuals[s].data + begin;
+        encode(xs[s].data + begin, end - begin, residual, key_from(Key(keys[s]), begin), scales, codes);
+    });
 }
 
-// Calls `decode(scales, codes, out, n)` for every segment.
+// Calls `decode(scales, codes, out, begin, end)` for ranges of segments; the pointers are to the segments' starts.
 template <typename Scale = float, typename Decode>
 void for_each_decoded(Payload payload, const Outputs& outs, const Buckets& buckets, Decode decode) {
-    const uint8_t* scales = payload.data;
-    const uint8_t* codes = scales + checked_scales_nbytes(outs, payload.numel, buckets, sizeof(Scale));
-    for (const Output& out : outs) {
-        decode(scales, codes, out.data, out.numel);
-        scales += sizeof(Scale) * num_buckets(out.numel, buckets.size);
-        codes += code_nbytes(out.numel, buckets.bits);
-    }
+    const std::vector<Place> places = checked_places<Scale>(outs, payload.numel, buckets);
+    for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
+        decode(payload.data + places[s].scales, payload.data + places[s].codes, outs[s].data, begin, end);
+    });
 }
 
-// Calls `sum(parts, out, n)` for every segment with its parts of all payloads; returns whether all calls return true.
+// Calls `sum(parts, out, begin, end)` for ranges of segments with the segment's parts of all payloads; returns whether all
+// calls return true.
 template <typename Scale = float, typename Sum>
 bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Buckets& buckets, Sum sum) {
     require(!payloads.empty(), "payloads: expected at least one");
-    std::vector<Part> parts;
-    for (const Payload& p : payloads)
-        parts.push_back({p.data, p.data + checked_scales_nbytes(outs, p.numel, buckets, sizeof(Scale))});
-    bool finite = true;
-    for (const Output& out : outs) {
-        finite &= sum(parts, out.data, out.numel);
-        for (Part& part : parts) {
-            part.scales += sizeof(Scale) * num_buckets(out.numel, buckets.size);
-            part.codes += code_nbytes(out.numel, buckets.bits);
-        }
-    }
+    std::vector<Place> places;
+    for (const Payload& p : payloads) places = checked_places<Scale>(outs, p.numel, buckets);
+    std::atomic<bool> finite{true};
+    for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
+        std::vector<Part> parts;
+        for (const Payload& p : payloads) parts.push_back({p.data + places[s].scales, p.data + places[s].codes});
+        if (!sum(parts, outs[s].data, begin, end)) finite = false;
+    });
     return finite;
 }
 

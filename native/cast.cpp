@@ -2,8 +2,8 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels.hpp"
 #include "reduce.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -87,8 +87,8 @@ THINWIRE_INLINE void decode_as(const uint8_t* in, size_t n, float step, float* o
     for (size_t i = 0; i < n; ++i) out[i] += F::widen(load<typename F::Code>(in + i * sizeof(typename F::Code))) * step;
 }
 
-THINWIRE_CLONES void encode_segment(FloatType type, const float* x, size_t n, float scale, uint8_t* out,
-                                  float* residual) {
+THINWIRE_CLONES void encode_part(FloatType type, const float* x, size_t n, float scale, uint8_t* out,
+                                 float* residual) {
     switch (type) {
         case FloatType::kBFloat16: return encode_as<BFloat16>(x, n, scale, out, residual);
         case FloatType::kFloat16: return encode_as<Float16>(x, n, scale, out, residual);
@@ -97,7 +97,7 @@ THINWIRE_CLONES void encode_segment(FloatType type, const float* x, size_t n, fl
     }
 }
 
-THINWIRE_CLONES void decode_segment(FloatType type, const uint8_t* in, size_t n, float step, float* out) {
+THINWIRE_CLONES void decode_part(FloatType type, const uint8_t* in, size_t n, float step, float* out) {
     switch (type) {
         case FloatType::kBFloat16: return decode_as<BFloat16>(in, n, step, out);
         case FloatType::kFloat16: return decode_as<Float16>(in, n, step, out);
@@ -106,7 +106,15 @@ THINWIRE_CLONES void decode_segment(FloatType type, const uint8_t* in, size_t n,
     }
 }
 
-THINWIRE_CLONES int32_t largest_of(const float* x, size_t n) { return max_magnitude(x, n); }
+THINWIRE_CLONES int32_t largest_of_part(const float* x, size_t n) { return max_magnitude(x, n); }
+
+int32_t largest_of(const float* x, size_t n) {
+    std::atomic<int32_t> largest{0};
+    for_each_range(n, 1, [&](size_t begin, size_t end) {
+        raise_to(largest, largest_of_part(x + begin, end - begin));
+    });
+    return largest;
+}
 
 // The least power of two by which x divided is at most `top`; 1 for zero, and not finite if x is not.
 float scale_of(const float* x, size_t n, float top) {
@@ -135,29 +143,33 @@ size_t checked_scales_nbytes(FloatType type, const std::vector<Segment>& segment
 
 void cast_encode(const Inputs& xs, Bytes out, FloatType type, const Outputs& residuals) {
     const size_t scales_nbytes = checked_scales_nbytes(type, xs, out.numel);
-    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    require_fitting(residuals, xs);
+    const size_t width = width_of(type);
     uint8_t* values = out.data + scales_nbytes;
     for (size_t s = 0; s < xs.size(); ++s) {
         const size_t n = xs[s].numel;
-        require(residuals.empty() || residuals[s].numel == n, "residuals: expected the segments' sizes");
         float scale = 1.0f;
         if (scales_nbytes > 0) {
             scale = scale_of(xs[s].data, n, type == FloatType::kE4M3 ? 448.0f : 57344.0f);
             store(out.data + s * sizeof scale, scale);
         }
-        encode_segment(type, xs[s].data, n, scale, values, residuals.empty() ? nullptr : residuals[s].data);
-        values += n * width_of(type);
+        for_each_range(n, 1, [&](size_t begin, size_t end) {
+            float* residual = residuals.empty() ? nullptr : residuals[s].data + begin;
+            encode_part(type, xs[s].data + begin, end - begin, scale, values + begin * width, residual);
+        });
+        values += n * width;
     }
 }
 
 void cast_decode_add(Payload payload, const Outputs& outs, float weight, FloatType type) {
     const size_t scales_nbytes = checked_scales_nbytes(type, outs, payload.numel);
-    const uint8_t* values = payload.data + scales_nbytes;
-    for (size_t s = 0; s < outs.size(); ++s) {
+    const size_t width = width_of(type);
+    std::vector<const uint8_t*> values{payload.data + scales_nbytes};  // of each segment
+    for (const Output& out : outs) values.push_back(values.back() + out.numel * width);
+    for_each_piece(outs, 1, [&](size_t s, size_t begin, size_t end) {
         const float scale = scales_nbytes > 0 ? load<float>(payload.data + s * sizeof(float)) : 1.0f;
-        decode_segment(type, values, outs[s].numel, scale * weight, outs[s].data);
-        values += outs[s].numel * width_of(type);
-    }
+        decode_part(type, values[s] + begin * width, end - begin, scale * weight, outs[s].data + begin);
+    });
 }
 
 }  // namespace thinwire

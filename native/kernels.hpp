@@ -226,7 +226,15 @@ bool modular_recover_add(const Outputs& outs, Input own, const Payloads& payload
 void chunk_norms(const Inputs& xs, size_t chunk, Output norms);
 bool all_finite(const Inputs& xs);
 
+// ---- threads ----
+
+// How many threads the larger kernels may use, of the whole process; 1 by default. Results do not depend on it.
+void set_threads(int n);
+int threads();
+
 // Throws std::invalid_argument with `message` unless `ok`.
 void require(bool ok, const char* message);
+// There are no residuals, or one of each segment's size.
+void require_fitting(const Outputs& residuals, const Inputs& xs);
 
 }  // namespace thinwire

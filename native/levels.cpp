@@ -56,14 +56,14 @@ struct LevelRule {
     }
 };
 
-THINWIRE_CLONES void encode_segment(const Table* table, const float* x, size_t n, float* residual, Key key,
-                                    const Buckets* buckets, uint8_t* scales, uint8_t* out) {
+THINWIRE_CLONES void encode_part(const Table* table, const float* x, size_t n, float* residual, Key key,
+                                 const Buckets* buckets, uint8_t* scales, uint8_t* out) {
     encode_buckets<uint8_t>(LevelRule{table}, x, n, residual, key, *buckets, scales, out);
 }
 
-THINWIRE_CLONES void decode_segment(const Table* table, const uint8_t* scales, const uint8_t* codes, float* out,
-                                    size_t n, float weight, const Buckets* buckets) {
-    decode_buckets<uint8_t>(LevelRule{table}, scales, codes, out, n, weight, *buckets);
+THINWIRE_CLONES void decode_part(const Table* table, const uint8_t* scales, const uint8_t* codes, float* out,
+                                 size_t begin, size_t end, float weight, const Buckets* buckets) {
+    decode_range<uint8_t, true>(LevelRule{table}, scales, codes, out, begin, end, weight, *buckets);
 }
 
 }  // namespace
@@ -72,15 +72,15 @@ void levels_encode(const Inputs& xs, Bytes out, const Keys& keys, const Levels& 
     const Table table(levels.values, levels.buckets, true);
     for_each_encoded(xs, out, keys, levels.buckets, residuals,
                      [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
-                         encode_segment(&table, x, n, residual, key, &levels.buckets, scales, codes);
+                         encode_part(&table, x, n, residual, key, &levels.buckets, scales, codes);
                      });
 }
 
 void levels_decode_add(Payload payload, const Outputs& outs, float weight, const Levels& levels) {
     const Table table(levels.values, levels.buckets, false);
     for_each_decoded(payload, outs, levels.buckets,
-                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
-                         decode_segment(&table, scales, codes, out, n, weight, &levels.buckets);
+                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+                         decode_part(&table, scales, codes, out, begin, end, weight, &levels.buckets);
                      });
 }
 

@@ -10,9 +10,9 @@
 #include <functional>
 
 #include "hits.hpp"
-#include "kernels.hpp"
 #include "reduce.hpp"
 #include "streamed.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -71,38 +71,63 @@ THINWIRE_INLINE void pass_block(const Segment& s, const Momentum& m, size_t at, 
 }
 
 template <bool streamed, Rule rule>
-THINWIRE_INLINE void pass(const Segment s, const Momentum m, Candidates& found) {
-    size_t at = 0;
-    for (; at + kBlock <= s.numel; at += kBlock) pass_block<streamed, rule>(s, m, at, kBlock, found);
-    if (at < s.numel) pass_block<streamed, rule>(s, m, at, s.numel - at, found);
+THINWIRE_INLINE void pass(const Segment s, const Momentum m, size_t at, size_t end, Candidates& found) {
+    for (; at + kBlock <= end; at += kBlock) pass_block<streamed, rule>(s, m, at, kBlock, found);
+    if (at < end) pass_block<streamed, rule>(s, m, at, end - at, found);
     if constexpr (streamed) finish_streams();
 }
 
 template <bool streamed>
-THINWIRE_INLINE void pass_by_rule(const Segment& s, const Momentum& m, Candidates& found) {
+THINWIRE_INLINE void pass_by_rule(const Segment& s, const Momentum& m, size_t begin, size_t end, Candidates& found) {
     switch (m.rule) {
-        case Rule::plain: return pass<streamed, Rule::plain>(s, m, found);
-        case Rule::nesterov: return pass<streamed, Rule::nesterov>(s, m, found);
-        case Rule::feedback: return pass<streamed, Rule::feedback>(s, m, found);
+        case Rule::plain: return pass<streamed, Rule::plain>(s, m, begin, end, found);
+        case Rule::nesterov: return pass<streamed, Rule::nesterov>(s, m, begin, end, found);
+        case Rule::feedback: return pass<streamed, Rule::feedback>(s, m, begin, end, found);
     }
 }
 
-THINWIRE_CLONES void pass_through_cache(const Segment& s, const Momentum& m, Candidates& found) {
-    pass_by_rule<false>(s, m, found);
+THINWIRE_CLONES void pass_through_cache(const Segment& s, const Momentum& m, size_t begin, size_t end,
+                                        Candidates& found) {
+    pass_by_rule<false>(s, m, begin, end, found);
 }
 
-THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, Candidates& found) {
-    pass_by_rule<true>(s, m, found);
+THINWIRE_CLONES void pass_streamed(const Segment& s, const Momentum& m, size_t begin, size_t end, Candidates& found) {
+    pass_by_rule<true>(s, m, begin, end, found);
 }
 
-void run(const Segment& s, const Momentum& m, bool large, Candidates& found) {
-    large ? pass_streamed(s, m, found) : pass_through_cache(s, m, found);
+void run(const Segment& s, const Momentum& m, bool large, size_t begin, size_t end, Candidates& found) {
+    large ? pass_streamed(s, m, begin, end, found) : pass_through_cache(s, m, begin, end, found);
+}
+
+Candidates with_space(int32_t threshold, size_t capacity) {
+    if (capacity == 0) return {threshold, 0, nullptr, nullptr};
+    return {threshold, capacity, std::unique_ptr<int32_t[]>(new int32_t[capacity]),
+            std::unique_ptr<float[]>(new float[capacity])};
+}
+
+void append(Candidates& found, const Candidates& more) {
+    const size_t count = std::min(more.count, found.capacity - found.count);
+    std::copy_n(more.indices.get(), count, found.indices.get() + found.count);
+    std::copy_n(more.values.get(), count, found.values.get() + found.count);
+    found.count += count;
+}
+
+// The whole segment. Each thread collects by itself, in as much space, because the large elements may lie side by side.
+void run_all(const Segment& s, const Momentum& m, bool large, Candidates& found) {
+    const Ranges ranges = ranges_of(s.numel, kBlock);
+    std::vector<Candidates> more;
+    for (size_t i = 1; i < ranges.count; ++i) more.push_back(with_space(found.threshold, found.capacity));
+    const auto work = [&](size_t i) {
+        run(s, m, large, i * ranges.size, std::min(s.numel, (i + 1) * ranges.size), i ? more[i - 1] : found);
+    };
+    ranges.count > 1 ? run_parallel(ranges.count, work) : work(0);
+    for (const Candidates& of_range : more) append(found, of_range);
 }
 
 // A threshold that slightly more than k new velocities should reach, and the space for them; no space means no guess.
 Candidates guess(const Segment& s, const Momentum& m, size_t k) {
     const size_t lines = s.numel / kLine;
-    if (k == 0 || s.numel < kMinCollected) return {0, 0, nullptr, nullptr};
+    if (k == 0 || s.numel < kMinCollected) return with_space(0, 0);
     const size_t wanted = std::clamp(lines / 32, kMinSampledLines, kMaxSampledLines);
     const size_t stride = std::max<size_t>(1, (lines / wanted) | 1);
     std::vector<int32_t> sample;
@@ -120,15 +145,14 @@ Candidates guess(const Segment& s, const Momentum& m, size_t k) {
     const double per_sample = static_cast<double>(s.numel) / static_cast<double>(sample.size());
     const double expected = static_cast<double>(k) / per_sample;
     const size_t rank = static_cast<size_t>(expected + 3 * std::sqrt(expected) + 4);
-    if (rank >= sample.size()) return {0, 0, nullptr, nullptr};
+    if (rank >= sample.size()) return with_space(0, 0);
     const auto cut = sample.begin() + static_cast<ptrdiff_t>(rank);
     if (rank < sample.size() / 16)  // few: a heap rejects nearly all others with one comparison each
         std::partial_sort(sample.begin(), cut + 1, sample.end(), std::greater<int32_t>());
     else
         std::nth_element(sample.begin(), cut, sample.end(), std::greater<int32_t>());
     const size_t capacity = std::min(s.numel, static_cast<size_t>(3 * per_sample * (rank + 1)));
-    return {sample[rank], capacity, std::unique_ptr<int32_t[]>(new int32_t[capacity]),
-            std::unique_ptr<float[]>(new float[capacity])};
+    return with_space(sample[rank], capacity);
 }
 
 // Exactly the k that `topk` selects in the new velocity: among the candidates if these surely contain them.
@@ -164,8 +188,11 @@ std::vector<Segment> zip(const MomentumBuffers& buffers, Rule rule) {
 
 void momentum_correct(const MomentumBuffers& buffers, const Momentum& m) {
     const std::vector<Segment> segments = zip(buffers, m.rule);
-    Candidates none{0, 0, nullptr, nullptr};
-    for (const Segment& s : segments) run(s, m, is_large(buffers.new_vs), none);
+    const bool large = is_large(buffers.new_vs);
+    for_each_piece(segments, kBlock, [&](size_t s, size_t begin, size_t end) {
+        Candidates none = with_space(0, 0);
+        run(segments[s], m, large, begin, end, none);
+    });
 }
 
 void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, const Counts& counts,
@@ -183,7 +210,7 @@ void momentum_correct_topk(const MomentumBuffers& buffers, const Momentum& m, co
         const size_t k = static_cast<size_t>(counts[i]);
         require(k <= numel, "indices: fewer than the sum of counts");
         Candidates found = guess(s, m, k);
-        run(s, m, found.capacity > 0 && is_large(buffers.new_vs), found);
+        run_all(s, m, found.capacity > 0 && is_large(buffers.new_vs), found);
         finish(s, k, found, indices, values);
         indices += k;
         values += k;

@@ -44,14 +44,14 @@ struct OneBit {
     }
 };
 
-THINWIRE_CLONES void encode_segment(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
+THINWIRE_CLONES void encode_part(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
                                   uint8_t* out) {
     encode_buckets<uint8_t>(OneBit(), x, n, residual, Key(0), *buckets, scales, out);
 }
 
-THINWIRE_CLONES void decode_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n, float weight,
-                                    const Buckets* buckets) {
-    decode_buckets<uint8_t>(OneBit(), scales, codes, out, n, weight, *buckets);
+THINWIRE_CLONES void decode_part(const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end,
+                                 float weight, const Buckets* buckets) {
+    decode_range<uint8_t, true>(OneBit(), scales, codes, out, begin, end, weight, *buckets);
 }
 
 }  // namespace
@@ -60,15 +60,15 @@ void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Output
     const Buckets buckets{1, bucket_size, false};
     for_each_encoded<Means>(xs, out, Keys(xs.size()), buckets, residuals,
                             [&](const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
-                                encode_segment(x, n, residual, &buckets, scales, codes);
+                                encode_part(x, n, residual, &buckets, scales, codes);
                             });
 }
 
 void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size) {
     const Buckets buckets{1, bucket_size, false};
     for_each_decoded<Means>(payload, outs, buckets,
-                            [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
-                                decode_segment(scales, codes, out, n, weight, &buckets);
+                            [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+                                decode_part(scales, codes, out, begin, end, weight, &buckets);
                             });
 }
 

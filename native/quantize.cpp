@@ -67,27 +67,28 @@ struct Uniform {
     }
 };
 
-THINWIRE_CLONES void encode_segment(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
-                                    uint8_t* scales, uint8_t* out) {
+THINWIRE_CLONES void encode_part(const float* x, size_t n, float* residual, Key key, const Quantizer* q,
+                                 uint8_t* scales, uint8_t* out) {
     if (q->buckets.bits <= 8)
         encode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
     else
         encode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, x, n, residual, key, q->buckets, scales, out);
 }
 
-THINWIRE_CLONES void decode_segment(const uint8_t* scales, const uint8_t* codes, float* out, size_t n,
-                                    float weight, const Quantizer* q) {
+THINWIRE_CLONES void decode_part(const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end,
+                                 float weight, const Quantizer* q) {
+    const int steps = q->num_steps;
     if (q->buckets.bits <= 8)
-        decode_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
+        decode_range<uint8_t, true>(Uniform<uint8_t>{steps}, scales, codes, out, begin, end, weight, q->buckets);
     else
-        decode_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, scales, codes, out, n, weight, q->buckets);
+        decode_range<uint16_t, true>(Uniform<uint16_t>{steps}, scales, codes, out, begin, end, weight, q->buckets);
 }
 
-THINWIRE_CLONES bool sum_segment(const std::vector<Part>& parts, float* out, size_t n, float weight,
-                                 const Quantizer* q) {
+THINWIRE_CLONES bool sum_part(const std::vector<Part>& parts, float* out, size_t begin, size_t end, float weight,
+                              const Quantizer* q) {
     if (q->buckets.bits <= 8)
-        return sum_buckets<uint8_t>(Uniform<uint8_t>{q->num_steps}, parts, out, n, weight, q->buckets);
-    return sum_buckets<uint16_t>(Uniform<uint16_t>{q->num_steps}, parts, out, n, weight, q->buckets);
+        return sum_range<uint8_t>(Uniform<uint8_t>{q->num_steps}, parts, out, begin, end, weight, q->buckets);
+    return sum_range<uint16_t>(Uniform<uint16_t>{q->num_steps}, parts, out, begin, end, weight, q->buckets);
 }
 
 THINWIRE_CLONES void fill_uniform(Key key, float* out, size_t n) {
@@ -108,23 +109,23 @@ void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quanti
     check_steps(quantizer);
     for_each_encoded(xs, out, keys, quantizer.buckets, residuals,
                      [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
-                         encode_segment(x, n, residual, key, &quantizer, scales, codes);
+                         encode_part(x, n, residual, key, &quantizer, scales, codes);
                      });
 }
 
 void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizer& quantizer) {
     check_steps(quantizer);
     for_each_decoded(payload, outs, quantizer.buckets,
-                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t n) {
-                         decode_segment(scales, codes, out, n, weight, &quantizer);
+                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+                         decode_part(scales, codes, out, begin, end, weight, &quantizer);
                      });
 }
 
 bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizer& quantizer) {
     check_steps(quantizer);
     return for_each_summed(payloads, outs, quantizer.buckets,
-                           [&](const std::vector<Part>& parts, float* out, size_t n) {
-                               return sum_segment(parts, out, n, weight, &quantizer);
+                           [&](const std::vector<Part>& parts, float* out, size_t begin, size_t end) {
+                               return sum_part(parts, out, begin, end, weight, &quantizer);
                            });
 }
 

@@ -15,6 +15,12 @@ constexpr uint32_t kCounterStep = 0x9E3779B9u;
 
 THINWIRE_INLINE uint32_t counter_at(Key key, uint32_t position) { return position * kCounterStep + key.k0; }
 
+// The key whose position 0 is this key's `position`.
+inline Key key_from(Key key, size_t position) {
+    key.k0 = counter_at(key, static_cast<uint32_t>(position));
+    return key;
+}
+
 THINWIRE_INLINE uint32_t hash_of(Key key, uint32_t counter) {
     uint32_t h = counter;
     h = (h ^ (h >> 16)) * 0x7feb352du;

@@ -1,9 +1,10 @@
 // Norms of chunks, all_finite, and the one check that all kernels share.
 #include "reduce.hpp"
 
+#include <atomic>
 #include <stdexcept>
 
-#include "kernels.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -20,13 +21,21 @@ THINWIRE_CLONES bool segment_finite(const float* x, size_t n) {
 }  // namespace
 
 bool all_finite(const Inputs& xs) {
-    for (const Input& x : xs)
-        if (!segment_finite(x.data, x.numel)) return false;
-    return true;
+    std::atomic<bool> finite{true};
+    for_each_piece(xs, 1, [&](size_t s, size_t begin, size_t end) {
+        if (finite && !segment_finite(xs[s].data + begin, end - begin)) finite = false;
+    });
+    return finite;
 }
 
 void require(bool ok, const char* message) {
     if (!ok) throw std::invalid_argument(message);
+}
+
+void require_fitting(const Outputs& residuals, const Inputs& xs) {
+    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    for (size_t s = 0; s < residuals.size(); ++s)
+        require(residuals[s].numel == xs[s].numel, "residuals: expected the segments' sizes");
 }
 
 namespace {

@@ -10,8 +10,8 @@
 
 #include "compact.hpp"
 #include "hits.hpp"
-#include "kernels.hpp"
 #include "reduce.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -250,11 +250,71 @@ bool topk_in_place(Input x, size_t k, const Guess& guess, Buffer& buffer, int32_
     return true;
 }
 
+// What one thread collects of its range, and how much of that belongs to the k largest.
+struct Collected {
+    Buffer buffer;
+    size_t count = 0;
+    bool complete = true;
+    std::vector<float> near;  // from the guess's threshold to its `high`
+    Bracket around{0, 0};
+    size_t above = 0, ties = 0, at = 0;  // above the cut, equal to it, and where they go in the output
+
+    void collect_range(const float* x, size_t begin, size_t end, const Guess& guess) {
+        buffer.reserve(guess.capacity);  // the large elements may all lie in one range
+        const Progress progress =
+            collect(x, end, guess.threshold, {begin, 0}, buffer.indices.get(), buffer.values.get(), guess.capacity);
+        count = progress.count, complete = progress.at == end && count <= guess.capacity;
+        if (!complete) return;
+        near.resize(count + kBlock);
+        around = bracket(buffer.values.get(), count, guess.threshold, guess.high, near.data(), count);
+    }
+};
+
+THINWIRE_CLONES void count_around(Collected& part, int32_t threshold) {
+    const float* values = part.buffer.values.get();
+    size_t above = 0, ties = 0;
+    for (size_t i = 0; i < part.count; ++i)
+        above += magnitude(values[i]) > threshold, ties += magnitude(values[i]) == threshold;
+    part.above = above, part.ties = ties;
+}
+
+// By several threads: each collects a range, and copies its share of the k largest to the output. Ties go to the first
+// ranges. Returns whether the guess was right.
+bool topk_by_ranges(Input x, size_t k, const Guess& guess, Buffer&, int32_t* indices, float* values) {
+    const Ranges ranges = ranges_of(x.numel, kBlock);
+    std::vector<Collected> parts(ranges.count);
+    run_parallel(parts.size(), [&](size_t i) {
+        parts[i].collect_range(x.data, i * ranges.size, std::min(x.numel, (i + 1) * ranges.size), guess);
+    });
+    size_t above = 0;
+    std::vector<float> near;
+    for (const Collected& part : parts) {
+        if (!part.complete) return false;
+        above += part.around.above;
+        near.insert(near.end(), part.near.begin(), part.near.begin() + static_cast<ptrdiff_t>(part.around.count));
+    }
+    if (k <= above || k > above + near.size()) return false;
+    const Cut cut = find_cut(near.data(), near.size(), k - above, guess.threshold, guess.high);
+    run_parallel(parts.size(), [&](size_t i) { count_around(parts[i], cut.threshold); });
+    size_t at = 0, ties = cut.ties;
+    for (Collected& part : parts) {
+        part.at = at, part.ties = std::min(part.ties, ties);
+        at += part.above + part.ties, ties -= part.ties;
+    }
+    run_parallel(parts.size(), [&](size_t i) {
+        const Collected& part = parts[i];
+        Cut own{cut.threshold, part.ties};
+        keep(part.buffer.indices.get(), part.buffer.values.get(), part.count, own, indices + part.at, values + part.at,
+             part.above + part.ties);
+    });
+    return true;
+}
+
 void topk_segment(Input x, size_t k, Buffer& buffer, int32_t* indices, float* values) {
     if (k == 0) return;
     const Guess guess = guess_threshold(x.data, x.numel, k);
     const bool fits = guess.capacity <= kMaxBuffered;
-    const auto select = fits ? topk_by_guess : topk_in_place;
+    const auto select = splits(x.numel) ? topk_by_ranges : fits ? topk_by_guess : topk_in_place;
     if (guess.capacity > 0 && select(x, k, guess, buffer, indices, values)) return;
     Cut cut = find_cut(x.data, x.numel, k, 0, INT32_MAX);
     buffer.reserve(kMinSampled);

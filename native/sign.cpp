@@ -1,9 +1,9 @@
 // Signs and a mean magnitude per segment.
 #include <limits>
 
-#include "kernels.hpp"
 #include "pack.hpp"
 #include "reduce.hpp"
+#include "threads.hpp"
 
 namespace thinwire {
 
@@ -16,12 +16,12 @@ float mean_magnitude(std::vector<double>& block_sums, size_t n) {
 }
 
 // Signs and sums in one pass over memory.
-THINWIRE_CLONES void encode_segment(const float* x, size_t n, std::vector<double>* block_sums, uint8_t* out) {
+THINWIRE_CLONES void encode_part(const float* x, size_t n, double* block_sums, uint8_t* out) {
     alignas(64) uint8_t codes[kSumBlock];
     for (size_t start = 0; start < n; start += kSumBlock) {
         const size_t count = std::min(kSumBlock, n - start);
         const float* from = x + start;
-        block_sums->push_back(block_sum<Term::kMagnitude>(from, count));
+        *block_sums++ = block_sum<Term::kMagnitude>(from, count);
         for (size_t i = 0; i < count; ++i) codes[i] = from[i] < 0;
         for (size_t i = count; i % 8; ++i) codes[i] = 0;
         pack_chunk<1>(codes, count, out + start / 8);
@@ -33,7 +33,7 @@ THINWIRE_CLONES void subtract_signs(const float* x, size_t n, float scale, float
     for (size_t i = 0; i < n; ++i) residual[i] = x[i] - (x[i] < 0 ? -scale : scale);
 }
 
-THINWIRE_CLONES void decode_segment(const uint8_t* payload, float value, float* out, size_t n) {
+THINWIRE_CLONES void decode_part(const uint8_t* payload, float value, float* out, size_t n) {
     alignas(64) uint8_t codes[kChunk];
     for (size_t start = 0; start < n; start += kChunk) {
         const size_t count = std::min(kChunk, n - start);
@@ -56,28 +56,34 @@ void check_nbytes(const std::vector<Segment>& segments, size_t nbytes) {
 
 void sign_encode(const Inputs& xs, Bytes out, const Outputs& residuals, std::optional<float> fixed_scale) {
     check_nbytes(xs, out.numel);
-    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
+    require_fitting(residuals, xs);
     uint8_t* signs = out.data + sizeof(float) * xs.size();
     for (size_t i = 0; i < xs.size(); ++i) {
         const size_t n = xs[i].numel;
-        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
-        std::vector<double> block_sums;
-        encode_segment(xs[i].data, n, &block_sums, signs);
+        const float* x = xs[i].data;
+        std::vector<double> block_sums((n + kSumBlock - 1) / kSumBlock);
+        for_each_range(n, kSumBlock, [&](size_t begin, size_t end) {
+            encode_part(x + begin, end - begin, block_sums.data() + begin / kSumBlock, signs + begin / 8);
+        });
         float scale = mean_magnitude(block_sums, n);
         if (fixed_scale && magnitude(scale) < kInfinityBits) scale = *fixed_scale;
         store(out.data + sizeof(float) * i, scale);
-        if (!residuals.empty()) subtract_signs(xs[i].data, n, scale, residuals[i].data);
+        if (!residuals.empty())
+            for_each_range(n, 1, [&](size_t begin, size_t end) {
+                subtract_signs(x + begin, end - begin, scale, residuals[i].data + begin);
+            });
         signs += (n + 7) / 8;
     }
 }
 
 void sign_decode_add(Payload payload, const Outputs& outs, float weight) {
     check_nbytes(outs, payload.numel);
-    const uint8_t* signs = payload.data + sizeof(float) * outs.size();
-    for (size_t i = 0; i < outs.size(); ++i) {
-        decode_segment(signs, load<float>(payload.data + sizeof(float) * i) * weight, outs[i].data, outs[i].numel);
-        signs += (outs[i].numel + 7) / 8;
-    }
+    std::vector<const uint8_t*> signs{payload.data + sizeof(float) * outs.size()};  // of each segment
+    for (const Output& out : outs) signs.push_back(signs.back() + (out.numel + 7) / 8);
+    for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
+        const float value = load<float>(payload.data + sizeof(float) * s) * weight;
+        decode_part(signs[s] + begin / 8, value, outs[s].data + begin, end - begin);
+    });
 }
 
 }  // namespace thinwire

@@ -26,16 +26,28 @@ THINWIRE_INLINE float clip_limit(double sum, double squares, size_t n, float cli
     return variance > 0 && variance <= std::numeric_limits<double>::max() ? clip * root_of(variance) : infinity;
 }
 
-THINWIRE_CLONES void segment_scales(const float* x, size_t n, float clip, size_t bucket_size, float* scales) {
+// What the scales of a segment follow from: sums of x - x[0] and of its squares by block, and magnitudes by bucket.
+struct Statistics {
+    bool clips;
+    size_t bucket_size;
     std::vector<double> sums, squares;
-    int32_t largest = 0;
-    size_t bucket = 0;
-    const bool clips = clip < std::numeric_limits<float>::infinity();
-    for (size_t start = 0; start < n; start += kSumBlock) {
-        const size_t end = std::min(n, start + kSumBlock);
+    std::vector<std::atomic<int32_t>> largest;
+
+    Statistics(size_t n, bool clips, size_t bucket_size)
+        : clips(clips),
+          bucket_size(bucket_size),
+          sums((n + kSumBlock - 1) / kSumBlock),
+          squares(sums.size()),
+          largest(num_buckets(n, bucket_size)) {}
+};
+
+// Of elements from `begin`, where a block starts.
+THINWIRE_CLONES void find_statistics(const float* x, size_t begin, size_t stop, Statistics& found) {
+    for (size_t start = begin; start < stop; start += kSumBlock) {
+        const size_t end = std::min(stop, start + kSumBlock);
         double sum[kSumLanes] = {}, square[kSumLanes] = {};
         const double first = x[0];
-        for (size_t at = start; clips && at < end; at += kSumLanes) {
+        for (size_t at = start; found.clips && at < end; at += kSumLanes) {
             const size_t lanes = std::min(kSumLanes, end - at);
             if (lanes == kSumLanes)
                 for (size_t lane = 0; lane < kSumLanes; ++lane) {
@@ -48,22 +60,26 @@ THINWIRE_CLONES void segment_scales(const float* x, size_t n, float clip, size_t
                     sum[lane] += shifted, square[lane] += shifted * shifted;
                 }
         }
-        sums.push_back(halve(sum, kSumLanes)), squares.push_back(halve(square, kSumLanes));
+        found.sums[start / kSumBlock] = halve(sum, kSumLanes), found.squares[start / kSumBlock] = halve(square, kSumLanes);
         for (size_t at = start; at < end;) {
-            const size_t bucket_end = std::min(n, (bucket + 1) * bucket_size), stop = std::min(end, bucket_end);
-            largest = std::max(largest, max_magnitude(x + at, stop - at));
-            if (stop == bucket_end) scales[bucket++] = float_from_bits(largest), largest = 0;
-            at = stop;
+            const size_t bucket = at / found.bucket_size, to = std::min(end, (bucket + 1) * found.bucket_size);
+            raise_to(found.largest[bucket], max_magnitude(x + at, to - at));
+            at = to;
         }
     }
+}
+
+void segment_scales(const float* x, size_t n, float clip, size_t bucket_size, float* scales) {
+    Statistics found(n, clip < std::numeric_limits<float>::infinity(), bucket_size);
+    for_each_range(n, kSumBlock, [&](size_t begin, size_t end) { find_statistics(x, begin, end, found); });
     if (n == 0) return;
-    const float limit = clip_limit(sum_of_blocks(sums), sum_of_blocks(squares), n, clip);
-    for (size_t i = 0; i < bucket; ++i) {
-        const int32_t bits = magnitude(scales[i]);
-        if (bits > kInfinityBits)
+    const float limit = clip_limit(sum_of_blocks(found.sums), sum_of_blocks(found.squares), n, clip);
+    for (size_t i = 0; i < found.largest.size(); ++i) {
+        const float largest = float_from_bits(found.largest[i]);
+        if (largest != largest)
             scales[i] = std::numeric_limits<float>::quiet_NaN();
         else
-            scales[i] = bits == kInfinityBits ? scales[i] : stored_scale(std::min(scales[i], limit), true);
+            scales[i] = magnitude(largest) == kInfinityBits ? largest : stored_scale(std::min(largest, limit), true);
     }
 }
 
@@ -93,22 +109,24 @@ struct Radix {
     size_t bucket_size;
 };
 
+// Of elements from `begin`, where a block starts; `out` is the segment's first word.
 template <typename Word>
-THINWIRE_INLINE void pack_words(Radix radix, const float* x, const float* scales, size_t n, float* residual, Key key,
-                                uint8_t* out) {
+THINWIRE_INLINE void pack_words(Radix radix, const float* x, const float* scales, size_t begin, size_t stop,
+                                float* residual, Key key, uint8_t* out) {
     alignas(64) uint8_t digits[kWords * kMaxDigits];
     const size_t block = kWords * radix.digits;
-    for (size_t start = 0; start < n; start += block) {
-        const size_t end = std::min(n, start + block), width = (end - start + radix.digits - 1) / radix.digits;
+    out += begin / radix.digits * sizeof(Word);
+    for (size_t start = begin; start < stop; start += block) {
+        const size_t end = std::min(stop, start + block), width = (end - start + radix.digits - 1) / radix.digits;
         for (size_t at = start; at < end;) {
             const size_t bucket = at / radix.bucket_size;
-            const size_t stop = std::min(end, (bucket + 1) * radix.bucket_size);
+            const size_t to = std::min(end, (bucket + 1) * radix.bucket_size);
             const uint32_t position = static_cast<uint32_t>(at);
             if (residual)
-                encode<true>(x + at, stop - at, key, position, scales[bucket], digits + at - start, residual + at);
+                encode<true>(x + at, to - at, key, position, scales[bucket], digits + at - start, residual + at);
             else
-                encode<false>(x + at, stop - at, key, position, scales[bucket], digits + at - start, nullptr);
-            at = stop;
+                encode<false>(x + at, to - at, key, position, scales[bucket], digits + at - start, nullptr);
+            at = to;
         }
         for (size_t i = end - start; i < width * radix.digits; ++i) digits[i] = 0;
         Word words[kWords] = {};
@@ -134,14 +152,16 @@ THINWIRE_INLINE void divide(Word* words, int base, Word* digits) {
     }
 }
 
+// Of elements from `begin`, where a block starts; `payload` is the segment's first word.
 template <typename Word>
-THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float* scales, float* out, size_t n,
-                               float weight) {
+THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float* scales, float* out, size_t begin,
+                               size_t stop, float weight) {
     const size_t block = kWords * radix.digits;
     const int32_t zero = radix.base / 2;  // the digit, or sum of digits, of the value 0
-    for (size_t start = 0; start < n; start += block) {
-        const size_t end = std::min(n, start + block), width = (end - start + radix.digits - 1) / radix.digits;
-        prefetch(out + end, std::min(n, end + block) - end);
+    payload += begin / radix.digits * sizeof(Word);
+    for (size_t start = begin; start < stop; start += block) {
+        const size_t end = std::min(stop, start + block), width = (end - start + radix.digits - 1) / radix.digits;
+        prefetch(out + end, std::min(stop, end + block) - end);
         Word words[kWords] = {}, digits[kWords];
         std::memcpy(words, payload, width * sizeof(Word));
         payload += width * sizeof(Word);
@@ -150,52 +170,65 @@ THINWIRE_INLINE void add_words(Radix radix, const uint8_t* payload, const float*
             divide(words, radix.base, digits);
             for (const size_t from = at; at < plane_end;) {
                 const size_t bucket = at / radix.bucket_size;
-                const size_t stop = std::min(plane_end, (bucket + 1) * radix.bucket_size);
+                const size_t to = std::min(plane_end, (bucket + 1) * radix.bucket_size);
                 const float step = scales[bucket] * weight;
                 THINWIRE_INDEPENDENT
-                for (size_t i = at; i < stop; ++i)
+                for (size_t i = at; i < to; ++i)
                     out[i] += static_cast<float>(static_cast<int32_t>(digits[i - from]) - zero) * step;
-                at = stop;
+                at = to;
             }
         }
     }
 }
 
-THINWIRE_CLONES void encode_segment(const Radix* radix, const float* x, const float* scales, size_t n, float* residual,
-                                    Key key, uint8_t* out) {
+THINWIRE_CLONES void encode_part(const Radix* radix, const float* x, const float* scales, size_t begin, size_t end,
+                                 float* residual, Key key, uint8_t* out) {
     if (radix->base == 3)
-        pack_words<uint8_t>(*radix, x, scales, n, residual, key, out);
+        pack_words<uint8_t>(*radix, x, scales, begin, end, residual, key, out);
     else
-        pack_words<uint32_t>(*radix, x, scales, n, residual, key, out);
+        pack_words<uint32_t>(*radix, x, scales, begin, end, residual, key, out);
 }
 
-THINWIRE_CLONES void decode_segment(const Radix* radix, const uint8_t* payload, const float* scales, float* out,
-                                    size_t n, float weight) {
+THINWIRE_CLONES void decode_part(const Radix* radix, const uint8_t* payload, const float* scales, float* out,
+                                 size_t begin, size_t end, float weight) {
     if (radix->base == 3)
-        add_words<uint8_t>(*radix, payload, scales, out, n, weight);
+        add_words<uint8_t>(*radix, payload, scales, out, begin, end, weight);
     else
-        add_words<uint32_t>(*radix, payload, scales, out, n, weight);
+        add_words<uint32_t>(*radix, payload, scales, out, begin, end, weight);
 }
 
 size_t segment_nbytes(const Radix& radix, size_t n) {
     return (n + radix.digits - 1) / radix.digits * (radix.base == 3 ? sizeof(uint8_t) : sizeof(uint32_t));
 }
 
+// Where the words of a segment begin in the payload, and its scales among all.
+struct WordPlace {
+    size_t words, scales;
+};
+
+struct Layout {
+    Radix radix;
+    std::vector<WordPlace> places;
+
+    size_t unit() const { return kWords * radix.digits; }
+};
+
 template <typename Segment>
-Radix checked_radix(const std::vector<Segment>& segments, size_t nbytes, size_t num_scales, const Ternary& ternary) {
+Layout checked_layout(const std::vector<Segment>& segments, size_t nbytes, size_t num_scales, const Ternary& ternary) {
     const int base = ternary.base;
     const size_t bucket_size = ternary.bucket_size;
     require(base >= 3 && base % 2 == 1 && base < 1 << 30, "base: expected an odd number, 3 or more");
     require(bucket_size >= 1, "bucket_size: expected at least 1");
-    const Radix radix{base, base == 3 ? digits_per_word<uint8_t>(base) : digits_per_word<uint32_t>(base), bucket_size};
-    size_t expected = 0, buckets = 0;
+    Layout layout{{base, base == 3 ? digits_per_word<uint8_t>(base) : digits_per_word<uint32_t>(base), bucket_size}, {}};
+    WordPlace end{0, 0};
     for (const Segment& segment : segments) {
-        expected += segment_nbytes(radix, segment.numel);
-        buckets += num_buckets(segment.numel, bucket_size);
+        layout.places.push_back(end);
+        end.words += segment_nbytes(layout.radix, segment.numel);
+        end.scales += num_buckets(segment.numel, bucket_size);
     }
-    require(nbytes == expected, "payload: its size does not fit the segments");
-    require(num_scales == buckets, "scales: expected one per bucket");
-    return radix;
+    require(nbytes == end.words, "payload: its size does not fit the segments");
+    require(num_scales == end.scales, "scales: expected one per bucket");
+    return layout;
 }
 
 }  // namespace
@@ -214,30 +247,23 @@ void ternary_scales(const Inputs& xs, float clip, size_t bucket_size, Output sca
 
 void ternary_encode(const Inputs& xs, Input scales, Bytes out, const Keys& keys, const Ternary& ternary,
                     const Outputs& residuals) {
-    const Radix radix = checked_radix(xs, out.numel, scales.numel, ternary);
-    const float* scale = scales.data;
-    uint8_t* words = out.data;
+    const Layout layout = checked_layout(xs, out.numel, scales.numel, ternary);
     require(keys.size() == xs.size(), "keys: expected one per segment");
-    require(residuals.empty() || residuals.size() == xs.size(), "residuals: expected one per segment");
-    for (size_t i = 0; i < xs.size(); ++i) {
-        const size_t n = xs[i].numel;
-        require(residuals.empty() || residuals[i].numel == n, "residuals: expected the segments' sizes");
-        float* residual = residuals.empty() ? nullptr : residuals[i].data;
-        encode_segment(&radix, xs[i].data, scale, n, residual, Key(keys[i]), words);
-        words += segment_nbytes(radix, n);
-        scale += num_buckets(n, ternary.bucket_size);
-    }
+    require_fitting(residuals, xs);
+    for_each_piece(xs, layout.unit(), [&](size_t s, size_t begin, size_t end) {
+        const WordPlace at = layout.places[s];
+        float* residual = residuals.empty() ? nullptr : residuals[s].data;
+        encode_part(&layout.radix, xs[s].data, scales.data + at.scales, begin, end, residual, Key(keys[s]),
+                    out.data + at.words);
+    });
 }
 
 void ternary_decode_add(Payload payload, Input scales, const Outputs& outs, float weight, const Ternary& ternary) {
-    const Radix radix = checked_radix(outs, payload.numel, scales.numel, ternary);
-    const uint8_t* words = payload.data;
-    const float* scale = scales.data;
-    for (const Output& out : outs) {
-        decode_segment(&radix, words, scale, out.data, out.numel, weight);
-        words += segment_nbytes(radix, out.numel);
-        scale += num_buckets(out.numel, ternary.bucket_size);
-    }
+    const Layout layout = checked_layout(outs, payload.numel, scales.numel, ternary);
+    for_each_piece(outs, layout.unit(), [&](size_t s, size_t begin, size_t end) {
+        const WordPlace at = layout.places[s];
+        decode_part(&layout.radix, payload.data + at.words, scales.data + at.scales, outs[s].data, begin, end, weight);
+    });
 }
 
 }  // namespace thinwire

@@ -1,8 +1,8 @@
 // Calls every kernel from several threads at once, under a sanitizer: `scripts/sanitize.sh` builds and runs it.
 //
-// The threads read the same inputs and payloads and write to buffers of their own. The driver ends with an error if a
-// result differs from that of a single thread; the sanitizer ends it at a data race, a wrong address or undefined
-// behaviour.
+// The threads read the same inputs and payloads and write to buffers of their own. Each kernel may split its work over
+// threads too. The driver ends with an error if a result differs from that of a single thread; the sanitizer ends it at a
+// data race, a wrong address or undefined behaviour.
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -19,6 +19,7 @@
 namespace {
 
 constexpr size_t kThreads = 4, kRounds = 2;
+constexpr int kThreadsOfKernels = 3;
 
 // ---- cases: each calls the kernels of one family and returns what they wrote ----
 
@@ -275,10 +276,11 @@ int main() {
     std::vector<Data> expected;
     for (const Named& named : all) expected.push_back(named.run());
 
+    set_threads(kThreadsOfKernels);
     std::atomic<size_t> num_wrong{0}, num_ready{0};
-    std::vector<std::thread> threads;
+    std::vector<std::thread> callers;
     for (size_t id = 0; id < kThreads; ++id)
-        threads.emplace_back([&, id] {
+        callers.emplace_back([&, id] {
             for (++num_ready; num_ready < kThreads;) std::this_thread::yield();
             for (size_t round = 0; round < kRounds; ++round)  // all run the same kernel at once, then different ones
                 for (size_t i = 0; i < all.size(); ++i) {
@@ -288,7 +290,7 @@ int main() {
                     ++num_wrong;
                 }
         });
-    for (std::thread& thread : threads) thread.join();
+    for (std::thread& caller : callers) caller.join();
     std::printf("%zu cases in %zu threads: %zu wrong\n", all.size(), kThreads, num_wrong.load());
     return num_wrong > 0;
 }

@@ -23,9 +23,10 @@ wait for a device.
 
 A *segment* is a contiguous 1-D float32 tensor; each function takes a list of them on one device, so one call serves a
 whole bucket of gradients. Tensors in main memory go to the C++ backend `cpu`, those on GPUs to `triton`, all others to
-the reference; see `thinwire.kernels.backend`. Nothing is kept between calls but GPU tables of addresses, and nothing
-random is drawn but from the given keys. The caller owns every buffer; a residual may be its segment itself, and no other
-arguments may overlap. A payload may start at any address. Byte layouts are documented in `docs/wire.md`.
+the reference; see `thinwire.kernels.backend`. The C++ kernels run on the calling thread, unless `set_threads` allows more.
+Nothing is kept between calls but GPU tables of addresses, and nothing random is drawn but from the given keys. The caller
+owns every buffer; a residual may be its segment itself, and no other arguments may overlap. A payload may start at any
+address. Byte layouts are documented in `docs/wire.md`.
 """
 
 from . import (
@@ -55,6 +56,7 @@ from . import (
 from .backend import use_backend
 from .checks import num_buckets, payload_as
 from .flags import Flag
+from .parallel import set_threads, threads
 from .random import mix_key, uniform
 from .reduce import all_finite
 
@@ -82,9 +84,11 @@ __all__ = [
     "rice",
     "scatter",
     "select",
+    "set_threads",
     "sign",
     "smallest",
     "ternary",
+    "threads",
     "uniform",
     "use_backend",
     "words",

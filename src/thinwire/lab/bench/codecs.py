@@ -74,7 +74,7 @@ class CodecsBench:
     reference_repetitions: int = 1
     """The same for the plain-PyTorch reference, which takes seconds for some codecs; 0 leaves it out."""
     threads: int = 1
-    """Threads that PyTorch may use; the kernels always run on one."""
+    """Threads that PyTorch (so also the copy) and the C++ kernels may use."""
     device: str = "cpu"
     """Where to measure: "cpu", or "cuda" for a GPU, whose kernels are timed by events."""
     parts: bool = True
@@ -160,12 +160,14 @@ def measure_reference(codec: Codec, x: Tensor, repetitions: int) -> float | None
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
+    before = torch.get_num_threads(), kernels.threads()
     torch.set_num_threads(number)
+    kernels.set_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        kernels.set_threads(before[1])
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator, ProcessGroupCommunicator
 from ...comm.ledger import ring_all_reduce_bytes
+from ...kernels import set_threads
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import Method, Training, mlp, of_averager
@@ -83,7 +84,7 @@ class StepBench:
     """Bucket size of gradients in MiB, for all methods; by default DDP's own (25), and that of `compress_gradients` (10) for
     modules. Smaller => sending starts earlier, with more messages."""
     threads: int = 1
-    """Threads that PyTorch may use in each worker."""
+    """Threads that PyTorch and the C++ kernels may use in each worker."""
     device: str = "cpu"
     """Where to train: "cpu", or "cuda" for the GPUs of each machine, which its workers share if they are more. Messages go over
     NCCL if every worker has a GPU of its own."""
@@ -133,6 +134,7 @@ def _spawned(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None
 def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     """The work of one worker: measure every method, and report on rank 0."""
     torch.set_num_threads(bench.threads)
+    set_threads(bench.threads)
     keep_freed_memory()
     device = _own_device(bench)
     with joined(rendezvous, device) as comm:

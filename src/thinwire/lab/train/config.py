@@ -152,7 +152,7 @@ class RunConfig:
     requeue: bool = False
     """Under SLURM: after SIGUSR1, requeue the job; with --resume the same command then continues the run."""
     threads: int = 1
-    """Threads of each worker; more than 1 helps only with more cores than workers."""
+    """Threads of each worker, for PyTorch and for the C++ kernels; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):
         for name in (

@@ -27,7 +27,7 @@ import torch
 from ...allocator import keep_freed_memory
 from ...comm import CommunicationError, Communicator, ElasticCommunicator, LocalWorld
 from ...comm.members import Members
-from ...kernels import mix_key
+from ...kernels import mix_key, set_threads
 from ..files import write_json
 from . import checkpoint
 from .callbacks import Callback, called
@@ -93,6 +93,7 @@ def run(
         CommunicationError: there are too few workers, or the Lighthouse is gone.
     """
     torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)
     with same_error_on_all():

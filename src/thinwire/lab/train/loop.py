@@ -29,7 +29,7 @@ from torch import Tensor
 from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator
-from ...kernels import mix_key
+from ...kernels import mix_key, set_threads
 from ..files import write_json
 from . import checkpoint
 from .callbacks import Callback, called
@@ -65,6 +65,7 @@ def run(
         ValueError: on all workers, if data, configuration or checkpoint are wrong.
     """
     torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     keep_freed_memory()
     data = run_on_all(comm, config.data.load)
     ahead = run_on_all(comm, lambda: course(config, data, comm.size))

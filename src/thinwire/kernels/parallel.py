@@ -1,0 +1,45 @@
+"""How many threads the C++ kernels use."""
+
+from __future__ import annotations
+
+from .backend import functions_for
+
+
+def set_threads(number: int) -> None:
+    """Let each call of a C++ kernel use up to so many threads of this process; 1 by default.
+
+    Payloads and results do not depend on it. Quantizers, signs, ternary values, casts, top-k, momentum and `all_finite`
+    split calls of 131,072 elements or more, and only where buckets are shorter than that; all other work stays on the
+    calling thread. So does a call that begins while another thread's call uses the threads. The setting does not pass to
+    child processes that are spawned.
+
+    Args:
+        number: threads, the calling one included. More than the idle cores of this process => slower.
+
+    Without the C++ kernels this has no effect; `torch.set_num_threads` then sets the threads of the reference.
+
+    Raises:
+        ValueError: if `number` is less than 1.
+
+    Example:
+        >>> from thinwire import kernels
+        >>> kernels.set_threads(2)
+        >>> kernels.threads()
+        2
+        >>> kernels.set_threads(1)
+    """
+    if number < 1:
+        raise ValueError(f"threads: expected at least 1, got {number}")
+    if functions_for("cpu"):
+        from . import _native
+
+        _native.set_threads(number)
+
+
+def threads() -> int:
+    """How many threads a call of a C++ kernel may use."""
+    if not functions_for("cpu"):
+        return 1
+    from . import _native
+
+    return _native.threads()
