@@ -72,11 +72,44 @@ inline void Cells::build(const std::vector<float>& levels, int bits) {
     cells = std::move(found);
 }
 
+// Levels that are consecutive powers of two and their negatives, with zero or without. Bits of a float without its mantissa
+// are the power of two below its magnitude, so no table is searched.
+struct Powers {
+    static constexpr int32_t kNext = 1 << 23;  // from the bits of a power to those of the next
+
+    int32_t least = 0, most = 0;  // bits of the smallest and the largest magnitude
+    int32_t around_zero = 0;      // bits of the width of the gap that an element just above zero lies in
+    int32_t below_zero = 0;       // bits of the lower end of that gap
+    int32_t code = 0;             // and its code
+    int32_t code_shift = 0;       // 1 if zero is no level, which negative levels would have stood below
+
+    explicit operator bool() const { return most > 0; }
+
+    Powers() = default;
+    explicit Powers(const std::vector<float>& levels) {
+        const size_t count = levels.size(), half = count / 2;
+        const bool zero = count % 2 == 1;
+        if (half < 2 || (zero && levels[half] != 0)) return;
+        const int32_t smallest = magnitude(levels[count - half]);
+        if (smallest < kNext || smallest % kNext != 0) return;  // not a normal power of two
+        for (size_t i = 0; i < half; ++i) {
+            const float power = float_from_bits(smallest + static_cast<int32_t>(i) * kNext);
+            if (levels[count - half + i] != power || levels[half - 1 - i] != -power) return;
+        }
+        least = smallest, most = magnitude(levels.back());
+        below_zero = zero ? 0 : least | INT32_MIN;
+        around_zero = zero ? least : least + kNext;
+        code = static_cast<int32_t>(count - half) - 1;
+        code_shift = zero ? 0 : 1;
+    }
+};
+
 struct Table {
     int size;                     // number of levels, rounded up to a power of two
     float value[kMaxLevels + 1];  // padded with the last level
     float threshold[kMaxLevels];  // element j is level j for 1 <= j <= num_levels - 2; all others are infinite
-    Cells cells;                  // for more than a few levels
+    Cells cells;                  // for more than a few levels that are no powers
+    Powers powers;
 
     Table(const std::vector<float>& levels, const Buckets& buckets, bool encodes) {
         const int num_levels = static_cast<int>(levels.size()), last = num_levels - 1;
@@ -86,7 +119,9 @@ struct Table {
         for (int j = 0; j <= kMaxLevels; ++j) value[j] = levels[std::min(j, last)];
         for (int j = 0; j < kMaxLevels; ++j)
             threshold[j] = j >= 1 && j < last ? value[j] : std::numeric_limits<float>::infinity();
-        if (encodes && size > kFewLevels && num_levels > 3) cells = Cells(levels);
+        if (!encodes) return;
+        powers = Powers(levels);
+        if (!powers && size > kFewLevels && num_levels > 3) cells = Cells(levels);
     }
 
     bool few() const { return size <= kFewLevels; }

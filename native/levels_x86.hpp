@@ -3,11 +3,20 @@
 #pragma once
 
 #include "levels.hpp"
-#include "x86.hpp"
+#include "random_x86.hpp"
 
 #ifdef THINWIRE_X86
 
 namespace thinwire {
+
+// Elements of one bucket, at most a chunk, and where their random numbers come from.
+struct Drawn {
+    const float* x;
+    size_t n;
+    float scale, inv;
+    Key key;
+    uint32_t position;
+};
 
 // The levels around eight numbers, and the codes of the lower ones.
 struct Around8 {
@@ -171,37 +180,37 @@ THINWIRE_AVX2 inline void decode_avx2(const Table& table, const uint8_t* codes, 
 }
 
 // With AVX-512, sixteen levels fit into one register, and are searched by halving.
-template <int size>
-THINWIRE_AVX512_INLINE void encode_few16(const Table& table, const Elements& part, uint8_t* codes, float* residual) {
+template <int size, bool with_residual>
+THINWIRE_AVX512_INLINE size_t encode_few16(const Table& table, const Drawn& part, uint8_t* codes, float* residual) {
     const __m512 value = _mm512_loadu_ps(table.value), next = _mm512_loadu_ps(table.value + 1);
-    const __m512 threshold = _mm512_loadu_ps(table.threshold);
+    const __m512 width = _mm512_sub_ps(next, value), sent = _mm512_mul_ps(value, _mm512_set1_ps(part.scale));
+    Hashes16 hashes(part.key, part.position);
     size_t i = 0;
     for (; i + 16 <= part.n; i += 16) {
         const __m512 x = _mm512_loadu_ps(part.x + i), r = _mm512_mul_ps(x, _mm512_set1_ps(part.inv));
         __m512i code = _mm512_setzero_si512();
         for (int step = size / 2; step > 0; step /= 2) {
-            const __m512i middle = _mm512_or_si512(code, _mm512_set1_epi32(step));
-            const __m512 at = _mm512_permutexvar_ps(middle, threshold);
-            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(r, at, _CMP_GE_OQ), middle);
+            const __m512 at = step == size / 2 ? _mm512_set1_ps(table.threshold[step])
+                                               : _mm512_permutexvar_ps(code, _mm512_loadu_ps(table.threshold + step));
+            code = _mm512_mask_add_epi32(code, _mm512_cmp_ps_mask(r, at, _CMP_GE_OQ), code, _mm512_set1_epi32(step));
         }
-        const __m512 low = _mm512_permutexvar_ps(code, value), high = _mm512_permutexvar_ps(code, next);
-        const __m512 reach = _mm512_mul_ps(_mm512_loadu_ps(part.u + i), _mm512_sub_ps(high, low));
-        const __mmask16 up = _mm512_cmp_ps_mask(_mm512_sub_ps(r, low), reach, _CMP_GT_OQ);
-        const __m512i chosen = _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(chosen));
-        const __m512 sent = _mm512_mul_ps(_mm512_mask_mov_ps(low, up, high), _mm512_set1_ps(part.scale));
-        if (residual) _mm512_storeu_ps(residual + i, _mm512_sub_ps(x, sent));
+        const __m512 reach = _mm512_mul_ps(uniform16(hashes.next()), _mm512_permutexvar_ps(code, width));
+        const __m512 above = _mm512_sub_ps(r, _mm512_permutexvar_ps(code, value));
+        const __mmask16 up = _mm512_cmp_ps_mask(above, reach, _CMP_GT_OQ);
+        code = _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
+        if (with_residual) _mm512_storeu_ps(residual + i, _mm512_sub_ps(x, _mm512_permutexvar_ps(code, sent)));
     }
-    encode_plainly(table, part.from(i), codes + i, residual ? residual + i : nullptr);
+    return i;
 }
 
-THINWIRE_AVX512 inline void encode_few_avx512(const Table& table, const Elements& part, uint8_t* codes,
-                                              float* residual) {
+template <bool with_residual>
+THINWIRE_AVX512 size_t encode_few_avx512(const Table& table, const Drawn& part, uint8_t* codes, float* residual) {
     switch (table.size) {
-        case 2: return encode_few16<2>(table, part, codes, residual);
-        case 4: return encode_few16<4>(table, part, codes, residual);
-        case 8: return encode_few16<8>(table, part, codes, residual);
-        default: return encode_few16<16>(table, part, codes, residual);
+        case 2: return encode_few16<2, with_residual>(table, part, codes, residual);
+        case 4: return encode_few16<4, with_residual>(table, part, codes, residual);
+        case 8: return encode_few16<8, with_residual>(table, part, codes, residual);
+        default: return encode_few16<16, with_residual>(table, part, codes, residual);
     }
 }
 

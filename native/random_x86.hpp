@@ -34,6 +34,32 @@ THINWIRE_AVX2_INLINE __m256 uniform8(__m256i hashes) {
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(hashes, 8)), _mm256_set1_ps(0x1p-24f));
 }
 
+// The same for sixteen positions, with AVX-512.
+class Hashes16 {
+  public:
+    THINWIRE_AVX512_INLINE Hashes16(Key key, uint32_t position) : k1_(_mm512_set1_epi32(static_cast<int32_t>(key.k1))) {
+        const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i apart = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(kCounterStep)));
+        counter_ = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int32_t>(counter_at(key, position))), apart);
+    }
+
+    THINWIRE_AVX512_INLINE __m512i next() {
+        __m512i h = counter_;
+        h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), _mm512_set1_epi32(0x7feb352d));
+        h = _mm512_xor_si512(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), k1_);
+        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
+        counter_ = _mm512_add_epi32(counter_, _mm512_set1_epi32(static_cast<int32_t>(16 * kCounterStep)));
+        return _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
+    }
+
+  private:
+    __m512i k1_, counter_;
+};
+
+THINWIRE_AVX512_INLINE __m512 uniform16(__m512i hashes) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(hashes, 8)), _mm512_set1_ps(0x1p-24f));
+}
+
 }  // namespace thinwire
 
 #endif

@@ -10,6 +10,7 @@ import pkgutil
 import pytest
 import torch
 from helpers.backends import assert_backends_agree, clones, segments
+from helpers.cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +79,26 @@ def test_levels(xs, data):
         return [payload, *work, *outs]
 
     assert_backends_agree(compute)
+
+
+def test_powers_of_two_at_and_beside_each_level():
+    """Their codes follow from exponents: exact at levels, next to them, beyond the largest, and near zero."""
+    for bits in range(2, 9):
+        for zero in (True, False):
+            levels = Levels(tw.NUQSGD(bits=bits, zero=zero).level_values, bucket_size=4096, norm="max")
+            at = torch.tensor(levels.values)
+            beside = [at.nextafter(torch.tensor(end)) for end in (-1.0, 1.0)]
+            near_zero = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-39, -1e-39, 1e-20, -1e-20])
+            x = torch.cat([at, *beside, 0.75 * at, near_zero])
+            for scale in (1.0, 3.0, 2.0**100, 2.0**-100):
+                with case(bits, zero, scale):
+                    assert_backends_agree(lambda x=x * scale, levels=levels: level_codes(x, levels))
+
+
+def level_codes(x, levels):
+    payload, residual = torch.empty(levels.nbytes([x.numel()]), dtype=torch.uint8), torch.empty_like(x)
+    kernels.levels.encode([x], payload, [7], levels, residuals=[residual])
+    return [payload, residual]
 
 
 @settings(max_examples=100)
