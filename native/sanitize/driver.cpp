@@ -3,6 +3,7 @@
 // The threads read the same inputs and payloads and write to buffers of their own. Each kernel may split its work over
 // threads too. The driver ends with an error if a result differs from that of a single thread; the sanitizer ends it at a
 // data race, a wrong address or undefined behaviour.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -66,6 +67,14 @@ Levels even_levels(int bits, bool l2) {
     Levels levels{{bits, 512, l2}, {}};
     const int steps = (1 << bits) - 1;
     for (int i = 0; i <= steps; ++i) levels.values.push_back(-1.0f + 2.0f * static_cast<float>(i) / static_cast<float>(steps));
+    return levels;
+}
+
+Levels powers_of_two(int bits) {
+    Levels levels{{bits, 512, false}, {0.0f}};
+    for (float power = 1.0f; levels.values.size() + 1 < size_t{1} << bits; power /= 2)
+        levels.values.push_back(power), levels.values.push_back(-power);
+    std::sort(levels.values.begin(), levels.values.end());
     return levels;
 }
 
@@ -237,6 +246,8 @@ std::vector<Named> cases() {
             all.push_back({"quantize " + name, [=] { return quantized({{bits, 512, l2}, (1 << bits) - 1}); }});
             if (bits <= 8) all.push_back({"levels " + name, [=] { return levelled(even_levels(bits, l2)); }});
         }
+    for (const int bits : {3, 5, 8})
+        all.push_back({"levels, powers of two", [=] { return levelled(powers_of_two(bits)); }});
     for (const int bits : {2, 4, 8}) all.push_back({"huffman", [=] { return entropy_coded(bits); }});
     all.push_back({"sign, mean scale", [] { return signs(std::nullopt); }});
     all.push_back({"sign, fixed scale", [] { return signs(0.5f); }});
