@@ -11,6 +11,7 @@
 
 #if !defined(_WIN32)
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #endif
 
@@ -43,6 +44,7 @@ class Pool {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             grow(helpers);
+            keep_away();
             job_ = &job, wanted_ = std::min(helpers, size_);
         }
         wake_.notify_all();
@@ -63,6 +65,21 @@ class Pool {
     } catch (const std::system_error&) {
     }
 
+    // Linux may wake a thread on the caller's core though another is idle, and leave it there for the whole call. So the
+    // threads may use every core of the caller but the one that it runs on.
+    void keep_away() {
+#if defined(__linux__)
+        const int here = sched_getcpu();
+        if (here == avoided_ && placed_ == size_) return;
+        cpu_set_t cores;
+        if (here < 0 || sched_getaffinity(0, sizeof cores, &cores) != 0) return;
+        CPU_CLR(here, &cores);
+        if (CPU_COUNT(&cores) == 0) return;
+        for (const pthread_t thread : threads_) pthread_setaffinity_np(thread, sizeof cores, &cores);
+        avoided_ = here, placed_ = size_;
+#endif
+    }
+
     void start() {
 #if defined(_WIN32)
         std::thread([this] { help(); }).detach();
@@ -71,7 +88,9 @@ class Pool {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            std::thread([this] { help(); }).detach();
+            std::thread thread([this] { help(); });
+            threads_.push_back(thread.native_handle());
+            thread.detach();
         } catch (...) {
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
             throw;
@@ -101,6 +120,11 @@ class Pool {
     std::condition_variable wake_, ended_;
     Job* job_ = nullptr;
     size_t size_ = 0, wanted_ = 0, active_ = 0;
+#if !defined(_WIN32)
+    std::vector<pthread_t> threads_;
+    size_t placed_ = 0;  // of the threads, those that avoid core `avoided_`
+    int avoided_ = -1;
+#endif
 };
 
 std::atomic<int> num_threads{1};
