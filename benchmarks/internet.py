@@ -41,7 +41,7 @@ from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training
 from thinwire.network import Link, Network
 
-LIKE_ADAM = (1e-3, 3e-3, 1e-2)
+LIKE_ADAM = (3e-4, 1e-3, 3e-3, 1e-2)
 GRIDS = {
     "ddp": LIKE_ADAM,
     "diloco": LIKE_ADAM,
