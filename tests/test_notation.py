@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 
@@ -60,6 +61,15 @@ def test_the_repr_is_short():
     assert repr(tw.Mean(tw.chain(tw.TopK(0.01), tw.QSGD(4)), tw.ErrorFeedback(), "layer", "auto", 1)) == text
 
 
+@pytest.fixture
+def default_recursion_limit():
+    """Python's own: how deep it parses depends on it, and some packages that other tests import raise it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -80,8 +90,7 @@ def test_the_repr_is_short():
         ("chain(QSGD(bits=4), Huffman(), Huffman())", r"Huffman\(\) is no codec \(at column 1 of"),
         ("chain(3, Huffman())", r"first link must be a codec.*got 3 \(at column 1 of"),
         ("chain(Huffman(), QSGD(bits=4))", r"first link must be a codec.*\(at column 1 of"),
-        # Which comes first depends on Python's recursion limit, which some packages raise.
-        ("-" * 5000 + "1", "(cannot read '-----|only names of algorithms).*column 1"),
+        ("-" * 5000 + "1", "cannot read '-----.*column 1"),
         ("Mean(TopK(" + "-" * 200 + "1))", "only names of algorithms.*column 11"),
         ("[" * 150 + "]" * 150, "nested more than 50 deep.*column 52"),
         ("(" * 5000 + ")" * 5000, "cannot read.*column"),
@@ -96,7 +105,7 @@ def test_the_repr_is_short():
         ("ByName({})", r"give at least one pattern, such as '\*' \(at column 1 of"),
     ],
 )
-def test_mistakes_point_at_their_column(text, message):
+def test_mistakes_point_at_their_column(text, message, default_recursion_limit):
     with pytest.raises(ValueError, match=message) as caught:
         tw.parse(text)
     assert "\n" not in str(caught.value)
