@@ -219,8 +219,9 @@ void for_each_decoded(Payload payload, const Outputs& outs, const Buckets& bucke
 template <typename Scale = float, typename Sum>
 bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Buckets& buckets, Sum sum) {
     require(!payloads.empty(), "payloads: expected at least one");
-    std::vector<Place> places;
-    for (const Payload& p : payloads) places = checked_places<Scale>(outs, p.numel, buckets);
+    const std::vector<Place> places = checked_places<Scale>(outs, payloads[0].numel, buckets);
+    for (const Payload& p : payloads)
+        require(p.numel == payloads[0].numel, "payload: its size does not fit the segments");
     std::atomic<bool> finite{true};
     for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
         std::vector<Part> parts;

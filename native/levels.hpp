@@ -136,6 +136,15 @@ struct Elements {
     Elements from(size_t at) const { return {x + at, u + at, n - at, scale, inv}; }
 };
 
+// Elements of one bucket, at most a chunk, and where their random numbers come from.
+struct Drawn {
+    const float* x;
+    size_t n;
+    float scale, inv;
+    Key key;
+    uint32_t position;
+};
+
 THINWIRE_INLINE int32_t code_below(const Table& table, float r) {
     int32_t code = 0;
     if (table.few()) {

@@ -9,15 +9,6 @@
 
 namespace thinwire {
 
-// Elements of one bucket, at most a chunk, and where their random numbers come from.
-struct Drawn {
-    const float* x;
-    size_t n;
-    float scale, inv;
-    Key key;
-    uint32_t position;
-};
-
 // The levels around eight numbers, and the codes of the lower ones.
 struct Around8 {
     __m256 low, high;

@@ -45,7 +45,7 @@ struct OneBit {
 };
 
 THINWIRE_CLONES void encode_part(const float* x, size_t n, float* residual, const Buckets* buckets, uint8_t* scales,
-                                  uint8_t* out) {
+                                uint8_t* out) {
     encode_buckets<uint8_t>(OneBit(), x, n, residual, Key(0), *buckets, scales, out);
 }
 

@@ -21,10 +21,12 @@ inline Key key_from(Key key, size_t position) {
     return key;
 }
 
+constexpr uint32_t kFirstFactor = 0x7feb352du, kSecondFactor = 0x846ca68bu;
+
 THINWIRE_INLINE uint32_t hash_of(Key key, uint32_t counter) {
     uint32_t h = counter;
-    h = (h ^ (h >> 16)) * 0x7feb352du;
-    h = (h ^ (h >> 15) ^ key.k1) * 0x846ca68bu;
+    h = (h ^ (h >> 16)) * kFirstFactor;
+    h = (h ^ (h >> 15) ^ key.k1) * kSecondFactor;
     return h ^ (h >> 16);
 }
 

@@ -1,4 +1,5 @@
-// Hashes of eight consecutive positions at a time, with AVX2; the same numbers as random.hpp's.
+// Hashes of eight consecutive positions at a time with AVX2, and of sixteen with AVX-512; the same numbers as random.hpp's.
+// Two classes, because a function can be compiled for one instruction set only.
 #pragma once
 
 #include "random.hpp"
@@ -18,9 +19,9 @@ class Hashes8 {
 
     THINWIRE_AVX2_INLINE __m256i next() {
         __m256i h = counter_;
-        h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(0x7feb352d));
+        h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(kFirstFactor));
         h = _mm256_xor_si256(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), k1_);
-        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
+        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int32_t>(kSecondFactor)));
         counter_ = _mm256_add_epi32(counter_, _mm256_set1_epi32(static_cast<int32_t>(8 * kCounterStep)));
         return _mm256_xor_si256(h, _mm256_srli_epi32(h, 16));
     }
@@ -34,7 +35,6 @@ THINWIRE_AVX2_INLINE __m256 uniform8(__m256i hashes) {
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(hashes, 8)), _mm256_set1_ps(0x1p-24f));
 }
 
-// The same for sixteen positions, with AVX-512.
 class Hashes16 {
   public:
     THINWIRE_AVX512_INLINE Hashes16(Key key, uint32_t position) : k1_(_mm512_set1_epi32(static_cast<int32_t>(key.k1))) {
@@ -45,9 +45,9 @@ class Hashes16 {
 
     THINWIRE_AVX512_INLINE __m512i next() {
         __m512i h = counter_;
-        h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), _mm512_set1_epi32(0x7feb352d));
+        h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), _mm512_set1_epi32(kFirstFactor));
         h = _mm512_xor_si512(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), k1_);
-        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int32_t>(0x846ca68bu)));
+        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
         counter_ = _mm512_add_epi32(counter_, _mm512_set1_epi32(static_cast<int32_t>(16 * kCounterStep)));
         return _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
     }
