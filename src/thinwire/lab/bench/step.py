@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +36,7 @@ from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator, ProcessGroupCommunicator
 from ...comm.ledger import ring_all_reduce_bytes
+from ...comm.process_world import worker_context
 from ...kernels import set_threads
 from . import timeline
 from .floor import Floor, Machine, passes_of
@@ -120,11 +122,12 @@ class StepBench:
             return run_worker(self, "env://")
         with tempfile.TemporaryDirectory() as folder:
             start = (self, self.workers, f"file://{folder}/rendezvous")
-            torch.multiprocessing.spawn(_spawned, args=start, nprocs=self.workers)
+            method = worker_context(["thinwire.lab.bench.step", "torch._dynamo"]).get_start_method()
+            torch.multiprocessing.start_processes(_started, start, self.workers, start_method=method)
             return []
 
 
-def _spawned(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None:
+def _started(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
