@@ -1,7 +1,5 @@
 """What all tests need: few threads on few cores, Ctrl-C heard by the processes that tests start, and one fork server."""
 
-import ctypes
-import functools
 import multiprocessing.forkserver
 import os
 import signal
@@ -15,6 +13,8 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+from helpers.one_core import one_core  # noqa: E402
+
 from thinwire.comm import LocalWorld  # noqa: E402
 
 # A shell has what it starts in the background ignore Ctrl-C, and our children would inherit that.
@@ -24,28 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("thinwire", deadline=None)
 hypothesis.settings.load_profile("thinwire")
 
-
-def on_one_core(run):
-    """`LocalWorld.run` with its threads on the core of the caller.
-
-    PyTorch gives Python's lock up in each operation. Threads on several cores wake each other at each of them, which takes
-    two to three times as long as these small operations do.
-    """
-
-    @functools.wraps(run)
-    def wrapper(*args):
-        allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})  # of this thread, and of those that it starts
-        try:
-            return run(*args)
-        finally:
-            os.sched_setaffinity(0, allowed)
-
-    return wrapper
-
-
-if hasattr(os, "sched_setaffinity"):  # Linux
-    LocalWorld.run = on_one_core(LocalWorld.run)
+LocalWorld.run = one_core()(LocalWorld.run)
 
 
 # The slowest files come first, so that no process begins one of them when the other has nothing left to do.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from helpers.one_core import one_core
+
 TUTORIAL = Path(__file__).parents[1] / "docs" / "guide" / "tutorial.ipynb"
 
 
@@ -32,7 +34,8 @@ def test_the_tutorial_runs_and_shows_what_is_stored(tmp_path):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    with one_core():
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert len(outputs(notebook, "image/png")) == len(outputs(stored, "image/png")) == 3
     assert outputs(notebook, "text/plain")[0] == outputs(stored, "text/plain")[0]  # exact means and bytes
     fewer, accuracy = last_numbers(notebook)

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.train import RunConfig, loop, train
 from thinwire.lab.train.data import Batch, ImageFolder
 from thinwire.lab.train.evaluation import evaluate
-from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Transformer
+from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training, check_clipping, prepare
@@ -130,10 +130,20 @@ def test_a_loss_scaler_skips_the_step_that_overflows_and_goes_on(alone):
     training.strategy.handle.detach()
 
 
+@dataclass(frozen=True)
+class Perceptron(Model):
+    """Few kernels, as each takes a second of the C++ compiler."""
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
 def test_a_compiled_model_has_the_same_losses_but_for_rounding(tmp_path, alone):
     from torch._inductor import config as inductor  # an import that the other tests need not wait for
 
-    config = replace(CONFIG, max_steps=2, test_batch_size=600)  # the test in one batch: one shape less to compile
+    config = replace(
+        CONFIG, model=Perceptron(), max_steps=2, test_batch_size=600
+    )  # the test in one batch: one shape less to compile
     eager, _ = run_alone(config, tmp_path / "eager", alone)
     # Helper processes would import PyTorch first, and a few kernels take less time than the search for vector instructions.
     with inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
