@@ -1,9 +1,12 @@
 """What all tests need: few threads on few cores, Ctrl-C heard by the processes that tests start, and one fork server."""
 
+import gc
 import multiprocessing.forkserver
 import os
 import signal
 from pathlib import Path
+
+gc.disable()  # until all modules are imported and all tests collected: what they make stays
 
 # As in a real run, and so that sums do not depend on the number of cores.
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded: threads that are started later read it then
@@ -46,7 +49,7 @@ SLOWEST = (
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Order the files, and choose what the fork server imports.
+    """Order the files, choose what the fork server imports, and spare the garbage collector the modules and the tests.
 
     The library asks the fork server for less in some tests, and the first to ask would win.
     """
@@ -62,3 +65,5 @@ def pytest_collection_modifyitems(items) -> None:
         preloaded += [*FOR_THE_LAB, "thinwire.lab.cli"]
     multiprocessing.forkserver.set_forkserver_preload(preloaded)
     multiprocessing.forkserver.set_forkserver_preload = lambda names: None
+    gc.freeze()
+    gc.enable()
