@@ -28,7 +28,9 @@ from .shared_errors import SharedError, run_on_all
 from .spawn import WorkerError, failure, ignore_file_errors, spawn
 from .weights_and_biases import check_installed
 
-TELLING_SECONDS = 1.0  # other workers wait so long, so that rank 0 can print the error before the launcher kills it
+# After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
+# them as soon as rank 0 has ended.
+TELLING_SECONDS = 10.0
 OnStop = Callable[[Interrupted], None] | None
 
 
