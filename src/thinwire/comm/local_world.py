@@ -32,6 +32,9 @@ Position = tuple[int, int]  # the number of a conversation, and of a message in 
 class LocalWorld:
     """W workers in threads.
 
+    With small tensors, one core is faster than several, because PyTorch gives Python's lock up in each operation, and threads
+    on several cores then wake each other. `taskset -c 0 python ...` keeps a Linux process on one core (docs/benchmarks.md).
+
     Args:
         size: number of workers, W.
         timeout_seconds: how long a worker waits for a message before it gives up.
