@@ -1,7 +1,9 @@
 """Rounds of workers that are threads: `LocalWorld(8)` with small and large tensors.
 
-OMP_NUM_THREADS=1 python benchmarks/local_world.py                  # on all cores
-OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/local_world.py     # on one
+    OMP_NUM_THREADS=1 python benchmarks/local_world.py                  # on all cores
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/local_world.py     # on one
+
+Prints the milliseconds of a round, the best of three runs.
 """
 
 from __future__ import annotations

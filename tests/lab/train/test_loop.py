@@ -141,9 +141,8 @@ class Perceptron(Model):
 def test_a_compiled_model_has_the_same_losses_but_for_rounding(tmp_path, alone):
     from torch._inductor import config as inductor  # an import that the other tests need not wait for
 
-    config = replace(
-        CONFIG, model=Perceptron(), max_steps=2, test_batch_size=600
-    )  # the test in one batch: one shape less to compile
+    # The test in one batch: one shape less to compile.
+    config = replace(CONFIG, model=Perceptron(), max_steps=2, test_batch_size=600)
     eager, _ = run_alone(config, tmp_path / "eager", alone)
     # Helper processes would import PyTorch first, and a few kernels take less time than the search for vector instructions.
     with inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
