@@ -37,16 +37,20 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-# Triton's interpreter must be chosen before Triton is imported, so each half is a run of its own.
+# Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The second compiles all
+# launches for the real types of their arguments: the interpreter takes what the compiler refuses.
 test-triton: $(READY)
 	TRITON_INTERPRET=1 $(TRITON) -W ignore::RuntimeWarning $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
+	THINWIRE_FAKE_GPU=1 PYTHONPATH=tests $(TRITON) -p helpers.compile_launches -W ignore \
+		$(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py)) tests/gpu/check_codecs.py
 	$(TRITON) tests/kernels/triton/check_compiled.py
 
-test-gpu: $(READY)
-	@$(BIN)/python scripts/gpu.py test
+# On a GPU nothing is installed: the system's Python has PyTorch.
+test-gpu:
+	@$(PYTHON) scripts/gpu.py kernels codecs training sanitizer
 
-bench-gpu: $(READY)
-	@$(BIN)/python scripts/gpu.py bench
+bench-gpu:
+	@$(PYTHON) scripts/gpu.py overhead speed
 
 sanitize:
 	scripts/sanitize.sh

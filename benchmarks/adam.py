@@ -19,7 +19,6 @@ import json
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean, stdev
@@ -51,31 +50,26 @@ class Method:
     """How workers agree.
 
     Args:
-        averager: its notation.
-        every: H of `local_updates`; None averages gradients.
-        outer_momentum: of the outer optimizer, SGD with Nesterov's momentum and a learning rate of 0.7, as DiLoCo has
-            it; None takes the mean.
+        strategy: its notation.
         optimizers: those that it suits.
     """
 
-    averager: str
-    every: int | None = None
-    outer_momentum: float | None = None
+    strategy: str
     optimizers: tuple[str, ...] = OPTIMIZERS
 
 
 METHODS = {
-    "dense": Method("Mean()"),
-    "4 bits": Method("Mean(QSGD(bits=4))"),
-    "3 bits, scatter-reduce": Method(f"Mean(QSGD(bits=3), {EF}, {SHARDS})"),
-    "2 bits, scatter-reduce": Method(f"Mean(QSGD(bits=2, bucket_size=128), {EF}, {SHARDS})"),
-    "top-k 1 %, 4 bits": Method(f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})"),
-    "top-k 10 %, 4 bits": Method(f"Mean(chain(TopK(0.1), QSGD(bits=4)), {EF})"),
-    "PowerSGD, rank 4": Method("PowerSGD(rank=4)"),
-    "4 bits every 4 steps": Method(f"Mean(QSGD(bits=4), {SHARDS})", every=4),
-    "top-k 10 %, 4 bits, every 4 steps": Method(f"Mean(chain(TopK(0.1), QSGD(bits=4)), {EF})", every=4),
-    "DiLoCo, H = 20": Method("Mean()", every=20, outer_momentum=0.9),
-    "DGC 1 %": Method("dgc(ratio=GeometricWarmup(final=0.01, num=16, unit='step'))", optimizers=("sgd",)),
+    "dense": Method("Gradients(Mean())"),
+    "4 bits": Method("Gradients(Mean(QSGD(bits=4)))"),
+    "3 bits, scatter-reduce": Method(f"Gradients(Mean(QSGD(bits=3), {EF}, {SHARDS}))"),
+    "2 bits, scatter-reduce": Method(f"Gradients(Mean(QSGD(bits=2, bucket_size=128), {EF}, {SHARDS}))"),
+    "top-k 1 %, 4 bits": Method(f"Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), {EF}))"),
+    "top-k 10 %, 4 bits": Method(f"Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}))"),
+    "PowerSGD, rank 4": Method("Gradients(PowerSGD(rank=4))"),
+    "4 bits every 4 steps": Method(f"Local(Mean(QSGD(bits=4), {SHARDS}), every=4)"),
+    "top-k 10 %, 4 bits, every 4 steps": Method(f"Local(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}), every=4)"),
+    "DiLoCo, H = 20": Method("diloco(every=20)"),
+    "DGC 1 %": Method("Gradients(dgc(ratio=GeometricWarmup(final=0.01, num=16, unit='step')))", optimizers=("sgd",)),
 }
 
 
@@ -87,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         for label, method in METHODS.items():
             for optimizer in options.optimizers:
                 wanted = optimizer in method.optimizers and any(text in label for text in options.only)
-                key = {"method": label, "averager": method.averager, "optimizer": optimizer, "seed": seed}
+                key = {"method": label, "strategy": method.strategy, "optimizer": optimizer, "seed": seed}
                 if wanted and not any(key.items() <= row.items() for row in read(options.results)):
                     append(options.results, key | measure(method, optimizer, seed, data))
 
@@ -111,7 +105,7 @@ def settings_of(optimizer: str, method: Method) -> Optimizer:
     if optimizer == "adamw":
         return GPT_SMALL.optimizer
     schedule = LearningRateSchedule(warmup_fraction=0.1)
-    kind = DGCSGD if tw.parse(method.averager).has_momentum else SGD
+    kind = DGCSGD if tw.parse(method.strategy).averager.has_momentum else SGD
     return kind(SGD_LEARNING_RATE, weight_decay=0.0, momentum=0.9, nesterov=False, schedule=schedule)
 
 
@@ -121,14 +115,7 @@ def train(
     """One worker of one run from the `initial` weights: the test loss in nats a byte, and the ledger."""
     model = copy.deepcopy(initial)
     optimizer = settings.build(model)
-    averager = tw.parse(method.averager)
-    if method.every is None:
-        handle = tw.compress_gradients(model, averager, comm=comm, seed=seed)
-    else:
-        outer = None
-        if method.outer_momentum is not None:
-            outer = partial(torch.optim.SGD, lr=0.7, momentum=method.outer_momentum, nesterov=True)
-        handle = tw.local_updates(model, optimizer, averager, method.every, outer, comm=comm, seed=seed)
+    handle = tw.attach(model, optimizer, method.strategy, comm=comm, seed=seed)
     share = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))[comm.rank :: comm.size]
     for step in range(STEPS):
         set_learning_rate(optimizer, settings.learning_rate_at(step, STEPS))
@@ -200,7 +187,7 @@ def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
         return ["No run yet."]
     dense = {row["seed"]: row for row in ours["dense"]}
     lines = [
-        "| method | averager | perplexity | above dense | MB sent by a worker | fewer than fp32 | fewer than bf16 | seeds |",
+        "| method | strategy | perplexity | above dense | MB sent by a worker | fewer than fp32 | fewer than bf16 | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for label, runs in sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf])):
@@ -217,9 +204,7 @@ def line(label: str, runs: list[dict[str, Any]], dense: dict[int, dict[str, Any]
     sent = mean(row["bytes_sent"] for row in runs)
     full = mean(dense[row["seed"]]["bytes_sent"] for row in runs)
     method = METHODS[label]
-    notation = f"`{method.averager}`" + (f", `every={method.every}`" if method.every else "")
-    notation += f", outer momentum {method.outer_momentum}" if method.outer_momentum is not None else ""
-    cells = [label, notation, f"{mean(perplexities):.2f}{spread}", f"{above:+.1%}", f"{sent / 1e6:.1f}"]
+    cells = [label, f"`{method.strategy}`", f"{mean(perplexities):.2f}{spread}", f"{above:+.1%}", f"{sent / 1e6:.1f}"]
     return f"| {' | '.join([*cells, f'{full / sent:.1f}', f'{full / sent / 2:.1f}', str(len(runs))])} |"
 
 

@@ -47,15 +47,15 @@ from thinwire.comm import Lighthouse
 WORKERS = 4
 PRELOADED = ["thinwire", "torch._dynamo", "torchft.manager", "torchft.coordination", "netlab", "chaos_worker"]
 CONFIGURATIONS = {
-    "no memory": "Mean(TopK(0.2))",
-    "error feedback": "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())",
-    "sparse all-reduce": "Mean(TopK(0.1), ErrorFeedback(), exchange='sparse_reduce')",
-    "owner memory": "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce')",
-    "momentum": "dgc(0.1)",
-    "PowerSGD": "PowerSGD(rank=2)",
-    "gossip": "Mix(Exponential())",
-    "gossip with neighbour state": "Choco(Ring(), TopK(0.2))",
-    "local updates": "local: Mean(TopK(0.2), ErrorFeedback())",
+    "no memory": "Gradients(Mean(TopK(0.2)))",
+    "error feedback": "Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))",
+    "sparse all-reduce": "Gradients(Mean(TopK(0.1), ErrorFeedback(), exchange='sparse_reduce'))",
+    "owner memory": "Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce'))",
+    "momentum": "Gradients(dgc(0.1))",
+    "PowerSGD": "Gradients(PowerSGD(rank=2))",
+    "gossip": "Gossip(Mix(Exponential()))",
+    "gossip with neighbour state": "Gossip(Choco(Ring(), TopK(0.2)))",
+    "local updates": "Local(Mean(TopK(0.2), ErrorFeedback()), every=2)",
 }
 PHASES = ("form", "compute", "send", "vote", "checkpoint", "heal")
 FAULTS = {  # name -> how often, relative to the others
@@ -63,8 +63,11 @@ FAULTS = {  # name -> how often, relative to the others
     "kill two": 2,
     "stop for 10 s": 1,
     "stop for ever": 1,
+    "stop one, kill another": 1,
     "NaN": 2,
     "ten times slower": 1,
+    "stuck in Python": 1,
+    "two stuck in Python": 1,
     "one worker more": 1,
     "Lighthouse restarts": 1,
 }
@@ -96,8 +99,8 @@ def serve(pipe: Connection, host: str, port: int, namespace: str | None) -> None
 class Run:
     """Workers of one configuration, and what they said."""
 
-    def __init__(self, averager: str, lab: Lab | None = None):
-        self.averager, self.lab = averager, lab
+    def __init__(self, strategy: str, lab: Lab | None = None):
+        self.strategy, self.lab = strategy, lab
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
         self.processes: dict[int, Any] = {}
@@ -120,7 +123,7 @@ class Run:
     def start(self, number: int) -> None:
         parent, child = self.context.Pipe()
         namespace = None if self.lab is None else self.lab.namespaces[number]
-        arguments = (child, self.address, number, self.averager, namespace)
+        arguments = (child, self.address, number, self.strategy, namespace)
         process = self.context.Process(target=worker, args=arguments, daemon=True)
         process.start()
         child.close()
@@ -162,14 +165,14 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
-        if not tw.parse(self.averager.removeprefix("local: ")).gives_one_mean:
+        if tw.parse(self.strategy).models_differ:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
         for number in self.processes:
             for _, facts in self.commits(number, since):
                 found[facts["round"]].add(facts["digest"])
         wrong = sorted(number for number, digests in found.items() if len(digests) > 1)
-        return f"different bits after round {wrong[0]}" if wrong and "local" not in self.averager else ""
+        return f"different bits after round {wrong[0]}" if wrong else ""
 
 
 def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outcome:
@@ -194,7 +197,9 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     else:
         run.pipes[victim].send(tuple(fault))
         other = (victim + 1) % WORKERS
-        is_one_of_two = fault.phase == "heal" or fault.name == "kill two"
+        is_one_of_two = fault.phase == "heal" or any(word in fault.name for word in ("two", "another"))
+        if fault.name == "two stuck in Python":
+            run.pipes[other].send(tuple(fault))
         if fault.phase == "heal":  # somebody must be healed for it, once the victim has heard of its fault
             run.wait_until(lambda: len(run.commits(victim, at)) > 1, limit)
             run.kill(other)
@@ -202,7 +207,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         if not run.wait_until(lambda: any(kind == "fault" for kind, when, _ in run.events[victim] if when >= at), 60):
             return Outcome(configuration, fault, None, None, None, "the phase did not come")
         at = max(when for kind, when, _ in run.events[victim] if kind == "fault")
-        if fault.name == "kill two":
+        if fault.name in ("kill two", "stop one, kill another"):
             run.kill(other)
         harmless = fault.name in ("NaN", "ten times slower")
         survivors = everyone if harmless else everyone - {victim} - ({other} if is_one_of_two else set())
@@ -227,8 +232,11 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
         set_link(run, victim, "up")
     if fault.name == "stop for 10 s":
         os.kill(run.processes[victim].pid, signal.SIGCONT)
-    if fault.name in ("stop for ever", "link down for ever"):
+    if fault.name in ("stop for ever", "stop one, kill another", "link down for ever"):
         run.kill(victim)
+    if "stuck" in fault.name:
+        for number in (victim, (victim + 1) % WORKERS)[: 2 if "two" in fault.name else 1]:
+            run.kill(number)
     run.listen(0.5)
     if victim in run.processes and not run.processes[victim].is_alive():
         run.kill(victim)
@@ -258,7 +266,8 @@ def set_link(run: Run, number: int, state: str) -> None:
 def draw_fault(random_: random.Random, faults: dict[str, int]) -> Fault:
     """Draw a fault."""
     name = random_.choices(list(faults), list(faults.values()))[0]
-    phase = random_.choice(PHASES if name == "kill" else ("compute",) if name == "NaN" else PHASES[:3])
+    phases = {"kill": PHASES, "NaN": PHASES[1:2], "stuck in Python": PHASES[1:3], "two stuck in Python": PHASES[1:3]}
+    phase = random_.choice(phases.get(name, PHASES[:3]))
     return Fault(name, phase, WORKERS if name == "one worker more" else random_.randrange(WORKERS))
 
 
@@ -266,8 +275,8 @@ def chaos(
     configuration: str, faults: list[Fault], limit: float, lab: Lab | None, out: Path | None = None
 ) -> list[Outcome]:
     """The outcomes of these faults, one after the other in one run; each is added to the file `out` at once."""
-    outcomes, averager = [], CONFIGURATIONS[configuration]
-    run = Run(averager, lab)
+    outcomes, strategy = [], CONFIGURATIONS[configuration]
+    run = Run(strategy, lab)
     try:
         for fault in faults:
             outcome = try_fault(run, configuration, fault, limit)
@@ -281,19 +290,19 @@ def chaos(
                 run.close()
                 if lab is not None:
                     set_link(run, fault.number, "up")
-                run = Run(averager, lab)
+                run = Run(strategy, lab)
     finally:
         run.close()
     return outcomes
 
 
-def scale(averager: str) -> str:
+def scale(strategy: str) -> str:
     """Run on 4 workers, kill two, and let four join; says how it went.
 
     Raises:
         RuntimeError: a number of workers was not reached, or bits differ.
     """
-    run = Run(averager)
+    run = Run(strategy)
     try:
         for numbers in (range(4), (2, 3), range(6)):
             for number in set(run.processes) - set(numbers):

@@ -32,11 +32,11 @@ STEP_SECONDS = 0.03  # added to a step, so that a killed worker comes back long 
 COMMIT_SECONDS, JOIN_SECONDS, START_SECONDS = 10.0, 60.0, 240.0
 EVERY = 4
 CONFIGURATIONS = {
-    "error feedback": ("Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())",),
-    "PowerSGD": ("PowerSGD(rank=4)",),
-    "momentum": ("dgc(0.01)", "--optimizer.momentum", "0"),
-    "gossip": ("Mix(Exponential())",),
-    "local updates": ("Mean()", "--every", str(EVERY)),
+    "error feedback": ("Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))",),
+    "PowerSGD": ("Gradients(PowerSGD(rank=4))",),
+    "momentum": ("Gradients(dgc(0.01))", "--optimizer.momentum", "0"),
+    "gossip": ("Gossip(Mix(Exponential()))",),
+    "local updates": (f"Local(Mean(), every={EVERY})",),
 }
 
 
@@ -81,8 +81,8 @@ def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) ->
     """Train once, with these kills."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    averager, *others = CONFIGURATIONS[configuration]
-    options = ["digits", *others, "--averager", averager, "--workers", str(WORKERS), "--elastic", "--seed", str(seed)]
+    strategy, *others = CONFIGURATIONS[configuration]
+    options = ["digits", *others, "--strategy", strategy, "--workers", str(WORKERS), "--elastic", "--seed", str(seed)]
     options += ["--log-every", "1" if kills else "10", "--name", "run"]
     script = f"from chaos_train import command; command(*{[str(folder.absolute()), *options]!r})"
     with (folder / "said").open("w") as said:

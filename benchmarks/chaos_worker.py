@@ -45,7 +45,7 @@ def enter(namespace: str | None) -> None:
         assert ctypes.CDLL(None, use_errno=True).setns(file, 0) == 0, "setns failed"
 
 
-def worker(pipe: Connection, address: str, number: int, averager: str, namespace: str | None) -> None:
+def worker(pipe: Connection, address: str, number: int, strategy: str, namespace: str | None) -> None:
     """Train until told to stop; send events, and do to itself what the parent orders."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -54,16 +54,11 @@ def worker(pipe: Connection, address: str, number: int, averager: str, namespace
     torch.manual_seed(number)
     comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
-    parsed = tw.parse(averager.removeprefix("local: "))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.has_momentum else 0.9)
-    handle: Any
-    if averager.startswith("local: "):
-        handle = tw.local_updates(model, optimizer, parsed, every=2, comm=comm)
-    elif parsed.gives_one_mean:
-        handle = tw.compress_gradients(model, parsed, comm=comm)
+    parsed = tw.parse(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)
+    handle: Any = tw.attach(model, optimizer, parsed, comm=comm)
+    if not parsed.models_differ:
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
-    else:
-        handle = tw.gossip_parameters(model, optimizer, parsed, comm=comm)
     order = _Order(pipe, comm)
     losses = 0
     while True:
@@ -136,6 +131,8 @@ class _Order:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.name.startswith("stop"):
             os.kill(os.getpid(), signal.SIGSTOP)
+        while fault.name.endswith("stuck in Python"):  # its heartbeats could go on
+            time.sleep(0.1)
         self._spoils = fault.name == "NaN"
         self.is_slow = fault.name == "ten times slower"
 

@@ -2,7 +2,7 @@
 
     python benchmarks/cifar.py FOLDER [--output FOLDER] [--epochs N] [--only TEXT] [--docs FOLDER]
 
-FOLDER is one that CIFAR10 can load. Every run is the recipe cifar10-resnet20-dense-small with another averager, and nothing
+FOLDER is one that CIFAR10 can load. Every run is the recipe cifar10-resnet20-dense-small with another strategy, and nothing
 tuned for it. Runs that are finished in the output folder are not repeated, so that an interrupted command goes on where it
 was; `--only` trains but the methods whose names contain a text. With --docs, table and figure are written there.
 """
@@ -26,17 +26,16 @@ from thinwire.lab.report.style import save, styled
 from thinwire.lab.report.tables import times
 from thinwire.lab.train import RunConfig
 
-AFTER = {"order": "adapt_then_combine"}
 METHODS = {
-    "dense": ("Mean()", {}),
-    "top-k 1 %": ("Mean(TopK(0.01), ErrorFeedback())", {}),
-    "DGC 0.1 %": ("dgc(0.001, warmup_epochs=1)", {}),
-    "4 bits": ("Mean(QSGD(bits=4))", {}),
-    "SGP": ("PushSum(Exponential())", AFTER),
-    "PowerGossip": ("PowerGossip(Ring())", {}),
-    "ALQ, 3 bits": ("Mean(ALQ(bits=3, update_steps=(2, 10, 50, 200)))", {}),
+    "dense": "Gradients(Mean())",
+    "top-k 1 %": "Gradients(Mean(TopK(0.01), ErrorFeedback()))",
+    "DGC 0.1 %": "Gradients(dgc(0.001, warmup_epochs=1))",
+    "4 bits": "Gradients(Mean(QSGD(bits=4)))",
+    "SGP": "Gossip(PushSum(Exponential()), order='adapt_then_combine')",
+    "PowerGossip": "Gossip(PowerGossip(Ring()))",
+    "ALQ, 3 bits": "Gradients(Mean(ALQ(bits=3, update_steps=(2, 10, 50, 200))))",
 }
-"""Label -> averager, and what its paper does besides."""
+"""Label -> strategy."""
 
 
 def main() -> None:
@@ -50,25 +49,25 @@ def main() -> None:
     base = recipes()["cifar10-resnet20-dense-small"].config
     base = replace(base, data=replace(base.data, folder=options.folder), output=options.output)
     base = replace(base, epochs=options.epochs or base.epochs)
-    configs = {label: configured(base, *METHODS[label]) for label in METHODS}
-    runs = [finished(c, f"{c.averager}-epochs{c.epochs}", label, options.only in label) for label, c in configs.items()]
+    configs = {label: configured(base, METHODS[label]) for label in METHODS}
+    runs = [finished(c, f"{c.strategy}-epochs{c.epochs}", label, options.only in label) for label, c in configs.items()]
     runs = [run for run in runs if run is not None]
     print("\n".join(table(runs)))
     if options.docs:
         write(options.docs, runs)
 
 
-def configured(base: RunConfig, averager: str, changes: dict) -> RunConfig:
-    """The recipe with another averager; where that applies momentum, the optimizer has none, and momentum is plain."""
+def configured(base: RunConfig, strategy: str) -> RunConfig:
+    """The recipe with another strategy; where its averager applies momentum, the optimizer has none, and momentum is plain."""
     optimizer = replace(base.optimizer, nesterov=False)
-    config = replace(base, averager=averager, optimizer=optimizer, **changes)
+    config = replace(base, strategy=strategy, optimizer=optimizer)
     return replace(config, optimizer=momentum_applied_once(config))
 
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Markdown, the most bytes first; of gossip, accuracy is the mean over the workers' own models."""
     lines = [
-        "| method | averager | test accuracy | mean model | MB sent by a worker | fewer than fp32 |",
+        "| method | strategy | test accuracy | mean model | MB sent by a worker | fewer than fp32 |",
         "|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: -run.summary["bytes_sent_per_worker"]):

@@ -19,21 +19,21 @@ from thinwire.lab.report import Run
 
 # What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
 DEFAULTS = (
-    "Mix(Ring())",
-    "PushSum(Ring())",
-    "Choco(Ring())",
-    "DeepSqueeze(Ring())",
-    "PowerGossip(Ring())",
-    "Moniqua(Ring())",
+    "Gossip(Mix(Ring()))",
+    "Gossip(PushSum(Ring()))",
+    "Gossip(Choco(Ring()))",
+    "Gossip(DeepSqueeze(Ring()))",
+    "Gossip(PowerGossip(Ring()))",
+    "Gossip(Moniqua(Ring()))",
 )
 TUNED = (
-    "Choco(Ring(), step_size=0.5)",
-    "Choco(Ring(), TopK(0.01))",
-    "DeepSqueeze(Ring(), step_size=0.05)",
-    "PowerGossip(Ring(), iterations=4)",
-    "Moniqua(Ring(), theta=0.25, bits=4, step_size=0.5)",
+    "Gossip(Choco(Ring(), step_size=0.5))",
+    "Gossip(Choco(Ring(), TopK(0.01)))",
+    "Gossip(DeepSqueeze(Ring(), step_size=0.05))",
+    "Gossip(PowerGossip(Ring(), iterations=4))",
+    "Gossip(Moniqua(Ring(), theta=0.25, bits=4, step_size=0.5))",
 )
-REFERENCE = ("Mean()",)
+REFERENCE = ("Gradients(Mean())",)
 
 
 def main() -> None:
@@ -50,10 +50,10 @@ def main() -> None:
         shuffled=options.shuffled, output=options.output,
     )  # fmt: skip
     runs = []
-    for averager in (*DEFAULTS, *TUNED, *REFERENCE):
-        config = replace(shared, averager=averager)
-        words = f"{averager} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
-        run = finished(config, words, averager, options.only in averager)
+    for strategy in (*DEFAULTS, *TUNED, *REFERENCE):
+        config = replace(shared, strategy=strategy)
+        words = f"{strategy} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
+        run = finished(config, words, strategy, options.only in strategy)
         runs += [] if run is None else [run]
     print("\n".join(table(runs)))
 
@@ -61,7 +61,7 @@ def main() -> None:
 def table(runs: list[Run]) -> list[str]:
     """Markdown; accuracies in per cent, distance of the last row, megabytes sent by a worker in the whole run."""
     lines = [
-        "| averager | local models | mean model | consensus distance | MB sent by a worker |",
+        "| strategy | local models | mean model | consensus distance | MB sent by a worker |",
         "|---|---|---|---|---|",
     ]
     for run in runs:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from netlab import Lab
@@ -30,12 +29,12 @@ from thinwire.comm import Communicator
 
 EVERY, FRAGMENTS, DELAY = 20, 4, 5
 ALONE = "computation alone"
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS: dict[str, tw.strategy.Strategy | None] = {
     ALONE: None,
-    "streaming, 4 bits, delay 5": {**tw.streaming_diloco(EVERY, FRAGMENTS, DELAY)},
-    "streaming, 4 bits, no delay": {**tw.streaming_diloco(EVERY, FRAGMENTS, 0)},
-    "DiLoCo, float32": {**tw.diloco(EVERY)},
-    "SparseLoCo": {**tw.sparse_loco(EVERY)},
+    "streaming, 4 bits, delay 5": tw.streaming_diloco(EVERY, FRAGMENTS, DELAY),
+    "streaming, 4 bits, no delay": tw.streaming_diloco(EVERY, FRAGMENTS, 0),
+    "DiLoCo, float32": tw.diloco(EVERY),
+    "SparseLoCo": tw.sparse_loco(EVERY),
 }
 WIDTH, LAYERS, BATCH = 512, 4, 384  # 1.05 million parameters
 
@@ -74,8 +73,8 @@ def work(file: Path, steps: int, repetitions: int, pause: float, batch_size: int
     with tw.comm.ProcessGroupCommunicator() as comm:
         rows: dict[str, dict[str, float]] = {}
         for _ in range(repetitions):
-            for name, parts in METHODS.items():
-                row = measured(comm, parts, steps, pause, batch_size)
+            for name, strategy in METHODS.items():
+                row = measured(comm, strategy, steps, pause, batch_size)
                 if name not in rows or row["step"] < rows[name]["step"]:
                     rows[name] = row
         if comm.rank == 0:
@@ -84,13 +83,13 @@ def work(file: Path, steps: int, repetitions: int, pause: float, batch_size: int
 
 
 def measured(
-    comm: Communicator, parts: dict[str, Any] | None, steps: int, pause: float, batch_size: int
+    comm: Communicator, strategy: tw.strategy.Strategy | None, steps: int, pause: float, batch_size: int
 ) -> dict[str, float]:
     """Seconds and bytes of a step of the slowest worker, over whole periods after a first one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    handle = None if parts is None else tw.local_updates(model, optimizer, **parts)
+    handle = None if strategy is None else tw.attach(model, optimizer, strategy)
     inputs = torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
 
     def compute() -> None:
@@ -122,11 +121,9 @@ def measured(
     return row
 
 
-def blocked(handle: tw.strategy.LocalUpdates | None) -> float:
+def blocked(handle: tw.strategy.Attachment | None) -> float:
     """Seconds so far that the training waited for messages."""
-    if handle is None:
-        return 0.0
-    return sum(handle.seconds.get(phase, 0.0) for phase in (("blocked",) if "blocked" in handle.seconds else ("wait",)))
+    return 0.0 if handle is None else handle.blocked_seconds
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ byte. Every method trains the same GPT from the same weights on equally many tok
 the model, the batch and the steps of the command line. Each learning rate of a method's grid is tried with the first seed, and
 the best one is repeated with the other seeds. The loss is that of the mean model.
 
-The workers are threads of this process. The network is not there: `thinwire.network` says how long the messages would have
+The workers are threads of this process. The network is modelled: `SimulatedWorld` says how long the messages would have
 taken, beside `--compute` seconds of computation a step. Each result is a file in a folder whose name holds all sizes. A result
 that is there is not computed again, so that the comparison can be run in pieces. `--table` prints what is there, and writes it
 to docs/internet.md.
@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from studies import replace_part
 
-from thinwire import LocalWorld
-from thinwire.comm import Communicator
+from thinwire import Local, parse
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.data import Dataset
@@ -37,9 +36,8 @@ from thinwire.lab.train.data.text import Text
 from thinwire.lab.train.models import GPT
 from thinwire.lab.train.optimize import set_learning_rate
 from thinwire.lab.train.steps import steps
-from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training
-from thinwire.network import Link, Network
+from thinwire.plan import Link, Network, SimulatedWorld, TracedCommunicator
 
 LIKE_ADAM = (3e-4, 1e-3, 3e-3, 1e-2)
 GRIDS = {
@@ -162,7 +160,7 @@ def run(method: str, rate: float, seed: int, data: Dataset, options: argparse.Na
     torch.manual_seed(seed)
     model = config.model.build(data.num_classes)
     link = Link.of(*options.network.split(","))
-    world = LocalWorld(options.workers, 600.0, Network(options.workers, outer=link), measures=False)
+    world = SimulatedWorld(Network(options.workers, outer=link), measures=False, timeout_seconds=600.0)
     began = time.monotonic()
     found = world.run(train_one, config, model, data, options)[0]
     found |= {"method": method, "rate": rate, "seed": seed, "seconds": time.monotonic() - began}
@@ -174,6 +172,10 @@ def run(method: str, rate: float, seed: int, data: Dataset, options: argparse.Na
 def configured(method: str, rate: float, seed: int, options: argparse.Namespace) -> RunConfig:
     """The small recipe of the method with the sizes of the command line."""
     config = recipes()[f"text-gpt-{method}-small"].config
+    strategy = config.parsed_strategy()
+    if isinstance(strategy, Local):
+        outer = parse(options.outer) if options.outer else strategy.outer
+        strategy = replace(strategy, every=options.every, outer=outer)
     heads = max(1, options.width // 64)
     return replace(
         config,
@@ -181,8 +183,7 @@ def configured(method: str, rate: float, seed: int, options: argparse.Namespace)
         optimizer=replace(config.optimizer, learning_rate=rate),
         workers=options.workers,
         batch_size=options.batch_size,
-        every=None if config.every is None else options.every,
-        outer=config.outer and (options.outer or config.outer),
+        strategy=repr(strategy),
         epochs=1_000_000,
         max_steps=options.steps,
         precision="fp32",
@@ -191,13 +192,13 @@ def configured(method: str, rate: float, seed: int, options: argparse.Namespace)
 
 
 def train_one(
-    comm: Communicator, config: RunConfig, initial: torch.nn.Module, data: Dataset, options: argparse.Namespace
+    comm: TracedCommunicator, config: RunConfig, initial: torch.nn.Module, data: Dataset, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The run of one worker; the same result on all workers, but for their own bytes."""
     model = copy.deepcopy(initial)
     computes(model, comm, (1 - FORWARD_SHARE) * options.compute)
     optimizer = config.optimizer.build(model)
-    strategy = attach(config, model, optimizer, comm=comm)
+    strategy = config.parsed_strategy().attach(model, optimizer, comm=comm, seed=config.seed)
     training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
     begun = comm.ledger.snapshot()
     peak = 0
@@ -211,19 +212,19 @@ def train_one(
     seconds = comm.virtual_seconds()
     bytes_sent = comm.ledger.since(begun).bytes_sent  # without those of the test
     loss = tested(training, data, comm)
-    strategy.handle.detach()
+    strategy.detach()
     num_parameters = sum(p.numel() for p in model.parameters())
     return {
         "loss": loss,
         "parameters": num_parameters,
-        "averager": config.averager,
+        "strategy": config.strategy,
         "bytes_per_parameter_and_step": bytes_sent / num_parameters / options.steps,
         "peak_bytes_per_parameter": max(peak, comm.ledger.peak_bytes_sent) / num_parameters,
         "virtual_hours": seconds / 3600,
     }
 
 
-def computes(model: torch.nn.Module, comm: Communicator, seconds: float) -> None:
+def computes(model: torch.nn.Module, comm: TracedCommunicator, seconds: float) -> None:
     """Let backward passes of the model take so many virtual seconds, each parameter by its share."""
     parameters = list(model.parameters())
     numel = sum(p.numel() for p in parameters)
@@ -231,9 +232,9 @@ def computes(model: torch.nn.Module, comm: Communicator, seconds: float) -> None
         p.register_post_accumulate_grad_hook(lambda p: comm.compute(seconds * p.numel() / numel))
 
 
-def tested(training: Training, data: Dataset, comm: Communicator) -> float:
+def tested(training: Training, data: Dataset, comm: TracedCommunicator) -> float:
     """Nats per byte of the test text, of the mean model."""
-    with training.strategy.handle.average_model():
+    with training.strategy.average_model():
         sums = data.evaluate(training.model, comm.rank, comm.size, 32)
     return data.metrics(comm.all_reduce(sums).wait())["loss"]
 

@@ -55,7 +55,7 @@ def study_bytes() -> list[str]:
     return rows
 
 
-def bytes_of_a_step(comm: tw.comm.Communicator, codec: tw.Codec, gradient: Callable[[int], Tensor]) -> int:
+def bytes_of_a_step(comm: tw.comm.Communicator, codec: tw.codec.Codec, gradient: Callable[[int], Tensor]) -> int:
     """What a worker sends in the first round."""
     x = gradient(comm.rank).clone()
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce", min_ndim=0)
@@ -107,7 +107,7 @@ def study_accuracy() -> list[str]:
     return rows
 
 
-def train(averager: tw.Averager, seed: int) -> tuple[float, float]:
+def train(averager: tw.average.Averager, seed: int) -> tuple[float, float]:
     """Test accuracy in per cent after the digits recipe, and the mean of the bytes that workers sent."""
     torch.manual_seed(seed)
     model = DigitsNet().build()
@@ -115,7 +115,9 @@ def train(averager: tw.Averager, seed: int) -> tuple[float, float]:
     return results[0][0], mean(sent for _, sent in results)
 
 
-def train_worker(comm: tw.comm.Communicator, model: nn.Module, averager: tw.Averager, seed: int) -> tuple[float, int]:
+def train_worker(
+    comm: tw.comm.Communicator, model: nn.Module, averager: tw.average.Averager, seed: int
+) -> tuple[float, int]:
     """One worker's share of the digits recipe."""
     model, settings, (_, test) = deepcopy(model), digits().optimizer, Digits().splits()
     optimizer = settings.build(model)

@@ -1,18 +1,23 @@
-"""A thin wire to measure on: network namespaces as hosts, joined by a bridge, each on a link of a given rate.
+"""A network to measure on: network namespaces as hosts, each on a line of a given rate, delay and loss.
 
-    python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python train.py
-    python benchmarks/netlab.py --hosts 2 --rate 100mbit --check
+    python benchmarks/netlab.py --hosts 2 --line 1gbit -- python train.py
+    python benchmarks/netlab.py --hosts 4 --line ocean --sites 2 --congestion cubic -- python train.py
+    python benchmarks/netlab.py --line home --check
 
 Linux, root and iproute2 (`ip`, `tc`) only. The command runs once per host with RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and NETLAB_RATE set, so `torch.distributed.init_process_group` needs no
+MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and NETLAB_LINE set, so `torch.distributed.init_process_group` needs no
 arguments beyond the backend. As a library:
 
-    with Lab(hosts=2, rate="1gbit") as lab:
+    with Lab(hosts=2, line="ocean") as lab:
         exit_code = lab.run(["python", "train.py"])
 
-Every link is shaped in both directions: what a host sends at its own end, what it receives at the bridge's end. The
-bridge and all links live inside the namespaces, so nothing of the machine's own network is touched, and deleting the
-namespaces removes everything. There is no added delay or loss: only the rate is thin.
+`--line` takes a name (`--check` shows the values), a rate, and changes of single values: "ocean,loss=1%,up=20mbit". Several
+lines are those of host 0, 1, ...; the last one serves the hosts that are left.
+
+Lines with nothing but rates are veth pairs on a bridge. The kernel shapes them in both directions: what a host sends at its
+own end, what it receives at the bridge's end. All other lines are TUN devices, and one process, forwarder.cpp, carries
+packets of 1,500 bytes between them: up to hundreds of Mb/s, on one core. Both live inside the namespaces, so nothing of the
+machine's own network is touched, and deleting the namespaces removes everything.
 
 Hosts share out the cores of the machine, where there is one for each of them, so that no host computes on another's.
 
@@ -30,56 +35,69 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from lines import LINES, QUEUE_SECONDS, Forwarder, LabError, Line, parse_line
 
 INTERFACE = "eth0"
 MASTER_PORT = 29500
 SUBNET = "198.18.0"  # RFC 2544: addresses set aside for benchmarks
+PRIVATE = "192.168"  # of hosts behind NAT
 MAX_HOSTS = 250
 MAX_GSO_BYTES = 65536  # the largest packet that TCP hands to a link before segmentation
 MIN_GSO_BYTES = 4096
 BURST_SECONDS = 0.001  # what a link may send at once after a pause; must outlast the kernel timer's delays
-QUEUE_SECONDS = 0.05  # what may wait in front of a link before packets are dropped
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 NAME = re.compile(r"netlab-(\d+)-(\d+)-\d+-\w+")
-_UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _numbers = itertools.count()
 
 
-class LabError(Exception):
-    """The lab cannot be built or used; the message is one line for the user."""
-
-
-def parse_rate(text: str) -> float:
-    """Bits per second of a rate such as `"100mbit"` or `"2.5gbit"` (tc's words, powers of ten)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", text.strip().lower())
-    if not match or float(match[1]) == 0:
-        raise LabError(f"rate {text!r} is not a rate: give a number and kbit, mbit or gbit, such as 100mbit or 1gbit")
-    return float(match[1]) * _UNITS[match[2]]
-
-
 class Lab:
-    """`hosts` network namespaces joined by a bridge, each link shaped to `rate` in both directions.
+    """`hosts` network namespaces, each on a line of its own.
 
     Args:
         hosts: number of hosts, 1 to 250. Host i has the address 198.18.0.(i+1).
-        rate: rate of every host's link, in tc's words: "10mbit", "1gbit".
+        line: of all hosts, or a list whose last entry serves the hosts that are left; a `Line`, or text for `parse_line`.
+        sites: in how many sites the hosts stand, in equal runs; between hosts of a site there are only rates. 0: each alone.
+        nat: the hosts behind NAT, which can open connections but not be reached.
+        congestion: the hosts' TCP congestion control, such as "cubic"; None for the machine's default.
+        seed: of losses, jitter and reordering.
 
     Raises:
-        LabError: not Linux, not root, no `ip` or `tc`, a rate that is none, or a kernel that refuses.
+        LabError: not Linux, not root, no `ip` or `tc`, a line that is none, or a kernel that refuses.
     """
 
-    def __init__(self, hosts: int = 2, rate: str = "1gbit"):
+    def __init__(
+        self,
+        hosts: int = 2,
+        line: str | Line | Sequence[str | Line] = "1gbit",
+        sites: int = 0,
+        nat: Collection[int] = (),
+        congestion: str | None = None,
+        seed: int = 0,
+    ):
         if not 1 <= hosts <= MAX_HOSTS:
             raise LabError(f"hosts={hosts}: give 1 to {MAX_HOSTS}")
-        self.bits_per_second = parse_rate(rate)
-        self.hosts, self.rate = hosts, rate
+        if not 0 <= sites <= hosts or (sites and hosts % sites):
+            raise LabError(f"sites={sites}: {hosts} hosts stand in as many equal sites as divide their number")
+        if stray := sorted(set(nat) - set(range(hosts))):
+            raise LabError(f"nat={stray}: there are hosts 0 to {hosts - 1}")
+        given = [line] if isinstance(line, (str, Line)) else list(line)
+        if not 1 <= len(given) <= hosts:
+            raise LabError(f"{len(given)} lines for {hosts} hosts: give one, or one for each host")
+        given += given[-1:] * (hosts - len(given))
+        self.lines = [each if isinstance(each, Line) else parse_line(each) for each in given]
+        self.hosts, self.nat, self.congestion, self.seed = hosts, frozenset(nat), congestion, seed
+        self.line_text = line if isinstance(line, str) else ";".join(map(str, given))
+        self.sites = [host * sites // hosts if sites else host for host in range(hosts)]
+        self.forwarder: Forwarder | None = None
+        self._by_kernel = all(each.only_rates for each in self.lines) and not nat
         prefix = f"netlab-{os.getpid()}-{_start_ticks(os.getpid())}-{next(_numbers)}"
         self.switch = f"{prefix}-switch"
         self.namespaces = [f"{prefix}-host{host}" for host in range(hosts)]
@@ -100,6 +118,8 @@ class Lab:
     def close(self) -> None:
         """Kills what still runs in the namespaces and removes them; safe to call twice."""
         with _signals_held():
+            if self.forwarder is not None:
+                self.forwarder.close()
             for namespace in [*self.namespaces, self.switch]:
                 remove_namespace(namespace)
 
@@ -119,40 +139,79 @@ class Lab:
                 _stop(processes)
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host."""
+        """IPv4 address at which others see a host."""
         return f"{SUBNET}.{host + 1}"
+
+    def set_line(self, host: int, line: str | Line) -> None:
+        """Change a host's line while the lab runs.
+
+        Raises:
+            LabError: a lab whose lines had only rates gets delay or loss.
+        """
+        line = line if isinstance(line, Line) else parse_line(line)
+        if self.forwarder is not None:
+            self.forwarder.set_line(host, line)
+        elif line.only_rates:
+            self._shape(self.namespaces[host], INTERFACE, line.up, "change")
+            self._shape(self.switch, f"port{host}", line.down, "change")
+        else:
+            raise LabError(f"{line}: a lab that began with nothing but rates cannot change to delay or loss")
+        self.lines[host] = line
+
+    def cut(self, host: int) -> None:
+        """Drop all packets from and to a host; it sees no other sign of it."""
+        if self.forwarder is not None:
+            self.forwarder.tell("cut", host)
+        else:
+            _call("ip", "-n", self.switch, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        """End a cut."""
+        if self.forwarder is not None:
+            self.forwarder.tell("mend", host)
+        else:
+            _call("ip", "-n", self.switch, "link", "set", f"port{host}", "master", "bridge")
 
     def _build(self) -> None:
         for namespace in [self.switch, *self.namespaces]:
             _call("ip", "netns", "add", namespace)
+        if self._by_kernel:
+            self._build_bridge()
+        else:
+            self._build_forwarder()
+        for namespace in self.namespaces:
+            _call("ip", "-n", namespace, "link", "set", "lo", "up")
+            if self.congestion is not None:
+                set_congestion(namespace, self.congestion)
+
+    def _build_bridge(self) -> None:
         _call("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
         _call("ip", "-n", self.switch, "link", "set", "bridge", "up")
         for host, namespace in enumerate(self.namespaces):
-            self._plug_in(host, namespace)
+            port = f"port{host}"
+            _call("ip", "-n", self.switch, "link", "add", port, "type", "veth", "peer", INTERFACE, "netns", namespace)
+            _call("ip", "-n", self.switch, "link", "set", port, "master", "bridge")
+            _call("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            self._shape(self.switch, port, self.lines[host].down, "add")
+            self._shape(namespace, INTERFACE, self.lines[host].up, "add")
 
-    def _plug_in(self, host: int, namespace: str) -> None:
-        port = f"port{host}"
-        _call("ip", "-n", self.switch, "link", "add", port, "type", "veth", "peer", INTERFACE, "netns", namespace)
-        _call("ip", "-n", self.switch, "link", "set", port, "master", "bridge")
-        _call("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-        _call("ip", "-n", namespace, "link", "set", "lo", "up")
-        self._shape(self.switch, port)
-        self._shape(namespace, INTERFACE)
+    def _build_forwarder(self) -> None:
+        public = [self.address(host) for host in range(self.hosts)]
+        private = [f"{PRIVATE}.{host}.2" if host in self.nat else None for host in range(self.hosts)]
+        self.forwarder = Forwarder(self.namespaces, self.lines, self.sites, public, private, self.seed)
+        for host, namespace in enumerate(self.namespaces):
+            _call("ip", "-n", namespace, "address", "add", f"{private[host] or public[host]}/24", "dev", INTERFACE)
+            # A sender's bursts wait in the forwarder's queue, not in the device's, which would drop them.
+            _call("ip", "-n", namespace, "link", "set", INTERFACE, "txqueuelen", "10000", "up")
+            if private[host]:
+                _call("ip", "-n", namespace, "route", "add", f"{SUBNET}.0/24", "dev", INTERFACE)
 
-    def _shape(self, namespace: str, link: str) -> None:
-        gso, burst = self.shaping()
-        limit = int(max(4 * burst, self.bits_per_second / 8 * QUEUE_SECONDS))
+    def _shape(self, namespace: str, link: str, rate: float, verb: str) -> None:
+        gso, burst = shaping(rate)
+        limit = int(max(4 * burst, rate / 8 * QUEUE_SECONDS))
         _call("ip", "-n", namespace, "link", "set", link, "gso_max_size", str(gso), "up")
-        _call("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", "tbf",
-              "rate", f"{self.bits_per_second:.0f}bit", "burst", str(burst), "limit", str(limit))  # fmt: skip
-
-    def shaping(self) -> tuple[int, int]:
-        """The largest packet in front of a link, and what an idle link takes at once, in bytes."""
-        bytes_per_second = self.bits_per_second / 8
-        # A packet larger than the bucket would be cut up in software, so packets are bounded first: by what the
-        # link carries in BURST_SECONDS, or slow links would get tens of milliseconds for nothing after each pause.
-        gso = int(min(MAX_GSO_BYTES, max(MIN_GSO_BYTES, bytes_per_second * BURST_SECONDS)))
-        return gso, int(max(gso + 1024, bytes_per_second * BURST_SECONDS))  # 1024: GSO sizes leave out link headers
+        _call("tc", "-n", namespace, "qdisc", verb, "dev", link, "root", "tbf",
+              "rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(limit))  # fmt: skip
 
     def _start(self, rank: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
         env = {**os.environ, **self._rank_env(rank), **env}
@@ -173,8 +232,30 @@ class Lab:
         return {
             "RANK": str(rank), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self.address(0), "MASTER_PORT": str(MASTER_PORT),
-            "GLOO_SOCKET_IFNAME": INTERFACE, "NETLAB_RATE": self.rate,
+            "GLOO_SOCKET_IFNAME": INTERFACE, "NETLAB_LINE": self.line_text,
         }  # fmt: skip
+
+
+def shaping(rate: float) -> tuple[int, int]:
+    """The largest packet in front of a link of this rate, and what an idle link takes at once, in bytes."""
+    # A packet larger than the bucket would be cut up in software, so packets are bounded first: by what the
+    # link carries in BURST_SECONDS, or slow links would get tens of milliseconds for nothing after each pause.
+    gso = int(min(MAX_GSO_BYTES, max(MIN_GSO_BYTES, rate / 8 * BURST_SECONDS)))
+    return gso, int(max(gso + 1024, rate / 8 * BURST_SECONDS))  # 1024: GSO sizes leave out link headers
+
+
+def set_congestion(namespace: str, name: str) -> None:
+    """Choose a namespace's TCP congestion control.
+
+    Linux gives a namespace no algorithm that is not allowed on the whole machine, so it is allowed there, and stays so.
+    """
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if name not in available:
+        raise LabError(f"congestion {name!r}: this kernel has {', '.join(available)}")
+    if name not in allowed.read_text().split():
+        allowed.write_text(f"{allowed.read_text().strip()} {name}")
+    _call("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={name}")
 
 
 def require_privileges() -> None:
@@ -287,61 +368,62 @@ def _raise_exit(number: int, _frame) -> None:
     raise SystemExit(128 + number)
 
 
-def probe(seconds: float) -> None:
-    """The two ends of `--check`: rank 1 sends to rank 0 for `seconds`; rank 0 prints the goodput it saw."""
-    rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    if rank == 0:
-        with socket.create_server(address) as server:
-            print_goodput(server.accept()[0], os.environ["NETLAB_RATE"])
-    elif rank == 1:
-        send_for(seconds, address)
-
-
-def send_for(seconds: float, address: tuple[str, int]) -> None:
-    for _ in range(100):  # the other end may not listen yet
-        try:
-            connection = socket.create_connection(address)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    data, end = bytes(1 << 16), time.monotonic() + seconds
-    while time.monotonic() < end:
-        connection.sendall(data)
-    connection.close()
-
-
-def print_goodput(connection: socket.socket, rate: str) -> None:
-    buffer, received = bytearray(1 << 20), 0
-    connection.recv_into(buffer)  # the first bytes start the clock
-    start = time.monotonic()
-    while count := connection.recv_into(buffer):
-        received += count
-    goodput = 8 * received / (time.monotonic() - start)
-    print(f"TCP goodput {goodput / 1e6:.2f} Mb/s on a {rate} link: {goodput / parse_rate(rate):.3f} of the rate "
-          f"(at most 0.956: the rest is headers)")  # fmt: skip
+@contextlib.contextmanager
+def cuts(lab: Lab, timetable: Sequence[str]) -> Iterator[None]:
+    """Cut lines by a timetable of "HOST:START:SECONDS", counted from now, while the block runs."""
+    timers = []
+    for entry in timetable:
+        match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", entry)
+        if not match or int(match[1]) >= lab.hosts:
+            raise LabError(f"cut {entry!r}: give HOST:START:SECONDS, with a host from 0 to {lab.hosts - 1}")
+        host, start, seconds = int(match[1]), float(match[2]), float(match[3])
+        timers += [threading.Timer(start, lab.cut, (host,)), threading.Timer(start + seconds, lab.mend, (host,))]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def main(argv: list[str]) -> int:
-    cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="netlab.py", usage="netlab.py [--hosts N] [--rate RATE] -- COMMAND...",
-                                     description="Runs a command on N hosts joined by thin links.")  # fmt: skip
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="netlab.py",
+        usage="netlab.py [options] -- COMMAND...",
+        description="Runs a command on N hosts, each on a line of a given rate, delay and loss.",
+    )
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts, one process each (default 2)")
-    parser.add_argument("--rate", default="1gbit", help="rate of each link: 10mbit, 1gbit, ... (default 1gbit)")
-    parser.add_argument("--check", action="store_true", help="measure TCP goodput from host 1 to host 0, and stop")
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long --check sends (default 3)")
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    options, command = parser.parse_args(argv[:cut]), argv[cut + 1 :]
-    if options.probe:
-        return probe(options.seconds) or 0
-    if options.check:
-        command = [sys.executable, __file__, "--probe", "--seconds", str(options.seconds)]
-        options.hosts = max(options.hosts, 2)
-    if not command:
+    parser.add_argument(
+        "--line",
+        nargs="+",
+        default=["1gbit"],
+        help=f"of all hosts, or of host 0, 1, ...: {', '.join(LINES)}, a rate, or ocean,loss=1%%,up=20mbit (default 1gbit)",
+    )
+    parser.add_argument("--sites", type=int, default=0, help="sites of equal size; only rates lie between their hosts")
+    parser.add_argument("--nat", type=int, nargs="+", default=[], metavar="HOST", help="hosts behind NAT")
+    parser.add_argument("--congestion", help="TCP congestion control of the hosts: cubic, bbr, reno")
+    parser.add_argument(
+        "--cut", nargs="+", default=[], metavar="HOST:START:SECONDS", help="when to cut lines, and for how long"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of losses, jitter and reordering")
+    parser.add_argument("--check", action="store_true", help="measure the line between hosts 0 and 1, and stop")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long --check measures each value (default 3)")
+    options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
+    if not command and not options.check:
         parser.error("give the command to run after '--', or --check")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _raise_exit)
-    with Lab(options.hosts, options.rate) as lab:
-        return lab.run(command)
+    hosts = max(options.hosts, 2) if options.check else options.hosts
+    line = options.line if len(options.line) > 1 else options.line[0]
+    with Lab(hosts, line, options.sites, options.nat, options.congestion, options.seed) as lab:
+        if options.check:
+            from line_check import check
+
+            return check(lab, options.seconds)
+        with cuts(lab, options.cut):
+            return lab.run(command)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from netlab import Lab
+from lines import parse_rate
+from netlab import Lab, shaping
 from studies import replace_part
 
 import thinwire as tw
 from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.step import joined
-from thinwire.network import Messages, Ring
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
 from thinwire.plan.measure import measure_lines
+from thinwire.plan.operations import Messages, RingAllReduce
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Action, Program, Wait
 
@@ -41,11 +42,11 @@ PARAMETERS = 4_000_000
 ROUNDS, MOST_ROUNDS, SECONDS = 5, 60, 2.0  # at least so many rounds, more of those that take less time
 SPARSE = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4))
 METHODS = {
-    "dense": tw.Mean(exchange="all_reduce"),
-    "4 bits, all_gather": tw.Mean(tw.QSGD(bits=4), exchange="all_gather"),
-    "top-k 1 %, 4 bits, all_gather": tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather"),
-    "top-k 1 %, 4 bits, sparse_reduce": tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="sparse_reduce"),
-    "PowerSGD, rank 4": tw.PowerSGD(rank=4),
+    "dense": tw.Gradients(tw.Mean(exchange="all_reduce")),
+    "4 bits, all_gather": tw.Gradients(tw.Mean(tw.QSGD(bits=4), exchange="all_gather")),
+    "top-k 1 %, 4 bits, all_gather": tw.Gradients(tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather")),
+    "top-k 1 %, 4 bits, sparse_reduce": tw.Gradients(tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="sparse_reduce")),
+    "PowerSGD, rank 4": tw.Gradients(tw.PowerSGD(rank=4)),
 }
 
 
@@ -81,7 +82,7 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
         if code:
             sys.exit(f"a worker failed with exit code {code}")
         found = json.loads(file.read_text())
-    network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=lab.shaping()[1]))
+    network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=shaping(parse_rate(rate))[1]))
     print(network.outer, flush=True)
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))
     rows = []
@@ -115,14 +116,14 @@ def work(file: Path, parameters: int) -> None:
     torch.set_num_threads(1)
     with joined() as comm:
         link = measure_lines(comm, repetitions=25, large_bytes=2_000_000, typical=min)
-        seconds = {name: communication_seconds(comm, averager, parameters) for name, averager in METHODS.items()}
+        seconds = {name: communication_seconds(comm, strategy, parameters) for name, strategy in METHODS.items()}
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps({"link": link.__dict__, "seconds": seconds}))
 
 
-def communication_seconds(comm: Communicator, averager: tw.Averager, parameters: int) -> float:
+def communication_seconds(comm: Communicator, strategy: tw.Gradients, parameters: int) -> float:
     """Of the slowest worker, in the round that other programs disturbed least."""
-    made = programs_of(Method("", averager, ""), tensors_of(parameters), comm.size, 1)
+    made = programs_of(strategy, tensors_of(parameters), comm.size, 1)
     programs = [node[0].shifted(comm.rank, comm.size) for _, node in made]
     fastest, done, num_rounds = float("inf"), 0, ROUNDS
     while done < num_rounds:
@@ -156,7 +157,7 @@ def play(comm: Communicator, programs: list[Program]) -> None:
 def perform(comm: Communicator, actions: Sequence[Action], handles: list[Handle]) -> None:
     """Issue operations, and wait for those of the same bucket."""
     for action in actions:
-        if isinstance(action, Ring):
+        if isinstance(action, RingAllReduce):
             handles.append(comm.all_reduce(buffer(action.num_bytes).view(torch.float32)))
         elif isinstance(action, Messages):
             # Every worker does the same with peers as far away, so what comes has the size of what goes the other way.

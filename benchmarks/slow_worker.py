@@ -21,15 +21,9 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from thinwire.strategy import gossip_asynchronously
 
 WIDTH = 256
-
-
-def attach(method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-    if method == "Pairwise()":
-        return gossip_asynchronously(model, optimizer, tw.Pairwise())
-    return tw.compress_gradients(model, tw.Mean())
+METHODS = ["Asynchronous()", "Gradients(Mean())"]
 
 
 def work(rank: int, options: argparse.Namespace, method: str, slow: int | None, store: str, results) -> None:
@@ -38,11 +32,11 @@ def work(rank: int, options: argparse.Namespace, method: str, slow: int | None, 
     layers = [[torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()] for _ in range(4)]
     model = torch.nn.Sequential(*sum(layers, []), torch.nn.Linear(WIDTH, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    handle = attach(method, model, optimizer)
+    handle = tw.attach(model, optimizer, method)
     x, y = torch.randn(16, WIDTH), torch.randint(0, 10, (16,))
     sleep = options.step_seconds * (options.slow if rank == slow else 1)
     # The slow worker makes fewer steps where it may, so that others' times are taken while it trains.
-    steps = options.steps if method != "Pairwise()" or rank != slow else max(1, int(options.steps / options.slow))
+    steps = options.steps if method != METHODS[0] or rank != slow else max(1, int(options.steps / options.slow))
     dist.barrier()
     began = time.perf_counter()
     for _ in range(steps):
@@ -77,17 +71,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-seconds", type=float, default=0.03)
     parser.add_argument("--slow", type=float, default=10.0, help="how many times as long the slow worker sleeps")
-    parser.add_argument("--methods", nargs="+", default=["Pairwise()", "Mean()"], choices=["Pairwise()", "Mean()"])
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     print(f"{options.workers} workers, sleep {1000 * options.step_seconds:g} ms a step, slow: {options.slow:g} times")
     for method in options.methods:
         baseline = measure(options, method, None)
-        print(f"{method:12} nobody slow   {1000 * baseline:7.2f} ms a step", flush=True)
+        print(f"{method:17} nobody slow   {1000 * baseline:7.2f} ms a step", flush=True)
         for slow in (0, 1):
             seconds = measure(options, method, slow)
             ratio = seconds / baseline
-            print(f"{method:12} rank {slow} slow   {1000 * seconds:7.2f} ms a step of the others, {ratio:.3f} times")
+            print(f"{method:17} rank {slow} slow   {1000 * seconds:7.2f} ms a step of the others, {ratio:.3f} times")
 
 
 if __name__ == "__main__":

@@ -31,43 +31,43 @@ from thinwire.lab.train.models import DigitsNet
 from thinwire.lab.train.optimize import set_learning_rate
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
-RANDOM, SHARED = f"Mean(RandomK(0.01), {EF})", f"Mean(RandomK(0.01, shared=True), {EF})"
+RANDOM, SHARED = (f"Gradients(Mean(RandomK(0.01{shared}), {EF}))" for shared in ("", ", shared=True"))
 WORKERS, BATCH_SIZE = 4, 32
 
 METHODS = {
-    "dense": "Mean()",
-    "bfloat16": "Mean(Cast())",
-    "float8": f"Mean(Cast('float8_e4m3fn'), {EF})",
-    "QSGD, 8 bits": "Mean(QSGD(bits=8))",
-    "QSGD, 4 bits": "Mean(QSGD(bits=4))",
-    "QSGD, 4 bits, Huffman": "Mean(chain(QSGD(bits=4), Huffman()))",
-    "QSGD, 2 bits": "Mean(QSGD(bits=2))",
-    "QSGD, s = 255, L2": "Mean(QSGD(levels=255, norm='l2'))",
-    "NUQSGD, 3 bits": "Mean(NUQSGD(bits=3))",
-    "ALQ, 3 bits": f"Mean(ALQ({ADAPT}))",
-    "ALQ-N, 3 bits": f"Mean(ALQ({ADAPT}, distribution='pooled'))",
-    "ALQ-GD, 3 bits": f"Mean(ALQ({ADAPT}, search='gradient'))",
-    "AMQ, 3 bits": f"Mean(AMQ({ADAPT}))",
-    "AMQ-N, 3 bits": f"Mean(AMQ({ADAPT}, distribution='pooled'))",
-    "TernGrad": "Mean(TernGrad())",
-    "TernGrad, shared scale": "Mean(TernGrad(shared=True))",
-    "SignNorm": f"Mean(SignNorm(), {EF})",
-    "SignSGD, majority vote": "Mean(SignSGD(scale=0.002))",
-    "OneBit": f"Mean(OneBit(), {EF})",
-    "TopK 1 %": f"Mean(TopK(0.01), {EF})",
-    "TopK 1 %, sampled": f"Mean(TopK(0.01, sample=0.01), {EF})",
-    "TopK 1 %, 4 bits": f"Mean(chain(TopK(0.01), QSGD(bits=4)), {EF})",
-    "BlockwiseTopK, 1/64": f"Mean(BlockwiseTopK(0.015625), {EF})",
+    "dense": "Gradients(Mean())",
+    "bfloat16": "Gradients(Mean(Cast()))",
+    "float8": f"Gradients(Mean(Cast('float8_e4m3fn'), {EF}))",
+    "QSGD, 8 bits": "Gradients(Mean(QSGD(bits=8)))",
+    "QSGD, 4 bits": "Gradients(Mean(QSGD(bits=4)))",
+    "QSGD, 4 bits, Huffman": "Gradients(Mean(chain(QSGD(bits=4), Huffman())))",
+    "QSGD, 2 bits": "Gradients(Mean(QSGD(bits=2)))",
+    "QSGD, s = 255, L2": "Gradients(Mean(QSGD(levels=255, norm='l2')))",
+    "NUQSGD, 3 bits": "Gradients(Mean(NUQSGD(bits=3)))",
+    "ALQ, 3 bits": f"Gradients(Mean(ALQ({ADAPT})))",
+    "ALQ-N, 3 bits": f"Gradients(Mean(ALQ({ADAPT}, distribution='pooled')))",
+    "ALQ-GD, 3 bits": f"Gradients(Mean(ALQ({ADAPT}, search='gradient')))",
+    "AMQ, 3 bits": f"Gradients(Mean(AMQ({ADAPT})))",
+    "AMQ-N, 3 bits": f"Gradients(Mean(AMQ({ADAPT}, distribution='pooled')))",
+    "TernGrad": "Gradients(Mean(TernGrad()))",
+    "TernGrad, shared scale": "Gradients(Mean(TernGrad(shared=True)))",
+    "SignNorm": f"Gradients(Mean(SignNorm(), {EF}))",
+    "SignSGD, majority vote": "Gradients(Mean(SignSGD(scale=0.002)))",
+    "OneBit": f"Gradients(Mean(OneBit(), {EF}))",
+    "TopK 1 %": f"Gradients(Mean(TopK(0.01), {EF}))",
+    "TopK 1 %, sampled": f"Gradients(Mean(TopK(0.01, sample=0.01), {EF}))",
+    "TopK 1 %, 4 bits": f"Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), {EF}))",
+    "BlockwiseTopK, 1/64": f"Gradients(Mean(BlockwiseTopK(0.015625), {EF}))",
     "RandomK 1 %": RANDOM,
     "RandomK 1 %, shared": SHARED,
-    "Threshold 0.01": f"Mean(Threshold(0.01), {EF})",
-    "AdaptiveThreshold": f"Mean(AdaptiveThreshold(), {EF})",
-    "CoarseGrainedTopK 1 %": f"Mean(CoarseGrainedTopK(0.01, chunk=64), {EF})",
-    "SVD, rank 1": f"Mean(SVD(rank=1), {EF})",
-    "PowerSGD, rank 1": "PowerSGD(rank=1)",
-    "PowerSGD, rank 4": "PowerSGD(rank=4)",
-    "DGC 1 %": "dgc(ratio=0.01, warmup_epochs=2)",
-    "DGC 1 %, 4 bits": "dgc(ratio=0.01, warmup_epochs=2, bits=4)",
+    "Threshold 0.01": f"Gradients(Mean(Threshold(0.01), {EF}))",
+    "AdaptiveThreshold": f"Gradients(Mean(AdaptiveThreshold(), {EF}))",
+    "CoarseGrainedTopK 1 %": f"Gradients(Mean(CoarseGrainedTopK(0.01, chunk=64), {EF}))",
+    "SVD, rank 1": f"Gradients(Mean(SVD(rank=1), {EF}))",
+    "PowerSGD, rank 1": "Gradients(PowerSGD(rank=1))",
+    "PowerSGD, rank 4": "Gradients(PowerSGD(rank=4))",
+    "DGC 1 %": "Gradients(dgc(ratio=0.01, warmup_epochs=2))",
+    "DGC 1 %, 4 bits": "Gradients(dgc(ratio=0.01, warmup_epochs=2, bits=4))",
 }
 """What averages gradients, with the memory that it is usually given."""
 
@@ -90,14 +90,14 @@ STUDIED = {
     "SVD, rank 1": f"SVD(rank=1), {EF}",
 }
 PARITY = (
-    ("dense", 4, "Mean()"),
-    ("DGC, 0.1 %, ratio warmed up over 5 epochs", 4, "dgc(0.001)"),
-    ("ALQ, 3 bits", 4, f"Mean(ALQ({ADAPT}))"),
-    ("QSGD, 3 bits", 4, "Mean(QSGD(bits=3))"),
-    ("dense", 8, "Mean()"),
-    ("SGP, one peer of an exponential graph", 8, "PushSum(Exponential())"),
-    ("D-PSGD on a ring", 8, "Mix(Ring())"),
-    ("PowerGossip on a ring, rank 1", 8, "PowerGossip(Ring())"),
+    ("dense", 4, "Gradients(Mean())"),
+    ("DGC, 0.1 %, ratio warmed up over 5 epochs", 4, "Gradients(dgc(0.001))"),
+    ("ALQ, 3 bits", 4, f"Gradients(Mean(ALQ({ADAPT})))"),
+    ("QSGD, 3 bits", 4, "Gradients(Mean(QSGD(bits=3)))"),
+    ("dense", 8, "Gradients(Mean())"),
+    ("SGP, one peer of an exponential graph", 8, "Gossip(PushSum(Exponential()))"),
+    ("D-PSGD on a ring", 8, "Gossip(Mix(Ring()))"),
+    ("PowerGossip on a ring, rank 1", 8, "Gossip(PowerGossip(Ring()))"),
 )
 """Methods of the papers, with their workers."""
 
@@ -106,11 +106,11 @@ BUCKET_BYTES = 700 * 2**10  # makes two buckets of the network's 0.86 MB; DDP's 
 SEEDS = (0, 1, 2)
 
 
-def optimizer_for(averager: str):
+def optimizer_for(strategy: str):
     """The recipe's; with a learning rate of its own where one is named, without momentum where the averager has its own."""
     ours = digits().optimizer
-    momentum = 0.0 if tw.parse(averager).has_momentum else ours.momentum
-    return replace(ours, learning_rate=LEARNING_RATES.get(averager, ours.learning_rate), momentum=momentum)
+    momentum = 0.0 if tw.parse(strategy).averager.has_momentum else ours.momentum
+    return replace(ours, learning_rate=LEARNING_RATES.get(strategy, ours.learning_rate), momentum=momentum)
 
 
 # ---- every method ----
@@ -118,9 +118,9 @@ def optimizer_for(averager: str):
 
 def study_methods(options: argparse.Namespace) -> None:
     """A row for each method, the most bytes first."""
-    runs = {label: run(averager, options) for label, averager in METHODS.items()}
+    runs = {label: run(strategy, options) for label, strategy in METHODS.items()}
     rows = [
-        "| method | averager | test accuracy | MB per worker | fewer than fp32 | seconds |",
+        "| method | strategy | test accuracy | MB per worker | fewer than fp32 | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
@@ -138,27 +138,27 @@ def study_methods(options: argparse.Namespace) -> None:
 def study_parity(options: argparse.Namespace) -> None:
     """A row for each method: mean and standard deviation of the test accuracy, and bytes."""
     rows = [
-        "| method | workers | averager | test accuracy | MB per worker | fewer than fp32 |",
+        "| method | workers | strategy | test accuracy | MB per worker | fewer than fp32 |",
         "|---|---|---|---|---|---|",
     ]
-    for label, workers, averager in PARITY:
-        summaries = [run(averager, options, workers, seed).summary for seed in SEEDS]
+    for label, workers, strategy in PARITY:
+        summaries = [run(strategy, options, workers, seed).summary for seed in SEEDS]
         percents = [100 * s["final"]["test_accuracy"] for s in summaries]
         sent = summaries[0]["bytes_sent_per_worker"]
         fewer = times(summaries[0]["dense_fp32_bytes"], sent)
         accuracy = f"{mean(percents):.2f} ± {stdev(percents):.2f} %"
-        rows.append(f"| {label} | {workers} | `{averager}` | {accuracy} | {sent / 1e6:.2f} | {fewer} |")
+        rows.append(f"| {label} | {workers} | `{strategy}` | {accuracy} | {sent / 1e6:.2f} | {fewer} |")
     print("\n".join(rows))
     replace_part(options.docs / "methods.md", "parity", rows)
 
 
-def run(averager: str, options: argparse.Namespace, workers: int = WORKERS, seed: int = 0) -> Run | None:
+def run(strategy: str, options: argparse.Namespace, workers: int = WORKERS, seed: int = 0) -> Run | None:
     """Train, unless a finished run of this very configuration is there."""
     epochs = options.epochs or 30
-    optimizer = optimizer_for(averager)
-    label = f"{averager}-rate{optimizer.learning_rate:g}-epochs{epochs}"
+    optimizer = optimizer_for(strategy)
+    label = f"{strategy}-rate{optimizer.learning_rate:g}-epochs{epochs}"
     label += f"-workers{workers}-seed{seed}" if (workers, seed) != (WORKERS, 0) else ""
-    config = replace(digits(), workers=workers, seed=seed, averager=averager, optimizer=optimizer)
+    config = replace(digits(), workers=workers, seed=seed, strategy=strategy, optimizer=optimizer)
     return finished(replace(config, epochs=epochs, output=options.folder), label)
 
 
@@ -169,7 +169,10 @@ def study_granularity(options: argparse.Namespace) -> None:
     """Mean and standard deviation of the test accuracy over seeds, and a figure."""
     epochs = options.epochs or 10
     keys = [(label, g, seed) for label in STUDIED for g in GRANULARITIES for seed in SEEDS]
-    runs = [(f"Mean({STUDIED[label]}, granularity={g!r})", seed) for label, g, seed in keys]
+    runs = [
+        (f"Gradients(Mean({STUDIED[label]}, granularity={g!r}), bucket_bytes={BUCKET_BYTES})", seed)
+        for label, g, seed in keys
+    ]
     percents = dict(zip(keys, tw.comm.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
     accuracy = {(label, g): [percents[label, g, seed] for seed in SEEDS] for label, g, _ in keys}
     rows = ["| method | averager | " + " | ".join(GRANULARITIES) + " |", "|---|---|" + "---|" * len(GRANULARITIES)]
@@ -184,20 +187,20 @@ def study_granularity(options: argparse.Namespace) -> None:
 def test_percents(comm: tw.comm.Communicator, runs: Sequence[tuple[str, int]], epochs: int) -> list[float]:
     """Test accuracy of each run, in per cent; all workers call it together."""
     percents = []
-    for number, (averager, seed) in enumerate(runs):
-        percents.append(train_and_test(comm, averager, seed, epochs))
+    for number, (strategy, seed) in enumerate(runs):
+        percents.append(train_and_test(comm, strategy, seed, epochs))
         if comm.rank == 0:
-            print(f"{number + 1}/{len(runs)}  {averager}, seed {seed}: {percents[-1]:.2f} %", flush=True)
+            print(f"{number + 1}/{len(runs)}  {strategy}, seed {seed}: {percents[-1]:.2f} %", flush=True)
     return percents
 
 
-def train_and_test(comm: tw.comm.Communicator, averager: str, seed: int, epochs: int) -> float:
+def train_and_test(comm: tw.comm.Communicator, strategy: str, seed: int, epochs: int) -> float:
     """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
     (inputs, labels), test = Digits().splits()
     torch.manual_seed(seed)
-    model, settings = DigitsNet().build(), optimizer_for(averager)
+    model, settings = DigitsNet().build(), optimizer_for(strategy)
     optimizer = settings.build(model)
-    handle = tw.compress_gradients(model, tw.parse(averager), comm=comm, seed=seed, bucket_bytes=BUCKET_BYTES)
+    handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
     per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
     for epoch in range(epochs):
         handle.set_epoch(epoch)

@@ -19,6 +19,7 @@ import thinwire
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
+    "Attaching": "thinwire.attaching",
     "Strategies": "thinwire.strategy",
     "Averagers": "thinwire.average",
     "Memories": "thinwire.memory",

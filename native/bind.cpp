@@ -170,9 +170,9 @@ void def_gossip(nb::module_& m) {
     m.def("difference_encode", &difference_encode, "xs"_a, "ys"_a, "sum"_a, "out"_a, "keys"_a, "quantizer"_a,
           "measured"_a, Unlocked());
     m.def("dense_sums", &dense_sums, "vs"_a, "cs"_a, Unlocked());
-    m.def("choco_decode_add", &choco_decode_add, "xs"_a, "hs"_a, "ss"_a, "payloads"_a, "factors"_a, "weights"_a,
+    m.def("choco_decode_add", &choco_decode_add, "xs"_a, "hs"_a, "gaps"_a, "payloads"_a, "factors"_a, "weights"_a,
           "step"_a, "quantizer"_a, Unlocked());
-    m.def("choco_dense_add", &choco_dense_add, "xs"_a, "hs"_a, "ss"_a, "vectors"_a, "weights"_a, "step"_a, Unlocked());
+    m.def("choco_dense_add", &choco_dense_add, "xs"_a, "hs"_a, "gaps"_a, "vectors"_a, "weights"_a, "step"_a, Unlocked());
     m.def("squeeze_decode_add", &squeeze_decode_add, "xs"_a, "losts"_a, "payloads"_a, "factors"_a, "weights"_a,
           "step"_a, "quantizer"_a, Unlocked());
     m.def("low_rank_products", &low_rank_products, "xs"_a, "rows"_a, "ps"_a, "left"_a, "outs"_a, Unlocked());

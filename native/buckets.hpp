@@ -46,6 +46,12 @@ THINWIRE_INLINE float bucket_scale(const float* x, size_t n, bool l2, float leas
     return largest > kInfinityBits ? nan : stored_scale(float_from_bits(largest), largest < kInfinityBits, least);
 }
 
+// Of evenly spaced levels. One step is twice the scale: where that overflows, so may the residual, and the scale is infinite.
+THINWIRE_INLINE float uniform_scale(const float* x, size_t n, bool l2, int num_steps) {
+    const float scale = bucket_scale(x, n, l2, num_steps > 255 ? kMinScaleWide : kMinScale);
+    return num_steps == 1 && scale > kMaxScale / 2 ? std::numeric_limits<float>::infinity() : scale;
+}
+
 // False where every code is zero: the scale is zero or not finite.
 THINWIRE_INLINE bool usable(float scale) { return scale > 0 && scale <= kMaxScale; }
 

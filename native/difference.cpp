@@ -71,7 +71,9 @@ size_t block_of(const Buckets& buckets, size_t n) {
 
 #ifdef THINWIRE_X86
 
-THINWIRE_CLONES float scale_clone(const float* x, size_t n, bool l2) { return bucket_scale(x, n, l2); }
+THINWIRE_CLONES float scale_clone(const float* x, size_t n, bool l2, int num_steps) {
+    return uniform_scale(x, n, l2, num_steps);
+}
 
 THINWIRE_CLONES void pack_clone(int bits, const uint8_t* codes, size_t n, uint8_t* out) {
     pack_codes(bits, codes, n, out);
@@ -113,7 +115,7 @@ void encode_measured(const float* v, size_t n, Key key, uint32_t position, const
         const size_t end = std::min(n, start + kChunk);
         for (size_t at = start, size; at < end; at += size) {
             if (at % bucket_size == 0) {
-                scale = scale_clone(v + at, std::min(bucket_size, n - at), q.buckets.l2);
+                scale = scale_clone(v + at, std::min(bucket_size, n - at), q.buckets.l2, q.num_steps);
                 store(scales + sizeof scale * (at / bucket_size), scale);
             }
             size = std::min(end - at, bucket_size - at % bucket_size);

@@ -6,41 +6,44 @@ namespace thinwire {
 
 namespace {
 
-// Elements of a message: floats, or codes of evenly spaced levels `step` apart.
-struct Floats {
-    const float* values;
-    THINWIRE_INLINE float at(size_t i) const { return values[i]; }
-    THINWIRE_INLINE Floats from(size_t i) const { return {values + i}; }
+// Elements of a message, or of a sum of messages: floats or doubles, or codes of evenly spaced levels `step` apart.
+template <typename Float>
+struct Values {
+    const Float* values;
+    THINWIRE_INLINE Float at(size_t i) const { return values[i]; }
 };
+
+using Floats = Values<float>;
+using Doubles = Values<double>;
 
 struct Codes {
     const uint8_t* codes;
     float step;
     int last;
     THINWIRE_INLINE float at(size_t i) const { return static_cast<float>(2 * codes[i] - last) * step; }
-    THINWIRE_INLINE Codes from(size_t i) const { return {codes + i, step, last}; }
 };
 
 // Weights of a round: of the own message, of the sum of the others, and the step size.
+template <typename Float>
 struct Weights {
-    float own, others, step;
+    Float own, others, step;
 };
 
-// h += own;  s += w0 own + w1 theirs;  x += step (s - h).
+// h += own;  gap += w0 own + w1 theirs;  x += step gap.
 template <typename Own, typename Theirs>
-THINWIRE_INLINE void choco(float* x, float* h, float* s, Own own, Theirs theirs, Weights w, size_t n) {
+THINWIRE_INLINE void choco(float* x, float* h, double* gap, Own own, Theirs theirs, Weights<double> w, size_t n) {
     THINWIRE_INDEPENDENT
     for (size_t i = 0; i < n; ++i) {
-        const float mine = own.at(i), public_copy = h[i] + mine;
-        const float sum = s[i] + mine * w.own + theirs.at(i) * w.others;
-        h[i] = public_copy, s[i] = sum;
-        x[i] += (sum - public_copy) * w.step;
+        const float mine = own.at(i);
+        const double sum = gap[i] + mine * w.own + theirs.at(i) * w.others;
+        h[i] += mine, gap[i] = sum;
+        x[i] += static_cast<float>(sum * w.step);
     }
 }
 
 // lost -= own, where given;  x += step (w1 theirs - w0 own).
 template <typename Own, typename Theirs>
-THINWIRE_INLINE void squeeze(float* x, float* lost, Own own, Theirs theirs, Weights w, size_t n) {
+THINWIRE_INLINE void squeeze(float* x, float* lost, Own own, Theirs theirs, Weights<float> w, size_t n) {
     if (lost) {
         THINWIRE_INDEPENDENT
         for (size_t i = 0; i < n; ++i) {
@@ -54,32 +57,36 @@ THINWIRE_INLINE void squeeze(float* x, float* lost, Own own, Theirs theirs, Weig
     }
 }
 
-THINWIRE_CLONES void run(float* x, float* h, float* s, Floats own, Floats theirs, Weights w, size_t n) {
-    choco(x, h, s, own, theirs, w, n);
+THINWIRE_CLONES void run(float* x, float* h, double* gap, Floats own, Floats theirs, Weights<double> w, size_t n) {
+    choco(x, h, gap, own, theirs, w, n);
 }
 
-THINWIRE_CLONES void run(float* x, float* h, float* s, Codes own, Floats theirs, Weights w, size_t n) {
-    choco(x, h, s, own, theirs, w, n);
+THINWIRE_CLONES void run(float* x, float* h, double* gap, Floats own, Doubles theirs, Weights<double> w, size_t n) {
+    choco(x, h, gap, own, theirs, w, n);
 }
 
-THINWIRE_CLONES void run(float* x, float* h, float* s, Codes own, Codes theirs, Weights w, size_t n) {
-    choco(x, h, s, own, theirs, w, n);
+THINWIRE_CLONES void run(float* x, float* h, double* gap, Codes own, Codes theirs, Weights<double> w, size_t n) {
+    choco(x, h, gap, own, theirs, w, n);
 }
 
-THINWIRE_CLONES void run(float* x, float* lost, Floats own, Floats theirs, Weights w, size_t n) {
+THINWIRE_CLONES void run(float* x, float* h, double* gap, Codes own, Doubles theirs, Weights<double> w, size_t n) {
+    choco(x, h, gap, own, theirs, w, n);
+}
+
+THINWIRE_CLONES void run(float* x, float* lost, Floats own, Floats theirs, Weights<float> w, size_t n) {
     squeeze(x, lost, own, theirs, w, n);
 }
 
-THINWIRE_CLONES void run(float* x, float* lost, Codes own, Floats theirs, Weights w, size_t n) {
+THINWIRE_CLONES void run(float* x, float* lost, Codes own, Floats theirs, Weights<float> w, size_t n) {
     squeeze(x, lost, own, theirs, w, n);
 }
 
-THINWIRE_CLONES void run(float* x, float* lost, Codes own, Codes theirs, Weights w, size_t n) {
+THINWIRE_CLONES void run(float* x, float* lost, Codes own, Codes theirs, Weights<float> w, size_t n) {
     squeeze(x, lost, own, theirs, w, n);
 }
 
-template <typename Message>
-THINWIRE_INLINE void weigh(Message message, float weight, float* sum, size_t n, bool add) {
+template <typename Message, typename Float>
+THINWIRE_INLINE void weigh(Message message, Float weight, Float* sum, size_t n, bool add) {
     if (add) {
         THINWIRE_INDEPENDENT
         for (size_t i = 0; i < n; ++i) sum[i] += message.at(i) * weight;
@@ -93,7 +100,15 @@ THINWIRE_CLONES void add_weighed(Floats message, float weight, float* sum, size_
     weigh(message, weight, sum, n, add);
 }
 
+THINWIRE_CLONES void add_weighed(Floats message, double weight, double* sum, size_t n, bool add) {
+    weigh(message, weight, sum, n, add);
+}
+
 THINWIRE_CLONES void add_weighed(Codes message, float weight, float* sum, size_t n, bool add) {
+    weigh(message, weight, sum, n, add);
+}
+
+THINWIRE_CLONES void add_weighed(Codes message, double weight, double* sum, size_t n, bool add) {
     weigh(message, weight, sum, n, add);
 }
 
@@ -167,10 +182,10 @@ class Dense {
 };
 
 // Calls `act(segment, start, size, own, others, weights)` for parts of all segments, none longer than a chunk.
-template <typename Source, typename Act>
-void for_each_part(Source source, const Outputs& segments, const std::vector<float>& weights, float step, Act act) {
+template <typename Float, typename Source, typename Act>
+void for_each_part(Source source, const Outputs& segments, const std::vector<Float>& weights, Float step, Act act) {
     require(!weights.empty(), "weights: expected that of the own message first");
-    alignas(64) float sum[kChunk] = {};
+    alignas(64) Float sum[kChunk] = {};
     for (size_t i = 0; i < segments.size(); ++i) {
         const size_t n = segments[i].numel;
         for (size_t at = 0, size; at < n; at += size) {
@@ -178,33 +193,37 @@ void for_each_part(Source source, const Outputs& segments, const std::vector<flo
             source.enter(at, n);
             const typename Source::Own own = source.message(0, at);
             if (weights.size() == 2) {
-                act(i, at, size, own, source.message(1, at), Weights{weights[0], weights[1], step});
+                act(i, at, size, own, source.message(1, at), Weights<Float>{weights[0], weights[1], step});
                 continue;
             }
             for (size_t k = 1; k < weights.size(); ++k) add_weighed(source.message(k, at), weights[k], sum, size, k > 1);
-            act(i, at, size, own, Floats{sum}, Weights{weights[0], 1.0f, step});
+            act(i, at, size, own, Values<Float>{sum}, Weights<Float>{weights[0], 1, step});
         }
         source.next_segment(n);
     }
 }
 
-void require_alike(const Outputs& xs, const Outputs& ys, const char* message) {
+template <typename Float>
+void require_alike(const Outputs& xs, const std::vector<View<Float>>& ys, const char* message) {
     require(xs.size() == ys.size(), message);
     for (size_t i = 0; i < xs.size(); ++i) require(xs[i].numel == ys[i].numel, message);
 }
 
 // Asks for the elements of the next chunk.
-void prefetch_next(const Output& x, size_t at) {
+template <typename Float>
+void prefetch_next(const View<Float>& x, size_t at) {
     const size_t next = std::min(at + kChunk, x.numel);
     prefetch(x.data + next, std::min(kChunk, x.numel - next));
 }
 
+// The own weight becomes w0 - 1: what a message adds to the sum less what it adds to the copy.
 template <typename Source>
-void choco_add(Source source, const Outputs& xs, const Outputs& hs, const Outputs& ss, const std::vector<float>& weights,
-               float step) {
-    for_each_part(source, xs, weights, step, [&](size_t i, size_t at, size_t n, auto own, auto others, Weights w) {
-        if (at % kChunk == 0) prefetch_next(xs[i], at), prefetch_next(hs[i], at), prefetch_next(ss[i], at);
-        run(xs[i].data + at, hs[i].data + at, ss[i].data + at, own, others, w, n);
+void choco_add(Source source, const Outputs& xs, const Outputs& hs, const DoublesOut& gaps, std::vector<double> weights,
+               double step) {
+    if (!weights.empty()) weights[0] -= 1.0;
+    for_each_part(source, xs, weights, step, [&](size_t i, size_t at, size_t n, auto own, auto others, auto w) {
+        if (at % kChunk == 0) prefetch_next(xs[i], at), prefetch_next(hs[i], at), prefetch_next(gaps[i], at);
+        run(xs[i].data + at, hs[i].data + at, gaps[i].data + at, own, others, w, n);
     });
 }
 
@@ -233,7 +252,7 @@ Inputs inputs_of(const std::vector<std::vector<float>>& vectors) {
 
 template <typename Source>
 void squeeze_add(Source source, const Outputs& xs, const Outputs& losts, const std::vector<float>& weights, float step) {
-    for_each_part(source, xs, weights, step, [&](size_t i, size_t at, size_t n, auto own, auto others, Weights w) {
+    for_each_part(source, xs, weights, step, [&](size_t i, size_t at, size_t n, auto own, auto others, auto w) {
         if (at % kChunk == 0) prefetch_next(xs[i], at);
         if (at % kChunk == 0 && !losts.empty()) prefetch_next(losts[i], at);
         run(xs[i].data + at, losts.empty() ? nullptr : losts[i].data + at, own, others, w, n);
@@ -242,24 +261,24 @@ void squeeze_add(Source source, const Outputs& xs, const Outputs& losts, const s
 
 }  // namespace
 
-void choco_decode_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Payloads& payloads,
-                      const std::vector<float>& factors, const std::vector<float>& weights, float step,
+void choco_decode_add(const Outputs& xs, const Outputs& hs, const DoublesOut& gaps, const Payloads& payloads,
+                      const std::vector<float>& factors, const std::vector<double>& weights, double step,
                       const Quantizer& quantizer) {
     require_alike(xs, hs, "copies: expected the segments' sizes");
-    require_alike(xs, ss, "sums: expected the segments' sizes");
+    require_alike(xs, gaps, "gaps: expected the segments' sizes");
     require(payloads.size() == weights.size(), "weights: expected one per payload");
     if (quantizer.buckets.bits <= 8)
-        return choco_add(Coded(payloads, factors, quantizer, xs), xs, hs, ss, weights, step);
+        return choco_add(Coded(payloads, factors, quantizer, xs), xs, hs, gaps, weights, step);
     const auto vectors = decoded(payloads, factors, quantizer, xs);
-    choco_dense_add(xs, hs, ss, inputs_of(vectors), weights, step);
+    choco_dense_add(xs, hs, gaps, inputs_of(vectors), weights, step);
 }
 
-void choco_dense_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Inputs& vectors,
-                     const std::vector<float>& weights, float step) {
+void choco_dense_add(const Outputs& xs, const Outputs& hs, const DoublesOut& gaps, const Inputs& vectors,
+                     const std::vector<double>& weights, double step) {
     require_alike(xs, hs, "copies: expected the segments' sizes");
-    require_alike(xs, ss, "sums: expected the segments' sizes");
+    require_alike(xs, gaps, "gaps: expected the segments' sizes");
     require(vectors.size() == weights.size(), "weights: expected one per vector");
-    choco_add(Dense(vectors, xs), xs, hs, ss, weights, step);
+    choco_add(Dense(vectors, xs), xs, hs, gaps, weights, step);
 }
 
 void squeeze_decode_add(const Outputs& xs, const Outputs& losts, const Payloads& payloads,

@@ -28,6 +28,7 @@ using IndicesOut = View<int32_t>;
 // One entry per segment. Residuals are an empty list or one per segment, which may be the segment itself.
 using Inputs = std::vector<Input>;
 using Outputs = std::vector<Output>;
+using DoublesOut = std::vector<View<double>>;
 using Keys = std::vector<uint64_t>;
 using Counts = std::vector<int64_t>;
 
@@ -70,7 +71,7 @@ void levels_decode_add(Payload payload, const Outputs& outs, float weight, const
 
 // ---- sign, onebit ----
 
-// The scale is the mean magnitude, or `fixed_scale`, if any, where that mean is finite.
+// The scale is the mean magnitude, or `fixed_scale`, if any, where that mean is finite and not zero.
 void sign_encode(const Inputs& xs, Bytes out, const Outputs& residuals, std::optional<float> fixed_scale);
 void sign_decode_add(Payload payload, const Outputs& outs, float weight);
 
@@ -196,12 +197,12 @@ std::vector<double> difference_encode(const Inputs& xs, const Outputs& ys, bool 
                                       const Quantizer& quantizer, bool measured);
 std::vector<double> dense_sums(const Inputs& vs, const Inputs& cs);
 // With v_k the payloads times their factors, the own first:
-// h += v_0;  s += sum_k weights[k] v_k;  x += step (s - h).
-void choco_decode_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Payloads& payloads,
-                      const std::vector<float>& factors, const std::vector<float>& weights, float step,
+// h += v_0;  gap += (weights[0] - 1) v_0 + sum_{k > 0} weights[k] v_k, in float64;  x += step gap.
+void choco_decode_add(const Outputs& xs, const Outputs& hs, const DoublesOut& gaps, const Payloads& payloads,
+                      const std::vector<float>& factors, const std::vector<double>& weights, double step,
                       const Quantizer& quantizer);
-void choco_dense_add(const Outputs& xs, const Outputs& hs, const Outputs& ss, const Inputs& vectors,
-                     const std::vector<float>& weights, float step);
+void choco_dense_add(const Outputs& xs, const Outputs& hs, const DoublesOut& gaps, const Inputs& vectors,
+                     const std::vector<double>& weights, double step);
 // lost -= v_0, where given;  x += step (sum_{k > 0} weights[k] v_k - weights[0] v_0).
 void squeeze_decode_add(const Outputs& xs, const Outputs& losts, const Payloads& payloads,
                         const std::vector<float>& factors, const std::vector<float>& weights, float step,

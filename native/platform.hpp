@@ -73,9 +73,10 @@ THINWIRE_INLINE int lowest_bit(uint64_t bits) {
 }
 
 // Asks for memory that is needed soon, so that it arrives while there is other work.
-THINWIRE_INLINE void prefetch(const float* x, size_t n) {
+template <typename T>
+THINWIRE_INLINE void prefetch(const T* x, size_t n) {
 #if defined(__GNUC__)
-    for (size_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);
+    for (size_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
 #else
     (void)x, (void)n;
 #endif

@@ -13,7 +13,7 @@ struct Uniform {
     int num_steps;
 
     THINWIRE_INLINE float scale_of(const float* x, size_t n, Buckets buckets) const {
-        return bucket_scale(x, n, buckets.l2, num_steps > 255 ? kMinScaleWide : kMinScale);
+        return uniform_scale(x, n, buckets.l2, num_steps);
     }
 
     template <bool with_residual>

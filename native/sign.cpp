@@ -66,7 +66,7 @@ void sign_encode(const Inputs& xs, Bytes out, const Outputs& residuals, std::opt
             encode_part(x + begin, end - begin, block_sums.data() + begin / kSumBlock, signs + begin / 8);
         });
         float scale = mean_magnitude(block_sums, n);
-        if (fixed_scale && magnitude(scale) < kInfinityBits) scale = *fixed_scale;
+        if (fixed_scale && scale > 0 && magnitude(scale) < kInfinityBits) scale = *fixed_scale;
         store(out.data + sizeof(float) * i, scale);
         if (!residuals.empty())
             for_each_range(n, 1, [&](size_t begin, size_t end) {

@@ -1,56 +1,192 @@
-"""Run what needs a GPU: `make test-gpu`, or `make bench-gpu`.
+"""Show on one GPU that everything works, and how fast: in parts, each within nine minutes.
 
-python scripts/gpu.py test      kernels against the reference, golden bytes and conformance suites with Triton, streams
-                                under load, two workers on one GPU over Gloo, one over NCCL; kernels once more under
-                                compute-sanitizer, where that is installed
-python scripts/gpu.py bench     the speed of every codec, as a share of a device copy; training steps of two workers
+    python3 scripts/gpu.py                       list the parts
+    python3 scripts/gpu.py kernels codecs        run these, then print one table of all parts that have run so far
+    python3 scripts/gpu.py --dry-run all         the same without a GPU: kernels are compiled only, the rest is on the CPU
+
+It needs PyTorch for GPUs, NumPy, Triton, pytest, pytest-xdist and hypothesis, and nothing of thinwire's own environment: no
+installation, no C++ compiler, no network. Results are kept in build/gpu, one file a part.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-ROOT = Path(__file__).parents[1]
-PYTEST = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
-COMPILED = ROOT / "tests/kernels/triton/check_compiled.py"  # needs no GPU
-TOOLS = ("memcheck", "racecheck")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "gpu"
+LIMIT_SECONDS = 9 * 60  # of a part
+KERNELS = [f"tests/kernels/triton/check_{name}.py" for name in ("quantize", "levels", "dense", "sparse", "host_waits")]
 
 
-def test() -> int:
-    """Run all checks, also after a failure; return how many runs failed."""
-    kernels = sorted(set((ROOT / "tests/kernels/triton").glob("check_*.py")) - {COMPILED})
-    runs = [[*PYTEST, *map(str, kernels), *map(str, sorted((ROOT / "tests/gpu").glob("check_*.py")))]]
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        print("compute-sanitizer is not installed, so its checks are left out")
+@dataclass(frozen=True)
+class Part:
+    """What one run shows.
+
+    Args:
+        name: of the part.
+        minutes: how long it is expected to take.
+        title: what it shows.
+        files: checks of pytest; empty for a measurement.
+        processes: of pytest; kernels compile on the CPU, side by side.
+    """
+
+    name: str
+    minutes: int
+    title: str
+    files: tuple[str, ...] = ()
+    processes: int = 8
+
+
+PARTS = (
+    Part("kernels", 4, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
+    Part("codecs", 6, "golden bytes and the conformance suite of all codecs", ("tests/gpu/check_codecs.py",)),
+    Part(
+        "training",
+        6,
+        "one rank over NCCL, two ranks on one GPU over Gloo, streams",
+        ("tests/gpu/check_training.py",),
+        2,
+    ),
+    Part("overhead", 2, "a step with Mean(QSGD(bits=4)) beside plain DDP, with a timeline"),
+    Part("speed", 4, "codecs as shares of a copy"),
+    Part("sanitizer", 8, "the kernels' checks under compute-sanitizer", tuple(KERNELS[:4]), 0),
+)  # in order of worth
+
+
+def environment(dry: bool) -> dict[str, str]:
+    """For all that is started: the sources as they are, and bits of cuBLAS that do not depend on the stream."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": "1",
+        "THINWIRE_FAKE_GPU": str(int(dry)),
+    }
+
+
+def run(part: Part, dry: bool) -> dict[str, Any]:
+    """Run a part in a process of its own, and end it at the limit; what it showed, which is kept."""
+    result: dict[str, Any] = {"title": part.title, "dry_run": dry, "date": time.strftime("%Y-%m-%d %H:%M")}
+    log = RESULTS / f"{part.name}.log"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
+    began = time.monotonic()
+    if part.name == "sanitizer" and (dry or shutil.which("compute-sanitizer") is None):
+        result |= {"state": "left out", "shown": "no compute-sanitizer" if not dry else "needs a GPU"}
     else:
-        runs += [[sanitizer, "--tool", tool, "--error-exitcode", "1", *PYTEST, *map(str, kernels)] for tool in TOOLS]
-    # So that cuBLAS gives the same bits on every stream.
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return sum(subprocess.run(run, cwd=ROOT, env=environment).returncode != 0 for run in runs)
+        code = _ended(_command(part, dry), log, environment(dry))
+        result |= _summary(part, code, log.read_text(errors="replace"))
+    result |= {"seconds": round(time.monotonic() - began)}
+    (RESULTS / f"{part.name}.json").write_text(json.dumps(result, indent=1))
+    return result
 
 
-def bench() -> int:
-    """Print the table of codecs, and that of training steps."""
-    from thinwire.lab.bench import CodecsBench, StepBench
+def _command(part: Part, dry: bool) -> list[str]:
+    if not part.files:
+        return [sys.executable, str(ROOT / "scripts" / "gpu_speed.py"), part.name, str(RESULTS)]
+    processes = min(part.processes, os.cpu_count() or 1)
+    pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
+    if dry and part.name != "training":
+        pytest += ["-p", "helpers.compile_launches"]
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"]
+    return [*(sanitizer if part.name == "sanitizer" else []), *pytest, "-p", "no:cacheprovider", *part.files]
 
-    CodecsBench(device="cuda", megabytes=100.0, reference_repetitions=1).run()
-    StepBench(device="cuda").run()
-    return 0
+
+def _ended(command: list[str], log: Path, env: dict[str, str]) -> int | None:
+    """The exit code; None if it was ended at the limit. What it prints is shown and kept."""
+    if command[0] == "compute-sanitizer":  # the allocator would hide what lies beyond a tensor
+        env |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def main(command: str) -> int:
-    """Run `test` or `bench`; exit with one line where there is no GPU."""
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: PyTorch sees no CUDA or ROCm device, so nothing was run")
-    return {"test": test, "bench": bench}[command]()
+def _summary(part: Part, code: int | None, printed: str) -> dict[str, Any]:
+    """State and contents of a part's row in the table, from what it printed."""
+    state = {0: "passed", None: "not finished"}.get(code, "failed")
+    if not part.files:
+        path = RESULTS / f"{part.name}.rows.json"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        return {"state": state, "rows": rows, "shown": f"{len(rows)} rows" if rows else printed.strip()[-300:]}
+    outcomes = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b(?=\s)", printed.partition("short test summary")[0])
+    failed = sorted(set(re.findall(r"\b(?:FAILED|ERROR) (\S+::\S+)", printed)))
+    collected = re.search(r"(?:collected |\[)(\d+) items?", printed)
+    shown = f"{outcomes.count('PASSED')} of {collected[1] if collected else '?'} checks passed"
+    if left_out := outcomes.count("SKIPPED"):
+        shown += f", {left_out} left out"
+    if not outcomes:
+        shown = f"no check ran: {printed.strip()[-300:]}"
+    return {"state": state, "shown": shown, "failed": failed}
+
+
+def table() -> str:
+    """All parts in order of worth, and what was measured below; those that have not run say so."""
+    lines, below = [], []
+    for part in PARTS:
+        path = RESULTS / f"{part.name}.json"
+        if not path.exists():
+            lines.append(f"{part.name:10} {'not run':13} {'':>7}  {part.title}")
+            continue
+        result = json.loads(path.read_text())
+        state = result["state"] + (" (dry)" if result["dry_run"] else "")
+        lines.append(f"{part.name:10} {state:13} {result['seconds']:5} s  {part.title}: {result['shown']}")
+        lines += [f"{'':10} failed: {name}" for name in result.get("failed", [])]
+        below += ["", f"{part.title}, {result['date']}", *result["rows"]] if result.get("rows") else []
+    return "\n".join([*lines, *below])
+
+
+def device() -> str:
+    """The GPU and the versions, in one line; "" if there is no GPU."""
+    ask = "import sys, torch, triton; c = torch.cuda; print(c.is_available() and f'{c.get_device_name()}, "
+    ask += "PyTorch {torch.__version__}, Triton {triton.__version__}, Python {sys.version.split()[0]}' or '')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"PyTorch or Triton cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def main(arguments: list[str]) -> int:
+    """List the parts, or run some and print the table; return how many failed."""
+    parser = argparse.ArgumentParser(description="Parts in order of worth; without a part, they are only listed.")
+    parser.add_argument("parts", nargs="*", choices=[*(part.name for part in PARTS), "all", []], metavar="PART")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: compile kernels, train on the CPU")
+    chosen = parser.parse_args(arguments)
+    if not chosen.parts:
+        print("\n".join(f"{part.name:10} {part.minutes} min  {part.title}" for part in PARTS))
+        return 0
+    name = device()
+    if not name and not chosen.dry_run:
+        sys.exit("no GPU: PyTorch sees no CUDA or ROCm device, so nothing was run; --dry-run needs none")
+    print("dry run: nothing runs on a GPU" if chosen.dry_run else name, flush=True)
+    wanted = [part for part in PARTS if part.name in chosen.parts or "all" in chosen.parts]
+    results = []
+    for part in wanted:
+        print(f"{part.name}: about {part.minutes} min ...", flush=True)
+        results.append(run(part, chosen.dry_run))
+    print(table())
+    return sum(result["state"] in ("failed", "not finished") for result in results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -8,14 +8,13 @@ export PATH="$root/.venv/bin:$PATH:/usr/sbin" OMP_NUM_THREADS=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 work=$(mktemp -d)
 failed=0
-recipe=(digits --max-steps 90 --log-every 3 --averager "Mean(TopK(0.01), ErrorFeedback())")
+recipe=(digits --max-steps 90 --log-every 3 --strategy "Gradients(Mean(TopK(0.01), ErrorFeedback()))")
 
 main() {
     [ "$(id -u)" = 0 ] || die "needs root, to install and start daemons"
     command -v thinwire > /dev/null || die "thinwire is not there: make setup"
     trap stop EXIT
     install slurm-wlm munge openmpi-bin mpich
-    python3 -c "import submitit" 2> /dev/null || pip install --quiet --constraint constraints.txt submitit || die "cannot install submitit"
     start_munge
     start_slurm
     cd "$work"

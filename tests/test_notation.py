@@ -17,7 +17,7 @@ ALGORITHMS = [
     tw.Mean(memory=tw.ErrorFeedback(), granularity="bucket"),
     tw.Mean(tw.chain(tw.TopK(0.01), tw.QSGD(bits=4, norm="l2")), tw.ErrorFeedback(), min_ndim=0),
     tw.Mean(tw.Cast("float16"), exchange="all_gather", granularity="model"),
-    tw.SignNorm(),
+    tw.codec.SignNorm(),
     tw.ByName({"*embed*": tw.Mean(), "layers.[01].*": tw.PowerSGD(rank=2), "*": tw.Mean(tw.QSGD(bits=4))}),
 ]
 

@@ -44,7 +44,7 @@ def rounds(comm, codec, unit="step"):
 def test_a_schedule_is_what_its_values_are_in_their_rounds(name, unit):
     """Round by round the same bits and bytes as with the value itself, on all workers."""
     build, values = CASES[name], values_of(name)
-    scheduled = tw.LocalWorld(3).run(rounds, build(tw.Values(values, every=EVERY, unit=unit)), unit)
+    scheduled = tw.LocalWorld(3).run(rounds, build(tw.schedule.Values(values, every=EVERY, unit=unit)), unit)
     constant = {value: tw.LocalWorld(3).run(rounds, build(value), unit) for value in values}
     for step in range(ROUNDS):
         value = values[step // EVERY]
@@ -59,7 +59,7 @@ def test_a_schedule_is_what_its_values_are_in_their_rounds(name, unit):
 
 @pytest.mark.parametrize("name", ["QSGD levels", "NUQSGD bits"])
 def test_processes_agree_too(name):
-    codec = CASES[name](tw.Values(values_of(name), every=EVERY, unit="step"))
+    codec = CASES[name](tw.schedule.Values(values_of(name), every=EVERY, unit="step"))
     threads, processes = (WORLDS[world](2, rounds, codec) for world in ("threads", "processes"))
     for ours, theirs in zip(threads[0] + threads[1], processes[0] + processes[1], strict=True):
         assert torch.equal(ours[0], theirs[0]) and ours[1:] == theirs[1:]
@@ -67,13 +67,13 @@ def test_processes_agree_too(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_notation(name):
-    codec = CASES[name](tw.Values(values_of(name), every=3))
+    codec = CASES[name](tw.schedule.Values(values_of(name), every=3))
     assert tw.parse(repr(codec)) == codec
 
 
 def test_workers_with_different_schedules_fail_together():
     def worker(comm):
-        averager = tw.Mean(tw.QSGD(levels=tw.Values((255, 15 + comm.rank))))
+        averager = tw.Mean(tw.QSGD(levels=tw.schedule.Values((255, 15 + comm.rank))))
         with pytest.raises(ValueError, match=r"averager.*levels=Values"):
             averager.init([("x", torch.zeros(3, 3))], comm)
 
@@ -83,9 +83,9 @@ def test_workers_with_different_schedules_fail_together():
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        (tw.QSGD(levels=tw.Values((255, 0), unit="step")), "levels must be an integer from 1 to 32767, got 0"),
-        (tw.QSGD(bits=tw.Values((8, 9), unit="step")), "bits must be an integer from 1 to 8, got 9"),
-        (tw.NUQSGD(bits=tw.Values((8, 1), unit="step")), "bits must be an integer from 2 to 8, got 1"),
+        (tw.QSGD(levels=tw.schedule.Values((255, 0), unit="step")), "levels must be an integer from 1 to 32767, got 0"),
+        (tw.QSGD(bits=tw.schedule.Values((8, 9), unit="step")), "bits must be an integer from 1 to 8, got 9"),
+        (tw.NUQSGD(bits=tw.schedule.Values((8, 1), unit="step")), "bits must be an integer from 2 to 8, got 1"),
     ],
     ids=repr,
 )

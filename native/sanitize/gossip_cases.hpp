@@ -5,6 +5,19 @@
 namespace {
 
 const std::vector<float> kFactors = {1.5f, 0.5f}, kWeights = {0.25f, -1.0f};
+const std::vector<double> kExactWeights = {0.25, -1.0};
+
+// Float64 segments, one after another.
+struct Gaps {
+    std::vector<double> flat = std::vector<double>(static_cast<size_t>(sum(kNumels)), 0.5);
+
+    DoublesOut outputs() {
+        DoublesOut views;
+        double* begin = flat.data();
+        for (const int64_t n : kNumels) views.push_back({begin, static_cast<size_t>(n)}), begin += n;
+        return views;
+    }
+};
 
 std::vector<float> flat(const Floats& floats) {
     std::vector<float> all;
@@ -26,11 +39,12 @@ Data differences(const Quantizer& q, bool sum) {
     quantize_encode(kVelocities.inputs(), theirs.bytes(), kKeys, q, {});
     damage(theirs);
     const Payloads payloads = {own.payload(), theirs.payload()};
-    Floats xs(kNumels), hs = kMomenta, ss = kVelocities, squeezed(kNumels), lost = kMomenta;
-    choco_decode_add(xs.outputs(), hs.outputs(), ss.outputs(), payloads, kFactors, kWeights, kWeight, q);
+    Floats xs(kNumels), hs = kMomenta, squeezed(kNumels), lost = kMomenta;
+    Gaps gaps;
+    choco_decode_add(xs.outputs(), hs.outputs(), gaps.outputs(), payloads, kFactors, kExactWeights, kWeight, q);
     squeeze_decode_add(squeezed.outputs(), lost.outputs(), payloads, kFactors, kWeights, kWeight, q);
     squeeze_decode_add(squeezed.outputs(), {}, payloads, kFactors, kWeights, kWeight, q);
-    return joined(own, ys, sums, xs, hs, ss, squeezed, lost);
+    return joined(own, ys, sums, xs, hs, gaps.flat, squeezed, lost);
 }
 
 Data modular(int bits) {
@@ -51,10 +65,11 @@ Data modular(int bits) {
 
 Data dense_and_mixed() {
     const std::vector<float> a = flat(kGradients), b = flat(kMomenta), c = flat(kVelocities);
-    Floats xs(kNumels), hs = kMomenta, ss = kVelocities, mixed(kNumels);
-    choco_dense_add(xs.outputs(), hs.outputs(), ss.outputs(), {vector_of(a), vector_of(b)}, kWeights, kWeight);
+    Floats xs(kNumels), hs = kMomenta, mixed(kNumels);
+    Gaps gaps;
+    choco_dense_add(xs.outputs(), hs.outputs(), gaps.outputs(), {vector_of(a), vector_of(b)}, kExactWeights, kWeight);
     const bool finite = mix_add(mixed.outputs(), vector_of(a), {vector_of(b), vector_of(c)}, kWeights, kWeight);
-    return joined(dense_sums(kGradients.inputs(), kMomenta.inputs()), xs, hs, ss, mixed, finite);
+    return joined(dense_sums(kGradients.inputs(), kMomenta.inputs()), xs, hs, gaps.flat, mixed, finite);
 }
 
 Data low_rank() {

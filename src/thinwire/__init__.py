@@ -28,7 +28,12 @@ else:  # type checkers would accept any name of a module with a `__getattr__`
             globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .suggestion import nearest
+
+        names = globals().get("__all__", [])
+        home = next((package for package in names if name in getattr(globals()[package], "__all__", ())), None)
+        hint = f"; it is {__name__}.{home}.{name}" if home else nearest(name, names)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})

@@ -8,6 +8,7 @@ and unnamed, everything else is named.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 
@@ -22,9 +23,26 @@ class Algorithm:
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check bools in every subclass before its own checks, which take True for the number 1."""
+        super().__init_subclass__(**options)
+        own = vars(cls).get("__post_init__")
+        if own is not None:
+
+            @functools.wraps(own)
+            def checked(self: Algorithm) -> None:
+                _refuse_bools(self)
+                own(self)
+
+            cls.__post_init__ = checked  # type: ignore[method-assign]  # the same signature
+
+    def __post_init__(self) -> None:
+        _refuse_bools(self)
+
     def __repr__(self) -> str:
         arguments, positional = [], True
-        for field in dataclasses.fields(self):
+        # Keyword-only fields come last, as in the constructor.
+        for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True):
             value = getattr(self, field.name)
             if _is_default(field, value):
                 positional = False
@@ -34,6 +52,15 @@ class Algorithm:
                 positional = False
                 arguments.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _refuse_bools(algorithm: Algorithm) -> None:
+    """Raise ValueError if a field of another type than bool is True or False, or a tuple with one of them."""
+    for field in dataclasses.fields(algorithm):
+        value = getattr(algorithm, field.name)
+        has_bool = isinstance(value, bool) or (isinstance(value, tuple) and any(isinstance(v, bool) for v in value))
+        if has_bool and "bool" not in str(field.type):
+            raise ValueError(f"{type(algorithm).__name__}: {field.name} must be of type {field.type}, got {value}")
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

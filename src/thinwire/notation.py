@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib.metadata
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from . import average, codec, memory, schedule, topology
+from . import average, codec, memory, schedule, strategy, topology
 from .algorithm import Algorithm, require
+from .suggestion import suggestion
 
 ENTRY_POINT_GROUP = "thinwire.algorithms"
+
+METHODS = ("demo", "diloco", "dion", "mulo_co", "no_loco", "sparse_loco", "streaming_diloco")
+"""Functions of `strategy` that the notation knows; each makes a strategy."""
 
 _T = TypeVar("_T", bound=type[Algorithm])
 _registered: dict[str, Callable[..., Any]] = {}
@@ -40,7 +43,7 @@ def register(cls: _T) -> _T:
     """Make an algorithm known to `parse` under its class name; also usable as a decorator.
 
     Args:
-        cls: a frozen dataclass derived from `Codec`, `Memory`, `Topology`, `Averager` or another `Algorithm`.
+        cls: a frozen dataclass derived from `Codec`, `Memory`, `Topology`, `Averager`, `Strategy` or another `Algorithm`.
 
     Returns:
         The class itself.
@@ -51,9 +54,9 @@ def register(cls: _T) -> _T:
     Example:
         >>> from dataclasses import dataclass
         >>> import thinwire as tw
-        >>> @tw.register
+        >>> @tw.notation.register
         ... @dataclass(frozen=True, repr=False)
-        ... class Halving(tw.Schedule):
+        ... class Halving(tw.schedule.Schedule):
         ...     start: float
         ...     def at(self, progress):
         ...         return self.start / 2**progress.epoch
@@ -97,9 +100,10 @@ def _builder(name: str) -> Callable[..., Any]:
 
 @cache
 def _built_in() -> dict[str, Callable[..., Any]]:
-    packages = (average, codec, memory, schedule, topology)
+    packages = (average, codec, memory, schedule, strategy, topology)
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
     functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc}
+    functions |= {name: getattr(strategy, name) for name in METHODS}
     return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
 
 
@@ -109,7 +113,8 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _is_algorithm(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, Algorithm) and dataclasses.is_dataclass(value)
+    is_data = inspect.isclass(value) and issubclass(value, Algorithm) and dataclasses.is_dataclass(value)
+    return is_data and not inspect.isabstract(value)
 
 
 def _check_algorithm(value: Any) -> None:
@@ -137,15 +142,37 @@ def parse(text: str) -> Any:
         True
     """
     text = text.strip()
+    return _Reader(text, known_names()).read(_tree(text), depth=0)
+
+
+def arguments(text: str) -> tuple[Callable[..., Any], dict[str, str]]:
+    """What the outermost call of a valid notation calls, and the text of each argument by the name of its parameter.
+
+    Raises:
+        ValueError: the text cannot be read, or is no call.
+
+    Example:
+        >>> build, given = arguments("dgc(0.01, values='float16')")
+        >>> build.__name__, given
+        ('dgc', {'ratio': '0.01', 'values': "'float16'"})
+    """
+    require(isinstance(parse(text), Algorithm), f"{text!r} is no algorithm")
+    node = cast(ast.Call, _tree(text.strip()))  # only calls give algorithms
+    build = _builder(cast(ast.Name, node.func).id)
+    named = {str(keyword.arg): ast.unparse(keyword.value) for keyword in node.keywords}
+    bound = inspect.signature(build).bind_partial(*map(ast.unparse, node.args), **named)
+    return build, bound.arguments
+
+
+def _tree(text: str) -> ast.expr:
     try:
         with _one_tree_at_a_time:
-            tree = ast.parse(text, mode="eval")
+            return ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"cannot read {_short(text)}: {error.msg} at column {error.offset}") from None
     except (RecursionError, MemoryError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise ValueError(f"cannot read {_short(text)}: {reason} (from column 1 on)") from None
-    return _Reader(text, known_names()).read(tree.body, depth=0)
 
 
 MAX_DEPTH = 50
@@ -221,19 +248,3 @@ class _Reader:
 
 def _short(text: str) -> str:
     return repr(text) if len(text) <= 200 else f"{text[:60]!r}..."
-
-
-def suggestion(name: str, known: Collection[str]) -> str:
-    """The end of an error message: the known name closest to a misspelt one, or all known names; empty for a known name.
-
-    Example:
-        >>> suggestion("TopKK", ["TopK", "QSGD"])
-        "; did you mean 'TopK'?"
-    """
-    if name in known:  # no mistake; the search takes longer than the reading of a sweep
-        return ""
-    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
-    if not close:
-        return f"; known are {', '.join(sorted(known))}"
-    meant = next(k for k in known if k.lower() == close[0])
-    return f"; did you mean {meant!r}?"

@@ -52,7 +52,7 @@ class GeometricWarmup(Schedule):
 
     Example:
         >>> import thinwire as tw
-        >>> warmup = tw.GeometricWarmup(0.001)
+        >>> warmup = tw.schedule.GeometricWarmup(0.001)
         >>> [round(warmup.at(tw.schedule.Progress(epoch=e)), 4) for e in range(6)]
         [0.3162, 0.1, 0.0316, 0.01, 0.0032, 0.001]
     """
@@ -86,7 +86,7 @@ class Values(Schedule):
 
     Example:
         >>> import thinwire as tw
-        >>> bits = tw.Values((8, 4), every=100, unit="step")
+        >>> bits = tw.schedule.Values((8, 4), every=100, unit="step")
         >>> bits.at(tw.schedule.Progress(step=99)), bits.at(tw.schedule.Progress(step=100))
         (8, 4)
     """
@@ -111,7 +111,7 @@ def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
 
     Example:
         >>> import thinwire as tw
-        >>> resolve(tw.QSGD(bits=tw.Values((8, 4))), tw.schedule.Progress(epoch=1))
+        >>> resolve(tw.QSGD(bits=tw.schedule.Values((8, 4))), tw.schedule.Progress(epoch=1))
         QSGD(bits=4)
     """
     fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}

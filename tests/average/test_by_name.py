@@ -20,7 +20,7 @@ CHILDREN = [
     tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce"),
     tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), granularity="model"),
     tw.Mean(tw.ALQ(bucket_size=64, update_steps=(1,))),
-    tw.Mean(tw.CoarseGrainedTopK(0.5, chunk=16), tw.ErrorFeedback()),
+    tw.Mean(tw.codec.CoarseGrainedTopK(0.5, chunk=16), tw.ErrorFeedback()),
     tw.PowerSGD(rank=2),
     tw.dgc(ratio=0.1, warmup_epochs=0),
 ]
@@ -162,7 +162,7 @@ def test_under_ddp_with_many_buckets(policy, names):
 
 def test_resumed_state_is_the_same_state(tmp_path):
     policy = tw.ByName(
-        {"head*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(tw.GeometricWarmup(0.1)), tw.ErrorFeedback())}
+        {"head*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(tw.schedule.GeometricWarmup(0.1)), tw.ErrorFeedback())}
     )
 
     def worker(comm, resume):

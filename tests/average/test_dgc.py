@@ -27,7 +27,7 @@ def train(model, handle, optimizer, rank, epochs, first=0):
 
 
 def sgd(model):
-    return tw.DGCSGD([p for p in model.parameters() if p.requires_grad], lr=0.05, weight_decay=1e-3)
+    return tw.strategy.DGCSGD([p for p in model.parameters() if p.requires_grad], lr=0.05, weight_decay=1e-3)
 
 
 def ddp_worker(comm, averager, bucket_cap_mb):
@@ -44,8 +44,8 @@ def ddp_worker(comm, averager, bucket_cap_mb):
     ("averager", "bucket_caps_mb"),
     [
         (tw.dgc(ratio=0.05, warmup_epochs=2), (25, 0.002)),
-        (tw.dgc(ratio=0.05, warmup_epochs=2, nesterov=True, bits=4, clip=tw.ClipByNorm(1.0)), (0.002,)),
-        (tw.dgc(ratio=tw.Values((1.0, 0.1)), clip=tw.ClipValueByGlobalNorm(0.5)), (0.002,)),
+        (tw.dgc(ratio=0.05, warmup_epochs=2, nesterov=True, bits=4, clip=tw.average.ClipByNorm(1.0)), (0.002,)),
+        (tw.dgc(ratio=tw.schedule.Values((1.0, 0.1)), clip=tw.average.ClipValueByGlobalNorm(0.5)), (0.002,)),
         (tw.dgc(ratio=0.1, warmup_epochs=0, sample=0.5, exchange="scatter_reduce"), (0.002,)),
     ],
     ids=repr,
@@ -164,7 +164,7 @@ def test_an_optimizer_with_momentum_of_its_own_is_an_error(build, name):
         model = make_model()
         handle = tw.compress_gradients(model, tw.dgc(), comm=comm)
         optimizer = build(model.parameters())
-        with pytest.raises(ValueError, match=f"{name} of its own.*use tw.DGCSGD"):
+        with pytest.raises(ValueError, match=f"{name} of its own.*use tw.strategy.DGCSGD"):
             handle.check_optimizer(optimizer)
         step(model, optimizer, comm.rank, 0)
         before = fingerprint(model)
@@ -205,7 +205,7 @@ def test_at_ratio_1_it_is_sgd_with_momentum_and_weight_decay(nesterov, size):
         handle = tw.compress_gradients(model, averager, comm=comm)
         parameters = [p for p in model.parameters() if p.requires_grad]
         options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-        optimizer = (tw.DGCSGD if ours else torch.optim.SGD)(parameters, **options)
+        optimizer = (tw.strategy.DGCSGD if ours else torch.optim.SGD)(parameters, **options)
         train(model, handle, optimizer, comm.rank, 5)
         handle.detach()
         return [p.detach() for p in parameters]
@@ -218,7 +218,7 @@ def test_at_ratio_1_it_is_sgd_with_momentum_and_weight_decay(nesterov, size):
 def test_a_plain_optimizer_steps_as_itself():
     """Without weight decay `DGCSGD` is gradient descent; its closure and mistakes are those of any optimizer."""
     w = nn.Parameter(torch.ones(2))
-    optimizer = tw.DGCSGD([w, nn.Parameter(torch.ones(1))], lr=0.5)
+    optimizer = tw.strategy.DGCSGD([w, nn.Parameter(torch.ones(1))], lr=0.5)
     assert optimizer.step(lambda: (w.grad is None and w.sum().backward()) or 7) == 7
     assert torch.equal(w.detach(), torch.full((2,), 0.5))
     for options, message in (
@@ -227,19 +227,28 @@ def test_a_plain_optimizer_steps_as_itself():
         ({"momentum": 1}, "below 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            tw.DGCSGD([w], **options)
+            tw.strategy.DGCSGD([w], **options)
 
 
 # ---- the recipe ----
 
 
 def test_the_recipe_is_its_parts():
-    assert tw.dgc() == tw.Mean(tw.TopK(tw.GeometricWarmup(0.001, num=5)), tw.MomentumCorrection(0.9))
+    assert tw.dgc() == tw.Mean(tw.TopK(tw.schedule.GeometricWarmup(0.001, num=5)), tw.MomentumCorrection(0.9))
     assert tw.dgc(0.01, warmup_epochs=0) == tw.Mean(tw.TopK(0.01), tw.MomentumCorrection())
-    full = tw.dgc(tw.Values((0.25, 0.01)), 0.8, True, False, clip=tw.ClipByValue(1.0), bits=4, sample=0.01, min_ndim=0)
-    codec = tw.chain(tw.TopK(tw.Values((0.25, 0.01)), sample=0.01), tw.QSGD(bits=4))
+    full = tw.dgc(
+        tw.schedule.Values((0.25, 0.01)),
+        0.8,
+        True,
+        False,
+        clip=tw.average.ClipByValue(1.0),
+        bits=4,
+        sample=0.01,
+        min_ndim=0,
+    )
+    codec = tw.chain(tw.TopK(tw.schedule.Values((0.25, 0.01)), sample=0.01), tw.QSGD(bits=4))
     memory = tw.MomentumCorrection(0.8, nesterov=True, masking=False)
-    assert full == tw.Mean(codec, memory, min_ndim=0, clip=tw.ClipByValue(1.0))
+    assert full == tw.Mean(codec, memory, min_ndim=0, clip=tw.average.ClipByValue(1.0))
     for averager in (tw.dgc(), full):
         assert tw.parse(repr(averager)) == averager
     assert tw.parse("dgc(ratio=0.01, bits=4)") == tw.dgc(ratio=0.01, bits=4)

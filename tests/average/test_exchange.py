@@ -8,7 +8,6 @@ import os
 import warnings
 import zlib
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.average.exchange import COSTS, EXCHANGES, Load, cheapest
-from thinwire.average.exchange import SPARSE as SPARSE_EXCHANGES
+from thinwire.average.exchange import EXCHANGES, Load, cheapest
 from thinwire.average.exchange.base import pack, unpack
 from thinwire.average.exchange.scatter_reduce import shard_nbytes
 
+SPARSE_EXCHANGES = [word for word, exchange in EXCHANGES.items() if exchange.selects_again]
 SPARSE, QUANTIZED = tw.TopK(0.1), tw.QSGD(bits=4)
 CHAIN = tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))
 # Tensors that W does not divide, and tensors with fewer elements than workers.
@@ -29,11 +28,11 @@ SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (11, 41),
 
 
 @dataclass(frozen=True, repr=False)
-class Above(tw.Codec):
+class Above(tw.codec.Codec):
     """Elements above a threshold, as [indices int32][values float32]: a codec whose payload has no fixed size."""
 
     threshold: float
-    fixed_size: ClassVar[bool] = False
+    traits = tw.codec.Traits(fixed_size=False)
 
     def encode_segments(self, segments, keys, residuals):
         x = torch.cat(segments)
@@ -122,7 +121,7 @@ def simulated_scatter_reduce(codec, memory, size, num_steps):
 
 
 @pytest.mark.parametrize(("size", "memory"), [(1, True), (3, True), (4, False), (8, True)])
-@pytest.mark.parametrize("codec", [SPARSE, QUANTIZED, CHAIN, tw.SignNorm(), tw.Cast(), Above(0.7)], ids=repr)
+@pytest.mark.parametrize("codec", [SPARSE, QUANTIZED, CHAIN, tw.codec.SignNorm(), tw.Cast(), Above(0.7)], ids=repr)
 def test_scatter_reduce_is_its_definition(codec, memory, size):
     everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, mean_of(codec, "scatter_reduce", memory=memory))[0])
     expected = list(simulated_scatter_reduce(codec, memory, size, 3))
@@ -154,15 +153,15 @@ def simulated_hierarchical(codec, memory, size, nodes, num_steps):
 
 
 @pytest.mark.parametrize("memory", [True, False])
-@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED, Above(0.7)], ids=repr)
+@pytest.mark.parametrize("codec", [tw.codec.Identity(), SPARSE, QUANTIZED, Above(0.7)], ids=repr)
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (3, 3), (4, 2), (6, 3), (8, 2), (8, 4)])
 def test_hierarchical_is_its_definition(codec, memory, size, nodes):
-    averager = mean_of(codec, "hierarchical", nodes, memory, min_ndim=2 if codec != tw.Identity() else 0)
+    averager = mean_of(codec, "hierarchical", nodes, memory, min_ndim=2 if codec != tw.codec.Identity() else 0)
     everyone = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager)[0])
     expected = list(simulated_hierarchical(codec, memory, size, nodes, 3))
     for results in everyone:
         assert_equal(results, everyone[0])
-        if codec != tw.Identity():
+        if codec != tw.codec.Identity():
             assert_equal(results, expected)
         else:  # the biases are encoded as well: L terms are added instead of W
             for a, b in zip(results, expected, strict=True):
@@ -177,10 +176,10 @@ def test_nodes_of_one_worker_are_an_all_gather():
 
 def suited(codec, exchange):
     """The codec, or one that keeps the largest coordinates for the exchanges that need it."""
-    if exchange not in SPARSE_EXCHANGES or codec.sparse_parts() is not None:
+    if exchange not in SPARSE_EXCHANGES or codec.traits.sparse is not None:
         return codec
-    return {QUANTIZED: CHAIN, tw.SignNorm(): tw.chain(SPARSE, tw.SignNorm())}.get(
-        codec, tw.BlockwiseTopK(0.1, block=16)
+    return {QUANTIZED: CHAIN, tw.codec.SignNorm(): tw.chain(SPARSE, tw.codec.SignNorm())}.get(
+        codec, tw.codec.BlockwiseTopK(0.1, block=16)
     )
 
 
@@ -197,7 +196,7 @@ every_exchange = pytest.mark.parametrize(("exchange", "size", "nodes"), EXCHANGE
 
 
 # Every codec with every granularity, and each of these pairs with two exchanges or more.
-LOSSY, GRANULARITIES = [SPARSE, CHAIN, tw.SignNorm(), tw.SVD(rank=1)], ["layer", "bucket", "model"]
+LOSSY, GRANULARITIES = [SPARSE, CHAIN, tw.codec.SignNorm(), tw.codec.SVD(rank=1)], ["layer", "bucket", "model"]
 COMBINED = [(*e, GRANULARITIES[(i + j) % 3], c) for i, e in enumerate(EXCHANGED) for j, c in enumerate(LOSSY)]
 
 
@@ -348,14 +347,14 @@ def bytes_of_a_step(comm, averager, shapes):
     return comm.ledger.since(before)
 
 
-@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED, CHAIN, tw.SignNorm()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.codec.Identity(), SPARSE, QUANTIZED, CHAIN, tw.codec.SignNorm()], ids=repr)
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_scatter_reduce_sends_what_its_formula_says(codec, granularity, size):
     """Worker s: the messages of all other shards, and its own to all others; W = 2, 3, 4, 8, exactly."""
     averager = mean_of(codec, "scatter_reduce", granularity=granularity)
-    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.Identity()]
-    dense = 0 if codec == tw.Identity() else 9
+    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.codec.Identity()]
+    dense = 0 if codec == tw.codec.Identity() else 9
     m = shard_nbytes(codec, encoded, dense, size, merged=granularity != "layer")
     for rank, ledger in enumerate(tw.LocalWorld(size).run(bytes_of_a_step, averager, SHAPES)):
         assert ledger.collectives["all_to_all"].bytes_sent == sum(m) - m[rank]
@@ -372,12 +371,12 @@ def test_shards_are_as_even_as_can_be():
     assert sum(m) <= codec.nbytes(10**6) + 8 * 4
 
 
-@pytest.mark.parametrize("codec", [tw.Identity(), SPARSE, QUANTIZED], ids=repr)
+@pytest.mark.parametrize("codec", [tw.codec.Identity(), SPARSE, QUANTIZED], ids=repr)
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (8, 2), (8, 4), (8, 8)])
 def test_hierarchical_sends_what_its_formula_says(codec, size, nodes):
     averager = mean_of(codec, "hierarchical", nodes)
-    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.Identity()]
-    n, dense = sum(s.numel() for s in encoded), 0 if codec == tw.Identity() else 9
+    encoded = [torch.Size(s) for s in SHAPES.values() if len(s) >= 2 or codec == tw.codec.Identity()]
+    n, dense = sum(s.numel() for s in encoded), 0 if codec == tw.codec.Identity() else 9
     m, num_nodes = codec.nbytes(encoded) + 4 * dense, size // nodes
     down = min(num_nodes * m, 4 * (n + dense))
     for rank, ledger in enumerate(tw.LocalWorld(size).run(bytes_of_a_step, averager, SHAPES)):
@@ -394,15 +393,17 @@ EVEN = {"a": (24, 48), "b": (48, 8), "bias": (48,)}
 def test_the_table_of_costs_holds(exchange, size):
     """Where W divides every tensor the table is exact: for a cast, and with the scales of every shard for QSGD."""
     for codec in (tw.Cast(), tw.QSGD(bits=4, bucket_size=16)):
-        if exchange == "all_reduce" and not codec.summable:
+        if exchange == "all_reduce" and not codec.traits.summable:
             continue
         averager = tw.Mean(codec, exchange=exchange, workers_per_node=1 if exchange == "hierarchical" else None)
         load = Load(codec, (torch.Size([24, 48]), torch.Size([48, 8])), 48, size)
         for ledger in tw.LocalWorld(size).run(bytes_of_a_step, averager, EVEN):
-            assert ledger.bytes_sent == pytest.approx(load.cost(exchange), abs=2)  # two all-reduces, rounded down
+            assert ledger.bytes_sent == pytest.approx(
+                EXCHANGES[exchange].cost(load), abs=2
+            )  # two all-reduces, rounded down
             # A step of an all-reduce is one message, to the next worker, for payload and dense vectors each.
             messages_a_step = 2 if exchange == "all_reduce" else size - 1
-            assert ledger.messages == COSTS[exchange].steps(size, 1) * messages_a_step
+            assert ledger.messages == EXCHANGES[exchange].steps(size, 1) * messages_a_step
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (8, 4)])
@@ -416,13 +417,13 @@ def test_costs_are_the_bytes_that_leave_a_node(size, nodes):
     everyone = [(a, b) for a in range(size) for b in range(size) if a != b]
     ring = {(a, (a + 1) % size): 2 * (size - 1) * m / size for a in range(size)}
     leaders = {(a, b): m for a, b in everyone if a % nodes == 0 and b % nodes == 0}
-    assert COSTS["all_reduce"].num_bytes(size, nodes, m) == leaving(ring)
-    assert COSTS["all_gather"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, m))
-    assert COSTS["scatter_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
-    assert COSTS["sparse_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
-    assert COSTS["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
+    assert EXCHANGES["all_reduce"].num_bytes(size, nodes, m) == leaving(ring)
+    assert EXCHANGES["all_gather"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, m))
+    assert EXCHANGES["scatter_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
+    assert EXCHANGES["sparse_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
+    assert EXCHANGES["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
     sparse = leaving(dict.fromkeys(leaders, 2 * m / (size // nodes)))
-    assert COSTS["hierarchical_sparse"].num_bytes(size, nodes, m) == sparse
+    assert EXCHANGES["hierarchical_sparse"].num_bytes(size, nodes, m) == sparse
 
 
 # ---- messages ----
@@ -475,13 +476,17 @@ def test_auto_takes_the_cheapest_that_suits(averager, size, exchange):
 
 def test_auto_is_never_dearer_than_what_it_refuses_but_for_the_second_loss():
     for size in range(1, 20):
-        for codec in (tw.Cast(), SPARSE, QUANTIZED, tw.SignNorm()):
+        for codec in (tw.Cast(), SPARSE, QUANTIZED, tw.codec.SignNorm()):
             load = Load(codec, (torch.Size([512, 512]), torch.Size([7, 7])), 512, size)
             # Without a memory or nodes, a sparse all-reduce does not suit.
-            suited = [e for e in EXCHANGES if e not in SPARSE_EXCHANGES and (e != "all_reduce" or codec.summable)]
-            chosen = cheapest(load)
-            assert load.cost(chosen) <= 2 * min(load.cost(e) for e in suited if e != "scatter_reduce" or codec.unbiased)
-            assert chosen != "scatter_reduce" or (size > 4 and codec.unbiased)
+            suited = [
+                e for e in EXCHANGES if e not in SPARSE_EXCHANGES and (e != "all_reduce" or codec.traits.summable)
+            ]
+            chosen = cheapest(load).word
+            assert EXCHANGES[chosen].cost(load) <= 2 * min(
+                EXCHANGES[e].cost(load) for e in suited if e != "scatter_reduce" or codec.traits.unbiased
+            )
+            assert chosen != "scatter_reduce" or (size > 4 and codec.traits.unbiased)
 
 
 # ---- nodes ----
@@ -599,8 +604,8 @@ def process_worker(comm, averager):
         (3, mean_of(CHAIN, "sparse_reduce")),
         (4, mean_of(SPARSE, "sparse_reduce", granularity="bucket")),
         (4, tw.Mean(CHAIN, tw.MomentumCorrection(), exchange="hierarchical_sparse", workers_per_node=2)),
-        (2, mean_of(tw.chain(SPARSE, tw.QSGD(bits=4), tw.Huffman(), tw.Rice()), "sparse_reduce")),
-        (2, mean_of(tw.Identity(), "hierarchical", 2)),
+        (2, mean_of(tw.chain(SPARSE, tw.QSGD(bits=4), tw.codec.Huffman(), tw.codec.Rice()), "sparse_reduce")),
+        (2, mean_of(tw.codec.Identity(), "hierarchical", 2)),
     ],
     ids=str,
 )

@@ -180,7 +180,9 @@ def test_real_processes_get_what_threads_get():
 
 
 @pytest.mark.parametrize(
-    "topology", [RING, tw.Exponential(), tw.topology.Linear(), tw.Star(), tw.topology.BipartiteExponential()], ids=repr
+    "topology",
+    [RING, tw.Exponential(), tw.topology.Linear(), tw.topology.Star(), tw.topology.BipartiteExponential()],
+    ids=repr,
 )
 def test_mix_is_a_product_of_mixing_matrices(topology):
     x = starts(8)
@@ -196,10 +198,10 @@ DIRECTED = tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3
     ("topology", "size"),
     [
         (DIRECTED, 4),
-        (tw.Star(weights="uniform"), 5),
-        (tw.DirectedRing(), 6),
+        (tw.topology.Star(weights="uniform"), 5),
+        (tw.topology.DirectedRing(), 6),
         (tw.Exponential(peers=2), 8),
-        (tw.topology.Phases(((0, tw.DirectedRing()), (3, tw.Star(weights="uniform")))), 6),
+        (tw.topology.Phases(((0, tw.topology.DirectedRing()), (3, tw.topology.Star(weights="uniform")))), 6),
     ],
     ids=repr,
 )
@@ -231,7 +233,7 @@ def roundtrip(codec, flat_x, rank, step):
     return torch.cat(codec.decode(payload, [part.numel() for part in parts])).double()
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.QSGD(bits=4), tw.SignNorm(), tw.Identity()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.QSGD(bits=4), tw.codec.SignNorm(), tw.codec.Identity()], ids=repr)
 def test_choco_and_deepsqueeze_follow_their_definitions(codec):
     size, step_size = 5, 0.3
     p = torch.from_numpy(RING.matrix(0, size))
@@ -251,7 +253,10 @@ def test_choco_and_deepsqueeze_follow_their_definitions(codec):
 
 def test_choco_and_deepsqueeze_with_identity_are_mix():
     mixed = estimates(tw.Mix(), 6, 10)
-    for averager in (tw.Choco(RING, tw.Identity(), step_size=1.0), tw.DeepSqueeze(RING, tw.Identity(), step_size=1.0)):
+    for averager in (
+        tw.Choco(RING, tw.codec.Identity(), step_size=1.0),
+        tw.DeepSqueeze(RING, tw.codec.Identity(), step_size=1.0),
+    ):
         torch.testing.assert_close(estimates(averager, 6, 10), mixed, rtol=0, atol=1e-5)
 
 
@@ -269,7 +274,7 @@ def square(rank):
 
 
 @pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"warm_start": False, "shared_p": True}], ids=repr)
-@pytest.mark.parametrize("topology", [RING, tw.Torus(), tw.Complete(), tw.Star()], ids=repr)
+@pytest.mark.parametrize("topology", [RING, tw.topology.Torus(), tw.Complete(), tw.topology.Star()], ids=repr)
 def test_power_gossip_at_full_rank_is_mix(topology, options):
     full = tw.PowerGossip(topology, rank=6, **options)
     torch.testing.assert_close(
@@ -406,7 +411,7 @@ def test_the_one_peer_exponential_graph_reaches_the_mean_exactly():
 
 
 @pytest.mark.parametrize(
-    "topology", [RING, tw.Torus(), tw.Complete(), tw.Exponential(static=True), tw.Exponential()], ids=repr
+    "topology", [RING, tw.topology.Torus(), tw.Complete(), tw.Exponential(static=True), tw.Exponential()], ids=repr
 )
 @pytest.mark.parametrize("size", [4, 9, 16, 64])
 def test_contraction_agrees_with_the_spectral_gap(topology, size):
@@ -456,15 +461,15 @@ def test_push_sum_weights_in_a_hierarchy():
     ("averager", "message"),
     [
         (tw.Mix(DIRECTED), "not doubly stochastic.*PushSum"),
-        (tw.Mix(tw.Star(weights="uniform")), "not doubly stochastic.*metropolis"),
+        (tw.Mix(tw.topology.Star(weights="uniform")), "not doubly stochastic.*metropolis"),
         (tw.Moniqua(DIRECTED), "not doubly stochastic"),
         (tw.Choco(tw.Exponential()), r"must not change with time.*repeats every 2 steps.*Ring\(\)"),
-        (tw.DeepSqueeze(tw.DirectedRing()), "not symmetric"),
+        (tw.DeepSqueeze(tw.topology.DirectedRing()), "not symmetric"),
         (tw.PowerGossip(DIRECTED), "not symmetric"),
         (tw.Mix(step_size=1.6), r"must be below 1.5 on Ring\(\) with 4 workers.*1 is the fastest"),
         (tw.PowerGossip(step_size=1.6), "must be below 1.5"),
         (tw.PowerGossip(tw.topology.Linear()), "must not change with time"),
-        (tw.Mix(tw.Hypercube()), None),
+        (tw.Mix(tw.topology.Hypercube()), None),
         (tw.Mix(tw.topology.Graph(((0, 1), (1, 2)))), "cannot connect 4 workers"),
     ],
     ids=repr,

@@ -18,9 +18,9 @@ AVERAGERS = [
     tw.Mean(tw.QSGD(bits=4), granularity="model"),
     tw.Mean(tw.ALQ(bucket_size=64)),
     tw.Mean(tw.chain(tw.TopK(0.1), tw.AMQ(bucket_size=64)), tw.ErrorFeedback()),
-    tw.Mean(tw.SignNorm(), tw.ErrorFeedback()),
-    tw.Mean(tw.SVD(rank=2), tw.ErrorFeedback()),
-    tw.Mean(tw.SVD(rank=2), granularity="bucket"),
+    tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback()),
+    tw.Mean(tw.codec.SVD(rank=2), tw.ErrorFeedback()),
+    tw.Mean(tw.codec.SVD(rank=2), granularity="bucket"),
     tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
     tw.Mean(tw.Threshold(1.0), tw.ErrorFeedback()),
     tw.Mean(tw.TopK(0.1, sample=0.5), tw.ErrorFeedback(), granularity="bucket"),
@@ -35,6 +35,7 @@ AVERAGERS = [
     tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), granularity="bucket", exchange="scatter_reduce"),
     tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce"),
     tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), exchange="sparse_reduce"),
+    tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), exchange="all_gather", divide_by="senders"),
     tw.Mean(
         tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), granularity="bucket", exchange="sparse_reduce"
     ),
@@ -81,11 +82,11 @@ def expected_mean(averager, size, num_steps):
         total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
         for rank in range(size):
             for name, g in gradients(rank, step):
-                if g.ndim < averager.min_ndim and averager.codec != tw.Identity():
+                if g.ndim < averager.min_ndim and averager.codec != tw.codec.Identity():
                     total[name] += g.double() / size
                     continue
                 x = g + memories[rank][name] if averager.memory else g
-                own = 0 if averager.codec.shared_key else rank << 32
+                own = 0 if averager.codec.traits.shared_key else rank << 32
                 key = tw.codec.Key(5, zlib.crc32(name.encode()) | own, step)
                 sent = averager.codec.decode(averager.codec.encode(x, key), x.shape, key)
                 memories[rank][name] = x - sent
@@ -102,7 +103,9 @@ def test_workers_agree_bit_for_bit(averager, size):
             assert all(torch.equal(a, b) for a, b in zip(mine, first, strict=True))
 
 
-@pytest.mark.parametrize("averager", [a for a in ENCODED_ONCE if a.granularity == "layer"], ids=repr)
+@pytest.mark.parametrize(
+    "averager", [a for a in ENCODED_ONCE if a.granularity == "layer" and a.divide_by == "workers"], ids=repr
+)
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_result_is_the_mean_of_what_each_sends(averager, size):
     results = tw.LocalWorld(size).run(lambda comm: run_steps(comm, averager)[0])[0]
@@ -183,7 +186,7 @@ def test_an_infinite_gradient_on_one_worker(averager, bad):
 @pytest.mark.parametrize("averager", ENCODED_ONCE, ids=repr)
 def test_the_ledger_holds_the_formula(averager):
     """2(W-1)/W (p + d) for a sum on the wire, (W-1)(p + d) for a gather, and nothing else during steps."""
-    if not averager.codec.fixed_size:
+    if not averager.codec.traits.fixed_size:
         pytest.skip("the formula of payloads whose size depends on the data is held in test_sparse.py")
     for size in (1, 2, 3, 4):
 
@@ -195,12 +198,12 @@ def test_the_ledger_holds_the_formula(averager):
             return comm.ledger.bytes_sent - before, comm.ledger.dense_fp32_bytes
 
         shapes = [torch.Size(shape) for shape in SHAPES.values()]
-        dense = [s for s in shapes if len(s) < averager.min_ndim and averager.codec != tw.Identity()]
+        dense = [s for s in shapes if len(s) < averager.min_ndim and averager.codec != tw.codec.Identity()]
         encoded = [s for s in shapes if s not in dense]
         if averager.granularity != "layer":
             encoded = [sum(s.numel() for s in encoded)]
         p, d = averager.codec.nbytes(encoded), 4 * sum(s.numel() for s in dense)
-        summed = averager.codec.summable and averager.exchange != "all_gather"
+        summed = averager.codec.traits.summable and averager.exchange != "all_gather"
         expected = 2 * (size - 1) / size * (p + d) if summed else (size - 1) * (p + d)
         for sent, fp32 in tw.LocalWorld(size).run(worker):
             assert sent == pytest.approx(expected, abs=2 * size)
@@ -241,6 +244,52 @@ def test_different_workers_fail_together(change, message):
     assert tw.LocalWorld(4, timeout_seconds=10).run(worker) == [True] * 4
 
 
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+@pytest.mark.parametrize(
+    "codec",
+    [tw.TopK(0.2), tw.chain(tw.TopK(0.2), tw.Cast()), tw.chain(tw.codec.Tiles(4), tw.TopK(0.2)), tw.QSGD(bits=4)],
+    ids=repr,
+)
+def test_a_sum_is_divided_by_those_that_sent_its_element(codec, granularity):
+    """Each element is the mean over the workers whose decoding of it is not zero; of all where the codec sends all."""
+    size = 4
+
+    def run(comm):
+        tensors = [(name, t.clone()) for name, t in gradients(comm.rank, 0)]
+        averager = tw.Mean(codec, granularity=granularity, exchange="all_gather", min_ndim=0, divide_by=divide_by)
+        state = averager.init(tensors, comm)
+        averager.step(state, tensors, comm).wait()
+        return torch.cat([t.reshape(-1) for _, t in tensors]), comm.ledger.bytes_sent
+
+    found = {}
+    for divide_by in ("workers", "senders"):
+        found[divide_by] = tw.LocalWorld(size).run(run)
+        assert all(torch.equal(result, found[divide_by][0][0]) for result, _ in found[divide_by])
+    (mean, num_bytes), (of_senders, same_bytes) = found["workers"][0], found["senders"][0]
+    assert num_bytes == same_bytes
+    if codec == tw.QSGD(bits=4):
+        assert torch.equal(mean, of_senders)
+        return
+    whole = [torch.cat([t.reshape(-1) for _, t in gradients(rank, 0)]) for rank in range(size)]
+    one = [
+        tw.LocalWorld(1).run(lambda comm, rank=rank: sent_alone(codec, granularity, comm, rank))[0]
+        for rank in range(size)
+    ]
+    assert all(((part == x) | (part == 0) | (codec != tw.TopK(0.2))).all() for part, x in zip(one, whole, strict=True))
+    num_senders = sum((part != 0).float() for part in one)
+    torch.testing.assert_close(of_senders, sum(one) / num_senders.clamp(min=1), rtol=1e-5, atol=1e-6)
+    assert num_senders.max() > num_senders[num_senders > 0].min()
+
+
+def sent_alone(codec, granularity, comm, rank):
+    """What worker `rank` sends, decoded."""
+    tensors = [(name, t.clone()) for name, t in gradients(rank, 0)]
+    averager = tw.Mean(codec, granularity=granularity, min_ndim=0)
+    state = averager.init(tensors, comm)
+    averager.step(state, tensors, comm).wait()
+    return torch.cat([t.reshape(-1) for _, t in tensors])
+
+
 @pytest.mark.parametrize(
     "build, message",
     [
@@ -249,6 +298,16 @@ def test_different_workers_fail_together(change, message):
         (lambda: tw.Mean(granularity="tensor"), "granularity must be one of layer, bucket, model, got 'tensor'"),
         (lambda: tw.Mean(tw.TopK(0.1), exchange="all_reduce"), "cannot be added on the wire"),
         (lambda: tw.Mean(min_ndim=-1), "min_ndim must be an integer"),
+        (lambda: tw.Mean(divide_by="all"), "divide_by must be one of workers, senders, got 'all'"),
+        (
+            lambda: tw.Mean(tw.TopK(0.1), divide_by="senders"),
+            "divide_by='senders' needs exchange='all_gather', got 'auto'",
+        ),
+        (
+            lambda: tw.Mean(tw.TopK(0.1), tw.memory.EF21(), exchange="all_gather", divide_by="senders"),
+            "EF21.* needs the mean",
+        ),
+        (lambda: tw.Mean(tw.SignSGD(), exchange="all_gather", divide_by="senders"), "SignSGD.* needs the mean"),
     ],
 )
 def test_mistakes(build, message):

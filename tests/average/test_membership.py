@@ -14,11 +14,11 @@ SHAPES = {"weight": (12, 8), "bias": (5,)}
 GRADIENT_AVERAGERS = [
     tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
     tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"),
-    tw.Mean(tw.SVD(rank=1), tw.ErrorFeedback(), exchange="scatter_reduce"),
+    tw.Mean(tw.codec.SVD(rank=1), tw.ErrorFeedback(), exchange="scatter_reduce"),
     tw.dgc(0.1),
-    tw.Mean(tw.TopK(0.1), tw.EF21()),
-    tw.Mean(tw.SignSGD(), tw.LocalMomentum(), min_ndim=0),
-    tw.Mean(tw.QSGD(bits=4), tw.LoCo()),
+    tw.Mean(tw.TopK(0.1), tw.memory.EF21()),
+    tw.Mean(tw.SignSGD(), tw.memory.LocalMomentum(), min_ndim=0),
+    tw.Mean(tw.QSGD(bits=4), tw.memory.LoCo()),
     tw.PowerSGD(rank=1),
     tw.ByName({"w*": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(0.5), tw.ErrorFeedback(), min_ndim=0)}),
 ]
@@ -128,7 +128,7 @@ def test_workers_come_and_go_within_a_run(averager):
     "averager",
     [
         tw.Mix(tw.Exponential()),
-        tw.Mix(tw.Torus()),
+        tw.Mix(tw.topology.Torus()),
         tw.PushSum(tw.Exponential()),
         tw.Choco(tw.Ring(), tw.TopK(0.5), step_size=0.3),
         tw.DeepSqueeze(tw.Ring(), tw.QSGD(bits=8, bucket_size=8), step_size=0.3),

@@ -243,7 +243,7 @@ def test_discard_leaves_no_trace():
 
 def test_rank_may_follow_a_schedule():
     """Q is cut and extended; a rank beyond all gain sends everything, memory included."""
-    averager = tw.PowerSGD(rank=tw.Values((2, 1, 3, 1000, 2), unit="step"))
+    averager = tw.PowerSGD(rank=tw.schedule.Values((2, 1, 3, 1000, 2), unit="step"))
     assert tw.parse(repr(averager)) == averager
 
     def worker(comm):

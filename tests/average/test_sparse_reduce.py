@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.average.exchange import COSTS, Load
+from thinwire.average.exchange import EXCHANGES, Load
 from thinwire.average.exchange.regions import regions
 from thinwire.average.exchange.sparse_reduce import header_nbytes, layout_of, message_sizes, parts_of
 
@@ -140,10 +140,10 @@ CODECS = [
     SPARSE,
     CHAIN,
     tw.TopK(0.1, sample=0.5),
-    tw.TopK(tw.GeometricWarmup(0.05, num=4, unit="step")),
-    tw.BlockwiseTopK(0.1, block=32),
-    tw.CoarseGrainedTopK(0.2, chunk=8),
-    tw.chain(tw.TopK(0.1), tw.QSGD(bits=4), tw.Huffman(), tw.Rice()),
+    tw.TopK(tw.schedule.GeometricWarmup(0.05, num=4, unit="step")),
+    tw.codec.BlockwiseTopK(0.1, block=32),
+    tw.codec.CoarseGrainedTopK(0.2, chunk=8),
+    tw.chain(tw.TopK(0.1), tw.QSGD(bits=4), tw.codec.Huffman(), tw.codec.Rice()),
     tw.chain(tw.TopK(0.1, indices="auto"), tw.Cast()),
 ]
 
@@ -158,7 +158,7 @@ CODECS = [
     ],
     ids=str,
 )
-def test_nothing_is_lost_by_any_codec(codec: tw.Codec, granularity: str, size: int, nodes: int) -> None:
+def test_nothing_is_lost_by_any_codec(codec: tw.codec.Codec, granularity: str, size: int, nodes: int) -> None:
     """W sum of results + sum of all memories = sum of all gradients, and the same bits on all workers."""
     exchange = "sparse_reduce" if nodes == 1 else "hierarchical_sparse"
     averager = tw.Mean(
@@ -179,9 +179,11 @@ def test_nothing_is_lost_by_any_codec(codec: tw.Codec, granularity: str, size: i
             assert all(torch.equal(a[name], b[name]) for a, b in zip(results, everyone[0][0], strict=True))
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(1.0), tw.BlockwiseTopK(1.0), tw.CoarseGrainedTopK(1.0, chunk=8)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [tw.TopK(1.0), tw.codec.BlockwiseTopK(1.0), tw.codec.CoarseGrainedTopK(1.0, chunk=8)], ids=repr
+)
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_with_everything_selected_it_is_the_mean(codec: tw.Codec, size: int) -> None:
+def test_with_everything_selected_it_is_the_mean(codec: tw.codec.Codec, size: int) -> None:
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce")
     for results, memory in tw.LocalWorld(size).run(run_steps, averager, 1):
         assert not any(residual.any() for residual in memory.values())
@@ -237,7 +239,7 @@ def bytes_of_a_step(comm: tw.comm.Communicator, averager: tw.Mean, tensors_of) -
 
 @pytest.mark.parametrize("codec", [SPARSE, CHAIN], ids=repr)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_it_sends_what_its_formula_says(codec: tw.Codec, size: int) -> None:
+def test_it_sends_what_its_formula_says(codec: tw.codec.Codec, size: int) -> None:
     """Worker r: headers and coordinates to every owner, and its own message to all."""
     averager, parts = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce"), parts_of(codec)
     layout = layout_of(parts, [math.prod(SHAPES[name]) for name in ENCODED], size)
@@ -274,8 +276,8 @@ def test_its_cost_is_exact_where_selections_are_even(size: int) -> None:
     load = Load(codec, (shape,), 8 * size, size)
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce")
     for ledger in tw.LocalWorld(size).run(bytes_of_a_step, averager, tensors_of):
-        assert ledger.bytes_sent == load.cost("sparse_reduce")
-        assert ledger.messages == COSTS["sparse_reduce"].steps(size, 1) * (size - 1)
+        assert ledger.bytes_sent == EXCHANGES["sparse_reduce"].cost(load)
+        assert ledger.messages == EXCHANGES["sparse_reduce"].steps(size, 1) * (size - 1)
 
 
 NUMEL = 1_000_000
@@ -329,15 +331,15 @@ def test_between_nodes_leaders_alone_send(size: int, nodes: int) -> None:
     between = [n - (nodes - 1) * down for n in sent[::nodes]]
     assert all(n == 4 * (sum(numels) + 9) for rank, n in enumerate(sent) if rank % nodes)
     load = Load(SPARSE, tuple(torch.Size(SHAPES[name]) for name in ENCODED), 9, size, nodes)
-    assert sum(between) / teams == pytest.approx(load.cost("hierarchical_sparse"), rel=0.1)
+    assert sum(between) / teams == pytest.approx(EXCHANGES["hierarchical_sparse"].cost(load), rel=0.1)
 
 
 # ---- mistakes ----
 
 
-@pytest.mark.parametrize("codec", [tw.QSGD(bits=4), tw.RandomK(0.1), tw.Threshold(0.1), tw.Identity()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.QSGD(bits=4), tw.RandomK(0.1), tw.Threshold(0.1), tw.codec.Identity()], ids=repr)
 @pytest.mark.parametrize("exchange", ["sparse_reduce", "hierarchical_sparse"])
-def test_codecs_that_do_not_keep_the_largest_are_refused(codec: tw.Codec, exchange: str) -> None:
+def test_codecs_that_do_not_keep_the_largest_are_refused(codec: tw.codec.Codec, exchange: str) -> None:
     with pytest.raises(ValueError, match="does not choose by magnitude how many it keeps; use TopK"):
         tw.Mean(codec, tw.ErrorFeedback(), exchange=exchange)
 

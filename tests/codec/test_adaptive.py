@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ CODECS = [
     tw.AMQ(**WHEN),
     tw.AMQ(**WHEN, distribution="pooled", zero=True),
     tw.chain(tw.TopK(0.3), tw.ALQ(**WHEN)),
-    tw.chain(tw.ALQ(**WHEN), tw.Huffman()),
-    tw.chain(tw.TopK(0.3), tw.AMQ(**WHEN), tw.Huffman()),
+    tw.chain(tw.ALQ(**WHEN), tw.codec.Huffman()),
+    tw.chain(tw.TopK(0.3), tw.AMQ(**WHEN), tw.codec.Huffman()),
 ]
 AVERAGERS = [
     *(tw.Mean(codec) for codec in CODECS),
@@ -253,7 +254,7 @@ def test_ddp_in_processes_and_a_plain_module_in_threads_train_alike(options):
 
 def learned(codec, workers):
     """The pure codec after an update from these gradients, a list of tensors for each worker."""
-    part, statistics = codec.adaptive_part, []
+    part, statistics = codec.traits.adaptive, []
     for rank, tensors in enumerate(workers):
         state = part.init_state()
         part.observe(state, tensors, [tw.codec.Key(0, rank << 32 | i) for i in range(len(tensors))])
@@ -347,8 +348,8 @@ def test_on_real_gradients_alq_beats_amq_beats_fixed_levels(bucket_size):
         "AMQ": learned(tw.AMQ(**options), seen),
         "NUQSGD": tw.NUQSGD(bits=3, **options),
         "QSGD": tw.QSGD(bits=3, **options),
-        "exponential": tw.Quantize(tuple(exponential_levels(3).tolist()), **options),
-        "uniform": tw.Quantize(tuple(uniform_levels(3).tolist()), **options),
+        "exponential": tw.codec.Quantize(tuple(exponential_levels(3).tolist()), **options),
+        "uniform": tw.codec.Quantize(tuple(uniform_levels(3).tolist()), **options),
     }
     total = sum(t.double().square().sum().item() for tensors in unseen for t in tensors)
     error = {
@@ -360,12 +361,44 @@ def test_on_real_gradients_alq_beats_amq_beats_fixed_levels(bucket_size):
     assert error["ALQ"] <= error["AMQ"] <= 0.3 * fixed
 
 
+@pytest.mark.parametrize("distribution", ["mixture", "pooled"])
+def test_under_the_l2_norm_amq_learns_its_start(distribution):
+    """The moments of a bucket are 1/d there, whatever its coordinates are: normal, heavy-tailed, or of two spreads."""
+    codec = tw.AMQ(bucket_size=2048, distribution=distribution)
+    start = codec.init_state().learned.item()
+    for x in unlike_gradients():
+        assert learned(codec, [[x]]).levels[-2] == pytest.approx(start, rel=0.03)
+    under_max = [learned(replace(codec, norm="max"), [[x]]).levels[-2] for x in unlike_gradients()]
+    assert max(under_max) > 1.2 * min(under_max)
+
+
+def test_a_tail_costs_alq_more_than_it_predicts():
+    """In buckets of two spreads, few coordinates beyond the last interior level make most of its error, which exceeds AMQ's."""
+    size = 2048
+    *_, x = unlike_gradients()
+    total = x.double().square().sum().item()
+    alq, amq = (learned(kind(bucket_size=size, weighting="norm2"), [[x]]) for kind in (tw.ALQ, tw.AMQ))
+    error, _, parts = rounding_variance(x, alq.levels, size, "l2")
+    stats = bucket_statistics(x, size, "l2")
+    psi = mixture(stats, 400, "norm2").quantization_variance(torch.tensor(alq.levels, dtype=torch.float64)).item()
+    beyond = (x.view(-1, size) / x.view(-1, size).norm(dim=1, keepdim=True)).abs() > alq.levels[-2]
+    assert error / total > 2 * psi * size and error > rounding_variance(x, amq.levels, size, "l2")[0]
+    assert beyond.double().mean() < 0.05 and parts[beyond].sum() > 0.5 * parts.sum()
+
+
+def unlike_gradients(numel=64 * 2048):
+    """Normal numbers, their cubes, and numbers of two spreads in each bucket, as of two layers."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(8))
+    spread = torch.where(torch.arange(numel) % 2048 < 64, 8.0, 1.0)
+    return x, x**3, x * spread
+
+
 @pytest.mark.parametrize("codec", [tw.ALQ(), tw.AMQ()], ids=repr)
 def test_the_start_bears_the_rounds_before_the_first_update(codec):
     """Less error than gradient, an encoding; with the published start it is over a hundred times the gradient's square."""
     (workers,) = digits_gradients((0,))
     total = sum(t.double().square().sum().item() for tensors in workers for t in tensors)
-    published = tw.Quantize(tuple(exponential_levels(3).tolist()), codec.bucket_size, codec.norm)
+    published = tw.codec.Quantize(tuple(exponential_levels(3).tolist()), codec.bucket_size, codec.norm)
     error, of_published = (
         sum(sum(squared_errors(pure, tensors, 5)) / 5 for tensors in workers) / total for pure in (codec, published)
     )
@@ -397,7 +430,7 @@ def test_only_the_rounds_before_an_update_are_sampled():
     ("build", "message"),
     [
         (lambda: tw.ALQ(bits=1), "bits must be an integer from 2 to 8, got 1"),
-        (lambda: tw.ALQ(bits=tw.Values((4, 3))), "fitted for one number of bits"),
+        (lambda: tw.ALQ(bits=tw.schedule.Values((4, 3))), "fitted for one number of bits"),
         (lambda: tw.ALQ(norm="l1"), "ALQ: norm must be"),
         (lambda: tw.ALQ(distribution="normal"), "distribution must be one of mixture, pooled, got 'normal'"),
         (lambda: tw.AMQ(weighting="none"), "AMQ: weighting must be one of"),

@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.testing import check_encoding
 
 
-def sparse(codec: tw.Codec) -> bool:
+def sparse(codec: tw.codec.Codec) -> bool:
     """Sparsifiers' statistics have a file of their own, `test_sparse.py`."""
     return "RandomK" in repr(codec)
 
@@ -49,13 +49,13 @@ def test_quantizers_draw_other_numbers_for_another_key():
 def test_a_payload_of_a_wrong_size_is_named_with_the_right_one():
     for codec in CODECS:
         payload = codec.encode(torch.ones(100))
-        message = r"payload for 100 elements has \d+ bytes, got" if codec.fixed_size else "payload"
+        message = r"payload for 100 elements has \d+ bytes, got" if codec.traits.fixed_size else "payload"
         for wrong in (payload[:-1], torch.cat([payload, payload[:1]])):
             with case(codec), pytest.raises(ValueError, match=message):
                 codec.decode(wrong, 100, tw.codec.Key())
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.unbiased and not sparse(c)], ids=repr)
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.traits.unbiased and not sparse(c)], ids=repr)
 def test_unbiased(codec):
     """The mean of m decodings is x within 5 standard errors of the largest possible step (chance under 1e-5)."""
     x = torch.randn(2048, generator=torch.Generator().manual_seed(6))
@@ -67,9 +67,11 @@ def test_unbiased(codec):
     if isinstance(codec, tw.QSGD):
         scales = [(b.norm() if codec.norm == "l2" else b.abs().max()) for b in x.split(codec.bucket_size or x.numel())]
         step = 2 * max(scales).item() / codec.num_steps
-    elif isinstance(codec, (tw.Quantize, tw.NUQSGD, tw.Float4, tw.Dynamic8, tw.ALQ, tw.AMQ, tw.TernGrad)):
+    elif isinstance(
+        codec, (tw.codec.Quantize, tw.NUQSGD, tw.codec.Float4, tw.codec.Dynamic8, tw.ALQ, tw.AMQ, tw.TernGrad)
+    ):
         step = max(b.norm().item() for b in x.split(codec.bucket_size))  # a loose bound; test_quantizers.py has theirs
-    elif isinstance(codec, tw.NaturalCompression):
+    elif isinstance(codec, tw.codec.NaturalCompression):
         step = 2 * x.abs().max().item()
     # The variance of rounding to one of two levels is at most step^2/4; 2048 coordinates are looked at.
     assert (mean - x.double()).abs().max() <= 5 * (step / 2) / math.sqrt(m) + 1e-6
@@ -133,7 +135,7 @@ def test_chain_equals_its_parts_by_hand():
 
 def test_sign_norm_formula():
     x = torch.randn(4097, generator=torch.Generator().manual_seed(9))
-    decoded = tw.SignNorm().decode(tw.SignNorm().encode(x), 4097)
+    decoded = tw.codec.SignNorm().decode(tw.codec.SignNorm().encode(x), 4097)
     mean = x.double().abs().mean()
     assert torch.equal(decoded > 0, x >= 0)
     torch.testing.assert_close(decoded.abs().double(), mean.expand(4097), rtol=2.0**-23, atol=0)
@@ -147,10 +149,10 @@ def test_cast_rounds_as_pytorch_does():
         assert bits_equal(codec.decode(codec.encode(x), 1000), x.to(dtype).float())
 
 
-@pytest.mark.parametrize("codec", [tw.Identity(), tw.Cast(), tw.Cast("float16")], ids=repr)
+@pytest.mark.parametrize("codec", [tw.codec.Identity(), tw.Cast(), tw.Cast("float16")], ids=repr)
 def test_summable_payloads_add_on_the_wire(codec):
     a, b = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([0.5, 8.0, 4.0])
-    total = codec.encode(a).view(codec.sum_dtype) + codec.encode(b).view(codec.sum_dtype)
+    total = codec.encode(a).view(codec.traits.sum_dtype) + codec.encode(b).view(codec.traits.sum_dtype)
     assert torch.equal(codec.decode(total.view(torch.uint8), 3), a + b)
 
 
@@ -167,9 +169,9 @@ def test_summable_payloads_add_on_the_wire(codec):
         (lambda: tw.Cast("float8"), "dtype must be one of"),
         (lambda: tw.chain(tw.QSGD(bits=4), tw.TopK(0.1)), "first link must be a sparsifier"),
         (lambda: tw.chain(tw.TopK(0.1), tw.TopK(0.1)), "second link"),
-        (lambda: tw.chain(tw.QSGD(bits=4), tw.Rice()), "Rice codes the indices of a sparsifier"),
-        (lambda: tw.chain(tw.RandomK(0.1), tw.Rice()), "not those of RandomK"),
-        (lambda: tw.chain(tw.TopK(0.1, indices="auto"), tw.Rice()), "not those of TopK"),
+        (lambda: tw.chain(tw.QSGD(bits=4), tw.codec.Rice()), "Rice codes the indices of a sparsifier"),
+        (lambda: tw.chain(tw.RandomK(0.1), tw.codec.Rice()), "not those of RandomK"),
+        (lambda: tw.chain(tw.TopK(0.1, indices="auto"), tw.codec.Rice()), "not those of TopK"),
         (lambda: tw.TopK(0.1).encode(torch.arange(3)), "only float tensors"),
         (lambda: tw.TopK(0.1).encode([torch.ones(2)] * 2, [tw.codec.Key()]), "2 segments need as many keys"),
         (
@@ -185,8 +187,8 @@ def test_mistakes(build, message):
 
 
 def test_a_codec_with_a_schedule_asks_for_an_averager():
-    codec = tw.TopK(tw.GeometricWarmup(0.01))
+    codec = tw.TopK(tw.schedule.GeometricWarmup(0.01))
     with pytest.raises(ValueError, match="has no value yet: use the codec in an averager"):
         codec.encode(torch.ones(10))
     with pytest.raises(ValueError, match="has no value yet"):
-        tw.QSGD(bits=tw.Values((8, 4))).nbytes(10)
+        tw.QSGD(bits=tw.schedule.Values((8, 4))).nbytes(10)

@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "codecs.json"
 AGREED = Path(__file__).parents[1] / "golden" / "agreed.json"
 KEY = tw.codec.Key(seed=1, stream=2, step=3)
 # Singular vectors have the sign and the rounding of LAPACK's build; test_lowrank.py holds their layout.
-NOT_BITWISE = (tw.SVD,)
+NOT_BITWISE = (tw.codec.SVD,)
 
 
 def golden_input() -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def golden_input() -> list[torch.Tensor]:
     return [x, -x[:21] / 4]
 
 
-def encode(codec: tw.Codec) -> str:
+def encode(codec: tw.codec.Codec) -> str:
     keys = [KEY, KEY._replace(stream=4)]
     return bytes(codec.encode(golden_input(), keys).tolist()).hex()
 
@@ -39,13 +39,17 @@ def encode(codec: tw.Codec) -> str:
 def encode_agreed(codec: tw.codec.AgreedCodec, num_workers: int) -> str:
     """What is added on the wire, after all workers have proposed what this one does."""
     segments = golden_input()
-    total = codec.propose(segments) * (num_workers if codec.agreement == "sum" else 1)
+    total = codec.propose(segments) * (num_workers if codec.combined_by == "sum" else 1)
     keys = [KEY.mixed(), KEY._replace(stream=4).mixed()]
     return bytes(codec.agreed(total, num_workers).encode_segments(segments, keys, None).tolist()).hex()
 
 
 def agreed_cases() -> dict[str, tuple[tw.codec.AgreedCodec, int]]:
-    codecs = (tw.TernGrad(shared=True), tw.TernGrad(bucket_size=100, shared=True), tw.CoarseGrainedTopK(0.3, chunk=32))
+    codecs = (
+        tw.TernGrad(shared=True),
+        tw.TernGrad(bucket_size=100, shared=True),
+        tw.codec.CoarseGrainedTopK(0.3, chunk=32),
+    )
     return {f"{codec!r} of {size} workers": (codec, size) for codec in codecs for size in (1, 2, 4, 16)}
 
 

@@ -26,7 +26,7 @@ def test_no_matrix_of_the_rank_is_closer(n, m, rank, decay, seed):
     """Eckart and Young: the squared error is the sum of the other singular values' squares."""
     u, s, v = torch.linalg.svd(randn(n, m, seed=seed), full_matrices=False)
     x = u @ torch.diag(s * torch.arange(1.0, len(s) + 1) ** -decay) @ v
-    codec = tw.SVD(rank)
+    codec = tw.codec.SVD(rank)
     residual = torch.empty_like(x)
     payload = codec.encode(x, residual=residual)
     assert payload.numel() == 4 * min(rank * (n + m), n * m)
@@ -50,22 +50,24 @@ def test_factors_are_scaled_left_vectors_and_orthonormal_right_vectors(shape):
 def test_matrices_of_lower_rank_are_sent_exactly(shape, true_rank):
     """Also where some of the sent singular values are zero."""
     x = randn(shape[0], true_rank) @ randn(true_rank, shape[1], seed=1)
-    decoded = tw.SVD(3).decode(tw.SVD(3).encode(x), x.shape)
+    decoded = tw.codec.SVD(3).decode(tw.codec.SVD(3).encode(x), x.shape)
     torch.testing.assert_close(decoded, x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
 def test_any_scale(scale):
     x = randn(20, 30)
-    scaled = tw.SVD(2).decode(tw.SVD(2).encode(x * scale), x.shape)
-    torch.testing.assert_close(scaled / scale, tw.SVD(2).decode(tw.SVD(2).encode(x), x.shape), rtol=0, atol=1e-5)
+    scaled = tw.codec.SVD(2).decode(tw.codec.SVD(2).encode(x * scale), x.shape)
+    torch.testing.assert_close(
+        scaled / scale, tw.codec.SVD(2).decode(tw.codec.SVD(2).encode(x), x.shape), rtol=0, atol=1e-5
+    )
 
 
 def test_the_wire_layout_can_be_written_by_hand():
     """U diag(s), then V, row by row; two segments follow each other; the second is too small to gain."""
     left, right, dense = [1.0, 2.0, 0.5], [4.0, -1.0, 0.0, 8.0], [7.0, 9.0]
     payload = torch.frombuffer(bytearray(struct.pack("<9f", *left, *right, *dense)), dtype=torch.uint8)
-    codec, shapes = tw.SVD(rank=1), [torch.Size([3, 2, 2]), torch.Size([1, 2])]
+    codec, shapes = tw.codec.SVD(rank=1), [torch.Size([3, 2, 2]), torch.Size([1, 2])]
     assert codec.nbytes(shapes) == payload.numel() == 36
     first, second = codec.decode(payload, shapes)
     assert torch.equal(first, torch.outer(torch.tensor(left), torch.tensor(right)).view(3, 2, 2))
@@ -80,19 +82,19 @@ def test_the_wire_layout_can_be_written_by_hand():
 def test_tensors_as_matrices(shape, expected):
     assert matrix_shape(torch.Size(shape)) == expected
     x = randn(*shape)
-    assert torch.equal(tw.SVD(99).decode(tw.SVD(99).encode(x), x.shape), x)
+    assert torch.equal(tw.codec.SVD(99).decode(tw.codec.SVD(99).encode(x), x.shape), x)
 
 
 def test_a_vector_is_folded():
     x = randn(1000)
-    decoded = tw.SVD(2).decode(tw.SVD(2).encode(x), 1000)
+    decoded = tw.codec.SVD(2).decode(tw.codec.SVD(2).encode(x), 1000)
     folded = torch.nn.functional.pad(x, (0, 24)).view(32, 32)
-    as_matrix = tw.SVD(2).decode(tw.SVD(2).encode(folded), folded.shape)
+    as_matrix = tw.codec.SVD(2).decode(tw.codec.SVD(2).encode(folded), folded.shape)
     assert torch.equal(decoded, as_matrix.view(-1)[:1000])
 
 
 def test_rank_may_follow_a_schedule():
-    codec = tw.SVD(tw.Values((8, 2), every=1, unit="step"))
+    codec = tw.codec.SVD(tw.schedule.Values((8, 2), every=1, unit="step"))
     assert tw.parse(repr(codec)) == codec
 
     def worker(comm):
@@ -111,10 +113,13 @@ def test_rank_may_follow_a_schedule():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: tw.SVD(rank=0), "rank must be a positive integer, got 0"),
-        (lambda: tw.SVD(rank=1.5), "rank must be a positive integer, got 1.5"),
-        (lambda: tw.chain(tw.TopK(0.1), tw.SVD(rank=1)), "second link"),
-        (lambda: tw.SVD(rank=1).decode(torch.zeros(28, dtype=torch.uint8), torch.Size([4, 4])), "has 32 bytes, got 28"),
+        (lambda: tw.codec.SVD(rank=0), "rank must be a positive integer, got 0"),
+        (lambda: tw.codec.SVD(rank=1.5), "rank must be a positive integer, got 1.5"),
+        (lambda: tw.chain(tw.TopK(0.1), tw.codec.SVD(rank=1)), "second link"),
+        (
+            lambda: tw.codec.SVD(rank=1).decode(torch.zeros(28, dtype=torch.uint8), torch.Size([4, 4])),
+            "has 32 bytes, got 28",
+        ),
     ],
 )
 def test_mistakes(build, message):

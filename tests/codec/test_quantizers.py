@@ -138,9 +138,9 @@ def variance_of_levels(x, levels, bucket_size, norm):
 
 
 UNBIASED = [
-    tw.Quantize(levels=(-1.0, -0.5, -0.25, 0.25, 0.5, 1.0)),
-    tw.Quantize(levels=tuple(i / 10 for i in range(-10, 11)), bucket_size=100, norm="l2"),
-    tw.Quantize(levels=(-1.0, 0.1, 0.2, 1.0), bucket_size=64),
+    tw.codec.Quantize(levels=(-1.0, -0.5, -0.25, 0.25, 0.5, 1.0)),
+    tw.codec.Quantize(levels=tuple(i / 10 for i in range(-10, 11)), bucket_size=100, norm="l2"),
+    tw.codec.Quantize(levels=(-1.0, 0.1, 0.2, 1.0), bucket_size=64),
     tw.NUQSGD(bits=3),
     tw.NUQSGD(bits=4, multiplier=0.3, bucket_size=2048),
     tw.TernGrad(clip=None),
@@ -168,16 +168,16 @@ def test_mean_and_variance_are_those_of_the_formula(codec):
 def test_an_element_at_a_level_stays_there(levels):
     levels = [lv for lv in levels if lv > -1 and lv < 1]
     x = torch.tensor([1.0, *levels, -1.0] * 50)
-    codec = tw.Quantize(levels=(-1.0, *levels, 1.0))
+    codec = tw.codec.Quantize(levels=(-1.0, *levels, 1.0))
     for step in range(20):
         torch.testing.assert_close(codec.decode(codec.encode(x, tw.codec.Key(step=step)), len(x)), x, rtol=0, atol=0)
 
 
 def test_what_lies_beyond_the_levels_goes_to_the_nearest():
     x = torch.tensor([1.0, 0.76, -0.51, -0.9])
-    codec = tw.Quantize(levels=(-0.5, 0.25, 0.75))
+    codec = tw.codec.Quantize(levels=(-0.5, 0.25, 0.75))
     assert codec.decode(codec.encode(x), 4).tolist() == [0.75, 0.75, -0.5, -0.5]
-    assert not codec.unbiased
+    assert not codec.traits.unbiased
 
 
 @pytest.mark.parametrize(("bits", "bucket_size"), [(2, 64), (3, 512), (4, 8192), (6, 100)])
@@ -210,7 +210,7 @@ def test_qsgd_by_levels(levels, norm):
 
 
 def test_dense_last_bucket_is_exact():
-    x, codec = gaussian(1000), tw.DenseLast(tw.QSGD(bits=2, bucket_size=300))
+    x, codec = gaussian(1000), tw.codec.DenseLast(tw.QSGD(bits=2, bucket_size=300))
     residual = torch.empty_like(x)
     payload = codec.encode(x, residual=residual)
     assert payload.numel() == tw.QSGD(bits=2, bucket_size=300).nbytes(900) + 4 * 100
@@ -220,7 +220,7 @@ def test_dense_last_bucket_is_exact():
 
 
 def test_qsgd_schedules():
-    codec = tw.QSGD(bits=tw.Values((8, 4), every=10, unit="step"))
+    codec = tw.QSGD(bits=tw.schedule.Values((8, 4), every=10, unit="step"))
     from thinwire.schedule import resolve
 
     assert resolve(codec, tw.schedule.Progress(step=9)) == tw.QSGD(bits=8)
@@ -241,7 +241,7 @@ def test_terngrad_clips_at_standard_deviations():
 def test_sizes(numel):
     """1.6 bits an element and a scale; one bit an element and its scales."""
     assert tw.TernGrad().nbytes(numel) == 4 + -(-numel // 5)
-    assert tw.OneBit().nbytes(numel) == 8 + -(-numel // 8)
+    assert tw.codec.OneBit().nbytes(numel) == 8 + -(-numel // 8)
     assert tw.SignSGD().nbytes(numel) == 4 + -(-numel // 8)
     assert tw.Cast("float8_e5m2").nbytes(numel) == 4 + numel
 
@@ -268,7 +268,7 @@ def test_ternary_digits_add_up_without_carry(num_workers):
 
 def test_onebit_is_the_best_two_values():
     x = gaussian(1000) + 0.3
-    decoded = tw.OneBit().decode(tw.OneBit().encode(x), 1000).double()
+    decoded = tw.codec.OneBit().decode(tw.codec.OneBit().encode(x), 1000).double()
     expected = torch.where(x < 0, x[x < 0].double().mean(), x[x >= 0].double().mean())
     torch.testing.assert_close(decoded, expected, rtol=2.0**-23, atol=0)
     lost = x.double().square().sum() - decoded.square().sum()
@@ -349,7 +349,7 @@ def test_majority_vote(size, scale):
         torch.testing.assert_close(result, signs.sign() * scale * loss_scale, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("codec", [tw.SignSGD(), tw.TernGrad(shared=True), tw.OneBit()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.SignSGD(), tw.TernGrad(shared=True), tw.codec.OneBit()], ids=repr)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_not_finite_on_one_worker_reaches_all(codec, bad):
     def worker(comm):
@@ -371,16 +371,16 @@ def test_not_finite_on_one_worker_reaches_all(codec, bad):
         (lambda: tw.QSGD(bits=4, levels=7), "either bits or levels"),
         (lambda: tw.QSGD(levels=40000), "levels must be an integer from 1 to 32767"),
         (lambda: tw.QSGD(levels=7, zero=False), "levels include zero; give bits"),
-        (lambda: tw.Quantize(levels=(0.0,)), "expected 2 to 256"),
-        (lambda: tw.Quantize(levels=(0.0, 0.0)), "ascending"),
-        (lambda: tw.Quantize(levels=(0.0, 1.5)), r"in \[-1, 1\]"),
-        (lambda: tw.Quantize(levels=(0.0, math.nan)), "ascending"),
+        (lambda: tw.codec.Quantize(levels=(0.0,)), "expected 2 to 256"),
+        (lambda: tw.codec.Quantize(levels=(0.0, 0.0)), "ascending"),
+        (lambda: tw.codec.Quantize(levels=(0.0, 1.5)), r"in \[-1, 1\]"),
+        (lambda: tw.codec.Quantize(levels=(0.0, math.nan)), "ascending"),
         (lambda: tw.NUQSGD(bits=1), "bits must be"),
         (lambda: tw.NUQSGD(multiplier=1.0), "multiplier"),
         (lambda: tw.NUQSGD(bits=8, multiplier=0.1), "ascending"),
         (lambda: tw.TernGrad(clip=0), "clip"),
         (lambda: tw.TernGrad(bucket_size=0), "bucket_size"),
-        (lambda: tw.OneBit(bucket_size=0), "bucket_size"),
+        (lambda: tw.codec.OneBit(bucket_size=0), "bucket_size"),
         (lambda: tw.SignSGD(scale=0), "scale"),
     ],
 )
@@ -394,7 +394,7 @@ def test_natural_compression_has_the_variance_of_its_formula():
     x = torch.tensor([1.5, -0.3, 3.5, 1e-3, 1.0, -4.0])
     draws = torch.stack(
         [
-            tw.NaturalCompression().decode(tw.NaturalCompression().encode(x, tw.codec.Key(step=i)), 6)
+            tw.codec.NaturalCompression().decode(tw.codec.NaturalCompression().encode(x, tw.codec.Key(step=i)), 6)
             for i in range(4000)
         ]
     )
@@ -409,7 +409,9 @@ def test_natural_compression_at_the_ends_of_float32():
     x = torch.tensor([0.0, -0.0, 1e-45, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan])
     for step in range(20):
         decoded = (
-            tw.NaturalCompression().decode(tw.NaturalCompression().encode(x, tw.codec.Key(step=step)), len(x)).tolist()
+            tw.codec.NaturalCompression()
+            .decode(tw.codec.NaturalCompression().encode(x, tw.codec.Key(step=step)), len(x))
+            .tolist()
         )
         assert decoded[:2] == [0, 0] and decoded[2] in (0, 2.0**-126)
         assert decoded[3:5] == [2.0**127, -(2.0**127)]
@@ -417,7 +419,42 @@ def test_natural_compression_at_the_ends_of_float32():
 
 
 def test_dynamic_numbers_are_as_dense_in_each_decade_as_their_fraction_has_bits():
-    levels = torch.tensor(tw.Dynamic8().level_values, dtype=torch.float64)
+    levels = torch.tensor(tw.codec.Dynamic8().level_values, dtype=torch.float64)
     assert len(levels) == 255 and torch.equal(levels, -levels.flip(0)) and levels[-1] == 1
     counts = [int(((levels > 10.0 ** -(e + 1)) & (levels <= 10.0**-e)).sum()) for e in range(7)]
     assert counts == [64, 32, 16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("codec", [tw.SignSGD(scale=0.5), tw.chain(tw.TopK(1.0), tw.SignSGD(scale=0.5))], ids=repr)
+def test_a_segment_of_zeros_does_not_vote(codec, backend):
+    """A layer without a gradient is not changed, and a worker without one leaves the vote to the others."""
+
+    def worker(comm):
+        used, one_uses = torch.full((2, 2), -1.0 - comm.rank), torch.full((2, 2), -3.0 * (comm.rank == 1))
+        tensors = [("used", used), ("unused", torch.zeros(2, 2)), ("one uses", one_uses)]
+        averager = tw.Mean(codec)
+        averager.step(averager.init(tensors, comm), tensors, comm).wait()
+        return [t[0, 0].item() for _, t in tensors]
+
+    with kernels.use_backend(backend):
+        assert tw.LocalWorld(3).run(worker) == [[-0.5, 0.0, -0.5]] * 3
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_one_bit_of_huge_gradients_leaves_a_finite_memory(backend):
+    """The two levels are twice the scale apart. Where that overflows, all workers see the infinity, and none remembers it."""
+
+    def worker(comm):
+        averager = tw.Mean(tw.QSGD(bits=1, zero=False), tw.ErrorFeedback(), exchange="all_gather")
+        x = torch.empty(1, 64)
+        state = averager.init([("x", x)], comm)
+        committed = []
+        for largest in (1.0, 3e38, 1.0):
+            x.copy_(torch.linspace(-largest, largest, 64))
+            averager.step(state, [("x", x)], comm).wait()
+            committed.append(averager.commit(state))
+        return committed, bool(state.memory.residual["x"].isfinite().all())
+
+    with kernels.use_backend(backend):
+        assert tw.LocalWorld(2).run(worker) == [([True, False, True], True)] * 2

@@ -19,7 +19,7 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def sent(codec: tw.Codec, x: torch.Tensor, key: tw.codec.Key = tw.codec.Key()) -> torch.Tensor:
+def sent(codec: tw.codec.Codec, x: torch.Tensor, key: tw.codec.Key = tw.codec.Key()) -> torch.Tensor:
     return codec.decode(codec.encode(x, key), x.numel(), key)
 
 
@@ -53,12 +53,12 @@ def test_nothing_to_send_costs_the_count():
     assert torch.equal(sent(codec, torch.ones(1000)), torch.zeros(1000))
 
 
-@pytest.mark.parametrize("values", [None, tw.QSGD(bits=4), tw.Cast(), tw.SignNorm()], ids=repr)
+@pytest.mark.parametrize("values", [None, tw.QSGD(bits=4), tw.Cast(), tw.codec.SignNorm()], ids=repr)
 @pytest.mark.parametrize("value", [1e-9, 0.01, 0.02, 0.1, 0.3, 1.0])
 def test_never_larger_than_dense_and_the_count(values, value):
     x = normal(3000, 2)
     codec = tw.Threshold(value) if values is None else tw.chain(tw.Threshold(value), values)
-    dense = (values or tw.Identity()).nbytes(3000)
+    dense = (values or tw.codec.Identity()).nbytes(3000)
     assert codec.encode(x).numel() <= codec.nbytes(3000) == dense + 4
 
 
@@ -212,7 +212,7 @@ def test_a_shared_key_must_be_given():
 def test_top_k_in_chunks_is_top_k_of_each(n, chunk, ratio):
     x = normal(n, n)
     by_hand = torch.cat([sent(tw.TopK(ratio), part) for part in x.split(chunk)])
-    codec = tw.BlockwiseTopK(ratio, block=chunk)
+    codec = tw.codec.BlockwiseTopK(ratio, block=chunk)
     assert torch.equal(sent(codec, x), by_hand)
     assert codec.encode(x).numel() == codec.nbytes(n)
 
@@ -220,7 +220,7 @@ def test_top_k_in_chunks_is_top_k_of_each(n, chunk, ratio):
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 16, 64])
 def test_an_index_in_a_chunk_takes_at_most_12_bits(k):
     n = 4096 * 50
-    codec = tw.BlockwiseTopK(k / 4096)
+    codec = tw.codec.BlockwiseTopK(k / 4096)
     assert codec.count(n) == 50 * k
     assert (codec.nbytes(n) - 4 * 50 * k) * 8 <= 12 * 50 * k
 
@@ -238,7 +238,7 @@ def chunk_mean(comm, codec, n, memory=None):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1000, 1024, 37])
 def test_chunk_top_k_averages_the_chunks_of_largest_summed_norm(size, n):
-    codec = tw.CoarseGrainedTopK(0.2, chunk=64)
+    codec = tw.codec.CoarseGrainedTopK(0.2, chunk=64)
     results = tw.LocalWorld(size).run(chunk_mean, codec, n)
     xs = [normal(n, rank) * (1 + rank) for rank in range(size)]
     norms = sum(torch.stack([part.double().abs().sum() for part in x.split(64)]) for x in xs)
@@ -252,12 +252,20 @@ def test_chunk_top_k_averages_the_chunks_of_largest_summed_norm(size, n):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(got, results[0][0])
         values = 4 * k * min(64, n)
-        assert num_bytes == pytest.approx((size - 1) * 4 * m + 2 * (size - 1) / size * values, abs=2 * 4 * size)
+        assert num_bytes == pytest.approx(2 * (size - 1) / size * (4 * m + values), abs=2 * 4 * size)
+
+
+def test_bytes_of_chunk_top_k_do_not_grow_with_workers():
+    """By the ledger, at 0.1 % of 100,000 elements in chunks of 64: norms and values of 32 workers beside those of two."""
+    codec = tw.codec.CoarseGrainedTopK(0.001, chunk=64)
+    few, many = (max(sent for _, sent in tw.LocalWorld(size).run(chunk_mean, codec, 100_000)) for size in (2, 32))
+    assert few == 4 * (1563 + 2 * 64)
+    assert many <= 2.1 * few
 
 
 def test_chunk_top_k_loses_nothing_with_a_memory():
     def worker(comm):
-        averager = tw.Mean(tw.CoarseGrainedTopK(0.25, chunk=16), tw.ErrorFeedback(), min_ndim=0)
+        averager = tw.Mean(tw.codec.CoarseGrainedTopK(0.25, chunk=16), tw.ErrorFeedback(), min_ndim=0)
         state = averager.init([("x", torch.zeros(200))], comm)
         given, got = torch.zeros(200, dtype=torch.float64), torch.zeros(200, dtype=torch.float64)
         for step in range(6):
@@ -398,7 +406,7 @@ def test_corrupt_rice_codes_are_refused():
 
 
 def test_all_indices_cost_nothing():
-    assert tw.TopK(1.0).nbytes(1000) == tw.Identity().nbytes(1000)
+    assert tw.TopK(1.0).nbytes(1000) == tw.codec.Identity().nbytes(1000)
 
 
 # ---- in common ----
@@ -412,7 +420,7 @@ def test_all_indices_cost_nothing():
         tw.Threshold(1.0),
         tw.RandomK(0.1),
         tw.RandomK(0.1, shared=True),
-        tw.BlockwiseTopK(0.1, block=32),
+        tw.codec.BlockwiseTopK(0.1, block=32),
         tw.chain(tw.Threshold(1.0), tw.QSGD(bits=8)),
     ],
     ids=repr,
@@ -434,8 +442,8 @@ def test_support_names_what_was_sent(codec):
         lambda s: tw.TopK(s),
         lambda s: tw.TopK(s, sample=0.1),
         lambda s: tw.RandomK(s),
-        lambda s: tw.BlockwiseTopK(s),
-        lambda s: tw.CoarseGrainedTopK(s),
+        lambda s: tw.codec.BlockwiseTopK(s),
+        lambda s: tw.codec.CoarseGrainedTopK(s),
         lambda s: tw.Threshold(s),
         lambda s: tw.AdaptiveThreshold(s),
         lambda s: tw.chain(tw.Threshold(s), tw.QSGD(bits=4)),
@@ -444,7 +452,7 @@ def test_support_names_what_was_sent(codec):
 def test_schedules(build):
     from thinwire.schedule import resolve
 
-    codec = build(tw.Values((0.5, 0.25), unit="step"))
+    codec = build(tw.schedule.Values((0.5, 0.25), unit="step"))
     assert tw.parse(repr(codec)) == codec
     assert resolve(codec, tw.schedule.Progress(step=1)) == build(0.25)
     results = tw.LocalWorld(2).run(lambda comm: chunk_mean(comm, codec, 300, tw.ErrorFeedback())[0])
@@ -477,8 +485,8 @@ def test_the_ledger_of_variable_sizes():
         (lambda: tw.RandomK(0.1, shared=1), "shared must be True or False"),
         (lambda: tw.TopK(0.1, sample=0), "sample must be"),
         (lambda: tw.TopK(0.1, indices="delta"), "indices must be 'fixed' or 'auto'"),
-        (lambda: tw.BlockwiseTopK(0.1, block=4097), "from 1 to 4096"),
-        (lambda: tw.CoarseGrainedTopK(0.1, chunk=0), "positive integer"),
+        (lambda: tw.codec.BlockwiseTopK(0.1, block=4097), "from 1 to 4096"),
+        (lambda: tw.codec.CoarseGrainedTopK(0.1, chunk=0), "positive integer"),
     ],
 )
 def test_mistakes(build, message):
@@ -499,6 +507,6 @@ def test_rice_changes_the_bytes_and_nothing_else():
         return x, comm.ledger.bytes_sent
 
     plain = tw.LocalWorld(2).run(worker, tw.TopK(0.1))
-    coded = tw.LocalWorld(2).run(worker, tw.chain(tw.TopK(0.1), tw.Rice()))
+    coded = tw.LocalWorld(2).run(worker, tw.chain(tw.TopK(0.1), tw.codec.Rice()))
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, coded, strict=True))
     assert coded[0][1] < plain[0][1]

@@ -1,3 +1,3 @@
-"""The checks run by file name, with `make test-gpu`, and are not collected with the other tests."""
+"""The checks run by file name, with `scripts/gpu.py`, and are not collected with the other tests."""
 
 collect_ignore_glob = ["check_*.py"]

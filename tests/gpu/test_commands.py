@@ -1,8 +1,11 @@
-"""Without a GPU, `make test-gpu` and `make bench-gpu` say so in one line and fail."""
+"""`scripts/gpu.py` without a GPU: it lists its parts, says that there is no GPU, and its dry run needs none."""
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,62 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["test", "bench"])
-def test_without_a_gpu(command, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    main = runpy.run_path(str(ROOT / "scripts" / "gpu.py"))["main"]
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The script's functions, with results in a folder of their own."""
+    functions = runpy.run_path(str(ROOT / "scripts" / "gpu.py"))
+    functions["run"].__globals__["RESULTS"] = tmp_path
+    return functions
+
+
+def test_the_parts_fit_one_half_hour(script, capsys):
+    assert script["main"]([]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [part.name for part in script["PARTS"]]
+    assert all(part.minutes < 9 for part in script["PARTS"]) and sum(part.minutes for part in script["PARTS"]) <= 30
+
+
+def test_without_a_gpu(script, monkeypatch):
+    monkeypatch.setitem(script["main"].__globals__, "device", lambda: "")
     with pytest.raises(SystemExit, match="^no GPU: .*$") as exit:
-        main(command)
+        script["main"](["kernels"])
     assert "\n" not in str(exit.value)
 
 
-def test_make_runs_the_script():
+def test_the_table_lists_what_was_not_run(script, capsys):
+    assert script["main"](["--dry-run", "overhead"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in printed.splitlines() if line}
+    assert "passed (dry)" in rows["overhead"] and "Mean(QSGD(bits=4))" in printed
+    assert all("not run" in rows[part.name] for part in script["PARTS"] if part.name != "overhead")
+    trace = json.loads((script["run"].__globals__["RESULTS"] / "timeline.json").read_text())
+    assert any(event["name"] == "thinwire::encode" for event in trace["traceEvents"])
+
+
+def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(script["run"].__globals__, "LIMIT_SECONDS", 3)
+    lines = "created: 2/2 workers\\n2 workers [3 items]\\n[gw0] [ 33%] PASSED a\\n[gw1] [ 66%] FAILED b \\n"
+    hanging = [sys.executable, "-c", f"import time; print('{lines}', flush=True); time.sleep(60)"]
+    monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: hanging)
+    result = script["run"](script["PARTS"][0], dry=True)
+    assert (result["state"], result["shown"]) == ("not finished", "1 of 3 checks passed")
+
+
+def test_checks_are_found_where_the_script_looks(script):
+    assert all((ROOT / file).exists() for part in script["PARTS"] for file in part.files)
+
+
+def test_make_runs_all_parts(script):
     makefile = (ROOT / "Makefile").read_text()
-    assert "scripts/gpu.py test" in makefile and "scripts/gpu.py bench" in makefile
+    named = [word for line in makefile.splitlines() if "scripts/gpu.py" in line for word in line.split()[2:]]
+    assert sorted(named) == sorted(part.name for part in script["PARTS"])
+
+
+def test_a_bare_python_runs_the_script(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "scripts/gpu.py")], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "kernels" in done.stdout, done.stderr
 
 
 def test_the_benchmark_of_codecs_refuses_a_gpu_that_is_not_there(monkeypatch):

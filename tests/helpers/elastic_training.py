@@ -32,11 +32,35 @@ def dying(model, row, comm):
     return {"models": len(set(comm.gather_objects(digest)))}
 
 
-def elastic_run(folder: str, averager: str, epochs: int, resume: bool) -> None:
+def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
     """Train in this folder, with a row after each step."""
     from dataclasses import replace
 
     os.chdir(folder)
     config = recipes()["digits"].config
-    options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "averager": averager, "timeout": 60.0}
+    options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "strategy": strategy, "timeout": 60.0}
     train(replace(config, **options, epochs=epochs, resume=resume), callbacks=[] if resume else [dying])
+
+
+def killing_the_fork_server(model, row, comm):
+    """A callback: worker 0 kills the process that has started it, once, after a checkpoint."""
+    died = Path("died-server")
+    if row["step"] == 4 and comm.rank == 0 and not died.exists():
+        died.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(5)
+    return {}
+
+
+def run_without_fork_server(folder: str, elastic: bool) -> None:
+    """Train in this folder; the fork server is killed meanwhile."""
+    from dataclasses import replace
+
+    from thinwire.lab.train.spawn import WorkerError
+
+    os.chdir(folder)
+    options = {"elastic": elastic, "workers": 2, "log_every": 1, "checkpoint_every": 2, "name": "run", "max_steps": 8}
+    try:
+        train(replace(recipes()["digits"].config, **options), callbacks=[killing_the_fork_server])
+    except WorkerError as error:
+        print(f"WorkerError: {error}")

@@ -15,13 +15,23 @@ Record = Callable[[int, Tensor], None]
 
 
 def fitted(
-    kind: type, codec: tw.Codec, x: Tensor, rounds: int, record: Record, topology: tw.Topology | None = None
+    kind: type,
+    codec: tw.codec.Codec,
+    x: Tensor,
+    rounds: int,
+    record: Record,
+    topology: tw.topology.Topology | None = None,
 ) -> float:
     """Gossip for some rounds, calling `record` with the round and the values (W, ...); the last step size."""
     graph, size = topology or tw.Ring(), len(x)
-    p = torch.from_numpy(graph.matrix(0, size)).float()
+    p = torch.from_numpy(graph.matrix(0, size))
     span, rates = rounds_to_reach_all(graph, size), difference_rates(graph, size)
-    memory, shares, step_size = torch.zeros_like(x), None, torch.tensor(0.0)
+    memory, gap, shares, step_size = (
+        torch.zeros_like(x),
+        torch.zeros_like(x, dtype=torch.float64),
+        None,
+        torch.tensor(0.0),
+    )
     for step in range(rounds):
         y = x - memory if kind is tw.Choco else x + memory
         keys = [tw.codec.Key(0, rank, step) for rank in range(size)]
@@ -36,8 +46,9 @@ def fitted(
         if step % span == 0:
             proposed = shares.min()
         memory = memory + c if kind is tw.Choco else y - c
-        mixed = memory if kind is tw.Choco else c
-        x = x + step_size * (torch.einsum("ij,j...->i...", p, mixed) - mixed)
+        change = torch.einsum("ij,j...->i...", p, c.double()) - c
+        gap = gap + change if kind is tw.Choco else change
+        x = x + (step_size * gap).float()
         if step % span == span - 1:
             step_size = step_for(proposed, *rates)
         record(step + 1, x)

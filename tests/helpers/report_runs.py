@@ -7,7 +7,7 @@ from pathlib import Path
 
 CONFIG = {
     "recipe": "digits",
-    "averager": "Mean()",
+    "strategy": "Gradients(Mean())",
     "workers": 4,
     "seed": 0,
     "epochs": 4,
@@ -47,7 +47,7 @@ def summary(config: dict, last: dict) -> dict:
     tested = {key: last[key] for key in last if "test_" in key or key == "consensus_distance"}
     return {
         "recipe": config["recipe"],
-        "averager": config["averager"],
+        "strategy": config["strategy"],
         "workers": config["workers"],
         "seed": config["seed"],
         "final": tested | {"steps": last["step"]},

@@ -121,12 +121,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("codec", "bits", "above"), CASES, ids=lambda v: repr(v) if isinstance(v, tw.Codec) else "")
+@pytest.mark.parametrize(
+    ("codec", "bits", "above"), CASES, ids=lambda v: repr(v) if isinstance(v, tw.codec.Codec) else ""
+)
 def test_measured_bits_beside_the_entropy(codec, bits, above):
     """On Gaussian gradients: at most `above` bits more than the entropy of the symbols, table included."""
     n = 200_000
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    coded = tw.chain(codec, tw.Huffman())
+    coded = tw.chain(codec, tw.codec.Huffman())
     plain, payload = codec.encode(x), coded.encode(x)
     symbols = codec.symbols([n])
     stream = ((plain[plain.numel() - symbols.nbytes :][:, None] >> torch.arange(8)) & 1).flatten()[: n * bits]
@@ -142,7 +144,7 @@ def test_measured_bits_beside_the_entropy(codec, bits, above):
 def test_chain_of_three_links():
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     two = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4))
-    three = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Huffman())
+    three = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.codec.Huffman())
     assert repr(three) == "chain(TopK(ratio=0.01), QSGD(bits=4), Huffman())"
     assert torch.equal(three.decode(three.encode(x), len(x)), two.decode(two.encode(x), len(x)))
     assert three.encode(x).numel() < two.encode(x).numel()
@@ -158,7 +160,7 @@ def test_averaging_with_payloads_of_different_sizes(exchange):
         return x, comm.ledger.bytes_sent
 
     codec = tw.QSGD(bits=4)
-    coded = tw.LocalWorld(3).run(worker, tw.chain(codec, tw.Huffman()))
+    coded = tw.LocalWorld(3).run(worker, tw.chain(codec, tw.codec.Huffman()))
     plain = tw.LocalWorld(3).run(worker, codec)
     for (x, sent), (y, plain_sent) in zip(coded, plain, strict=True):
         assert torch.equal(x, y)
@@ -168,11 +170,14 @@ def test_averaging_with_payloads_of_different_sizes(exchange):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: tw.chain(tw.TopK(0.1), tw.Huffman()), "no symbols"),
-        (lambda: tw.chain(tw.QSGD(levels=2000), tw.Huffman()), "no symbols"),
+        (lambda: tw.chain(tw.TopK(0.1), tw.codec.Huffman()), "no symbols"),
+        (lambda: tw.chain(tw.QSGD(levels=2000), tw.codec.Huffman()), "no symbols"),
         (lambda: tw.chain(tw.QSGD(bits=4)), "at least two links"),
         (lambda: tw.chain(tw.TopK(0.1), tw.QSGD(bits=4), tw.Cast()), "one codec"),
-        (lambda: tw.chain(tw.QSGD(bits=4), tw.Huffman()).decode(torch.zeros(3, dtype=torch.uint8), 100), "more than 4"),
+        (
+            lambda: tw.chain(tw.QSGD(bits=4), tw.codec.Huffman()).decode(torch.zeros(3, dtype=torch.uint8), 100),
+            "more than 4",
+        ),
     ],
 )
 def test_mistakes(build, message):

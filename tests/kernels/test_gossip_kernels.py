@@ -46,7 +46,8 @@ def test_differences(xs, data):
         kernels.quantize.encode(vs, same, keys, quantizer)
         assert torch.equal(payload, same)
         payloads = [payload, same.clone(), same.clone()][:num_messages]
-        choco, squeezed = [clones(xs), clones(ys), clones(ys)], [clones(xs), clones(ys)]
+        choco = [clones(xs), clones(ys), [y.double() for y in ys]]
+        squeezed = [clones(xs), clones(ys)]
         kernels.difference.choco_add(*choco, payloads, factors, weights, step, quantizer)
         kernels.difference.squeeze_add(*squeezed, payloads, factors, weights, step, quantizer)
         kept_sums.append(sums)

@@ -146,6 +146,9 @@ def test_extreme_magnitudes_stay_finite(norm):
         x = torch.tensor([scale, -scale, 0.0])
         for bits, steps in ((1, 1), (4, 14), (8, 255)):
             (out,) = dequantized(quantized([x], bits, steps, norm=norm), [3], bits, steps)
+            if steps == 1 and scale > 1.7e38:  # the step from -scale to scale is no float: it is reported, not lost
+                assert not out.isfinite().any()
+                continue
             assert out.isfinite().all()
     for scale in (2.0**-120, 1e-45, 0.0, -0.0):
         (out,) = dequantized(quantized([torch.full((3,), scale)], norm=norm), [3])

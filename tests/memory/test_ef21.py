@@ -16,7 +16,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
     return [torch.randn(6, 10, generator=generator) for _ in range(ROUNDS)]
 
 
-def run(averager: tw.Averager, scale: float = 1.0, poisoned: int | None = None) -> list[list[torch.Tensor]]:
+def run(averager: tw.average.Averager, scale: float = 1.0, poisoned: int | None = None) -> list[list[torch.Tensor]]:
     """The results of all rounds on every worker; round `poisoned` has an infinite gradient and is not counted."""
 
     def worker(comm: tw.comm.Communicator) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def reference(k: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 @pytest.mark.parametrize("poisoned", [None, 5])
 def test_results_are_those_of_the_definition(scale, poisoned):
-    results = run(tw.Mean(tw.TopK(0.1), tw.EF21()), scale, poisoned)
+    results = run(tw.Mean(tw.TopK(0.1), tw.memory.EF21()), scale, poisoned)
     for worker in results:
         for x, expected, first in zip(worker, reference(k=6), results[0], strict=True):
             assert torch.equal(x, first)  # the same bits on every worker
@@ -67,7 +67,7 @@ def test_results_are_those_of_the_definition(scale, poisoned):
 def test_estimates_and_mean_stay_together(exchange):
     """g is the mean of all g_i, up to what the second encoding of scatter_reduce has lost so far."""
     codec = tw.chain(tw.TopK(0.2), tw.QSGD(bits=4)) if "sparse" in exchange else tw.QSGD(bits=4)
-    averager = tw.Mean(codec, tw.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None)
+    averager = tw.Mean(codec, tw.memory.EF21(), exchange=exchange, workers_per_node=2 if exchange[0] == "h" else None)
 
     def worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.zeros(6, 10)
@@ -88,7 +88,7 @@ def test_estimates_and_mean_stay_together(exchange):
 
 
 @pytest.mark.parametrize(
-    "averager", [tw.Mean(tw.TopK(0.1), tw.EF21()), tw.PowerSGD(rank=1, memory=tw.EF21())], ids=repr
+    "averager", [tw.Mean(tw.TopK(0.1), tw.memory.EF21()), tw.PowerSGD(rank=1, memory=tw.memory.EF21())], ids=repr
 )
 def test_it_converges_to_gradients_that_stay_the_same(averager):
     def worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ def test_it_converges_to_gradients_that_stay_the_same(averager):
 
 
 def test_a_saved_state_resumes_bit_for_bit():
-    averager = tw.Mean(tw.TopK(0.1), tw.EF21())
+    averager = tw.Mean(tw.TopK(0.1), tw.memory.EF21())
 
     def worker(comm: tw.comm.Communicator, interrupted: bool) -> torch.Tensor:
         x = torch.zeros(6, 10)

@@ -18,7 +18,7 @@ def gradient(x: np.ndarray, rank: int) -> np.ndarray:
     return SCALES[rank] * (x - TARGETS[rank])
 
 
-def train(memory: tw.Memory, codec: tw.Codec, lr: float) -> list[np.ndarray]:
+def train(memory: tw.memory.Memory, codec: tw.codec.Codec, lr: float) -> list[np.ndarray]:
     """x after each round of `x <- x - lr result` on worker 0, in float32; the same bits on all workers."""
 
     def worker(comm: tw.comm.Communicator) -> list[np.ndarray]:
@@ -58,7 +58,7 @@ def test_signum_votes_with_the_signs_of_momenta():
             votes += signs(u[rank])
         x = x - 0.1 * np.sign(votes)
         expected.append(x)
-    found = train(tw.LocalMomentum(0.6), tw.SignSGD(), lr=0.1)
+    found = train(tw.memory.LocalMomentum(0.6), tw.SignSGD(), lr=0.1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)  # a sign that differed would cost 0.2
 
 
@@ -68,7 +68,9 @@ def test_a_lossless_codec_gives_the_momentum_of_the_mean():
         u = 0.6 * u + 0.4 * np.mean([gradient(x, rank) for rank in range(WORKERS)], axis=0)
         x = x - 0.5 * u
         expected.append(x)
-    np.testing.assert_allclose(train(tw.LocalMomentum(0.6), tw.Identity(), lr=0.5), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        train(tw.memory.LocalMomentum(0.6), tw.codec.Identity(), lr=0.5), expected, rtol=0, atol=1e-6
+    )
 
 
 def in_8_bits(e: np.ndarray) -> np.ndarray:
@@ -92,14 +94,14 @@ def test_loco_sends_a_moving_average_of_errors_and_clears_it(reset_every):
                 e[rank] = 0
         x = x - 0.3 * sent.mean(axis=0)
         expected.append(x)
-    found = train(tw.LoCo(beta=0.25, reset_every=reset_every), tw.TopK(0.2), lr=0.3)
+    found = train(tw.memory.LoCo(beta=0.25, reset_every=reset_every), tw.TopK(0.2), lr=0.3)
     # An element of e at a tie of rounding may fall either way: one step of at most 2^-6 of e, times 0.3.
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
     np.testing.assert_allclose(np.median(np.abs(np.subtract(found, expected))), 0, atol=1e-6)
 
 
 def test_loco_keeps_its_8_bits_through_a_checkpoint():
-    memory = tw.LoCo(beta=0.5)
+    memory = tw.memory.LoCo(beta=0.5)
     state = memory.init([("x", torch.zeros(SIZE))])
     x = memory.compensate(state, "x", torch.from_numpy(TARGETS[0]).float())
     memory.commit(state)
@@ -118,15 +120,19 @@ def test_diana_follows_its_definition():
         x = x - 0.3 * (mean + sent.mean(axis=0))
         h, mean = h + 0.25 * sent, mean + 0.25 * sent.mean(axis=0)
         expected.append(x)
-    np.testing.assert_allclose(train(tw.DIANA(alpha=0.25), tw.TopK(0.2), lr=0.3), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(train(tw.memory.DIANA(alpha=0.25), tw.TopK(0.2), lr=0.3), expected, rtol=0, atol=1e-5)
 
 
 def test_diana_reaches_the_optimum_that_plain_quantization_misses():
     optimum = (SCALES * TARGETS).sum(0) / SCALES.sum(0)
 
-    def error(memory: tw.Memory | None) -> float:
+    def error(memory: tw.memory.Memory | None) -> float:
         def worker(comm: tw.comm.Communicator) -> float:
-            averager, x, g = tw.Mean(tw.NaturalCompression(), memory, min_ndim=0), torch.zeros(SIZE), torch.zeros(SIZE)
+            averager, x, g = (
+                tw.Mean(tw.codec.NaturalCompression(), memory, min_ndim=0),
+                torch.zeros(SIZE),
+                torch.zeros(SIZE),
+            )
             state = averager.init([("x", g)], comm)
             for _ in range(150):
                 g.copy_(torch.from_numpy(gradient(x.double().numpy(), comm.rank)))
@@ -137,7 +143,7 @@ def test_diana_reaches_the_optimum_that_plain_quantization_misses():
 
         return tw.LocalWorld(WORKERS).run(worker)[0]
 
-    assert error(tw.DIANA(alpha=0.5)) < 1e-5 < 1e-2 < error(None)
+    assert error(tw.memory.DIANA(alpha=0.5)) < 1e-5 < 1e-2 < error(None)
 
 
 def test_ef_signsgd_is_signs_with_error_feedback():
@@ -150,4 +156,4 @@ def test_ef_signsgd_is_signs_with_error_feedback():
             e[rank] = p - sent[rank]
         x = x - 0.1 * sent.mean(axis=0)
         expected.append(x)
-    np.testing.assert_allclose(train(tw.ErrorFeedback(), tw.SignNorm(), lr=0.1), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(train(tw.ErrorFeedback(), tw.codec.SignNorm(), lr=0.1), expected, rtol=0, atol=1e-5)

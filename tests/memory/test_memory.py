@@ -7,16 +7,16 @@ import torch
 
 import thinwire as tw
 
-CODECS = [tw.TopK(0.1), tw.QSGD(bits=2), tw.SignNorm(), tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))]
+CODECS = [tw.TopK(0.1), tw.QSGD(bits=2), tw.codec.SignNorm(), tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))]
 
 MEMORIES = [
     tw.ErrorFeedback(),
     tw.MomentumCorrection(),
     tw.MomentumCorrection(0.5, nesterov=True, masking=False),
-    tw.EF21(),
-    tw.DIANA(),
-    tw.LoCo(),
-    tw.LocalMomentum(),
+    tw.memory.EF21(),
+    tw.memory.DIANA(),
+    tw.memory.LoCo(),
+    tw.memory.LocalMomentum(),
 ]
 every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 

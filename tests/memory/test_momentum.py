@@ -180,7 +180,7 @@ def momentum_sgd(size, nesterov, num_steps, lr):
     return {name: p.detach() for name, p in x.items()}
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(1.0), tw.Identity()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.TopK(1.0), tw.codec.Identity()], ids=repr)
 @pytest.mark.parametrize("exchange", ["auto", "all_gather", "scatter_reduce"])
 def test_a_lossless_codec_is_momentum_sgd(codec, exchange):
     """Bit for bit with one worker; with several to rounding, for the sums are in another order."""
@@ -208,7 +208,7 @@ def test_everything_sent_without_masking_is_momentum():
     for _ in range(10):
         g = torch.randn(50, generator=generator)
         x = memory.compensate(state, "w", g)
-        sent = tw.Identity().decode(tw.Identity().encode(x, residual=x), 50)
+        sent = tw.codec.Identity().decode(tw.codec.Identity().encode(x, residual=x), 50)
         memory.commit(state)
         u = u * 0.8 + g
         assert torch.equal(sent, u)
@@ -263,7 +263,7 @@ SPARSE = [
     tw.TopK(0.1, sample=0.5),
     tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)),
     tw.RandomK(0.1),
-    tw.CoarseGrainedTopK(0.2, chunk=5),
+    tw.codec.CoarseGrainedTopK(0.2, chunk=5),
     tw.Threshold(0.5),
 ]
 
@@ -290,7 +290,7 @@ def test_masking_zeroes_momentum_exactly_where_something_was_sent(codec, options
         assert 0 < sent < 75
 
 
-@pytest.mark.parametrize("codec", [tw.QSGD(bits=4), tw.SignNorm(), tw.SVD(rank=1), tw.Cast()], ids=repr)
+@pytest.mark.parametrize("codec", [tw.QSGD(bits=4), tw.codec.SignNorm(), tw.codec.SVD(rank=1), tw.Cast()], ids=repr)
 @pytest.mark.parametrize("exchange", ["all_gather", "scatter_reduce"])
 def test_codecs_that_send_everything_mask_everything(codec, exchange):
     averager = tw.Mean(codec, MomentumCorrection(), exchange=exchange)
@@ -306,7 +306,9 @@ def test_codecs_that_send_everything_mask_everything(codec, exchange):
 
 @pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.TopK(1.0), tw.QSGD(bits=4)], ids=repr)
 @pytest.mark.parametrize(
-    "clip", [None, tw.ClipByNorm(1.0), tw.ClipByValue(0.3), tw.ClipValueByGlobalNorm(0.2)], ids=repr
+    "clip",
+    [None, tw.average.ClipByNorm(1.0), tw.average.ClipByValue(0.3), tw.average.ClipValueByGlobalNorm(0.2)],
+    ids=repr,
 )
 def test_a_loss_scale_changes_nothing(codec, clip):
     averager = tw.Mean(codec, MomentumCorrection(), clip=clip)
@@ -319,11 +321,11 @@ def test_a_loss_scale_changes_nothing(codec, clip):
 
 def test_clips_by_their_definition():
     g = torch.tensor([[3.0, -4.0], [12.0, 0.0]])
-    torch.testing.assert_close(tw.ClipByNorm(6.5).apply(g, num_workers=4), g * 0.25)
-    assert torch.equal(tw.ClipByNorm(27.0).apply(g, num_workers=4), g)
-    assert torch.equal(tw.ClipByNorm(1.0).apply(torch.zeros(3), num_workers=4), torch.zeros(3))
-    assert torch.equal(tw.ClipByValue(3.5).apply(g, num_workers=4), torch.tensor([[3.0, -3.5], [3.5, 0.0]]))
-    for clip in (tw.ClipByNorm(1.0), tw.ClipByValue(1.0), tw.ClipValueByGlobalNorm()):
+    torch.testing.assert_close(tw.average.ClipByNorm(6.5).apply(g, num_workers=4), g * 0.25)
+    assert torch.equal(tw.average.ClipByNorm(27.0).apply(g, num_workers=4), g)
+    assert torch.equal(tw.average.ClipByNorm(1.0).apply(torch.zeros(3), num_workers=4), torch.zeros(3))
+    assert torch.equal(tw.average.ClipByValue(3.5).apply(g, num_workers=4), torch.tensor([[3.0, -3.5], [3.5, 0.0]]))
+    for clip in (tw.average.ClipByNorm(1.0), tw.average.ClipByValue(1.0), tw.average.ClipValueByGlobalNorm()):
         for bad in (math.inf, math.nan):
             clipped = clip.apply(torch.tensor([1.0, bad]), num_workers=2, norm=bad)
             assert not clipped.isfinite().all(), "an infinite gradient must be seen by all workers"
@@ -331,7 +333,7 @@ def test_clips_by_their_definition():
 
 def test_the_global_norm_is_that_of_all_workers():
     """Clipped at factor * sqrt(1/W sum |g_i|^2) of each tensor, seen in what goes into memory."""
-    averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(masking=False), clip=tw.ClipValueByGlobalNorm(0.1))
+    averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(masking=False), clip=tw.average.ClipValueByGlobalNorm(0.1))
     assert averager.whole_model
     memories = tw.LocalWorld(3).run(lambda comm: train(comm, averager, 1, 0.05)[1])
     for name in ("w", "v"):
@@ -341,7 +343,9 @@ def test_the_global_norm_is_that_of_all_workers():
             torch.testing.assert_close(memory[f"{name}.momentum"], g.clamp(-bound, bound))
 
 
-@pytest.mark.parametrize("clip", [tw.ClipByValue(0.1), tw.ClipByNorm(0.2), tw.ClipValueByGlobalNorm(0.3)], ids=repr)
+@pytest.mark.parametrize(
+    "clip", [tw.average.ClipByValue(0.1), tw.average.ClipByNorm(0.2), tw.average.ClipValueByGlobalNorm(0.3)], ids=repr
+)
 def test_what_travels_dense_is_clipped_after_averaging(clip):
     averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(), clip=clip)
     memories = tw.LocalWorld(3).run(lambda comm: train(comm, averager, 1, 0.05)[1])
@@ -357,9 +361,9 @@ def test_what_travels_dense_is_clipped_after_averaging(clip):
     [
         (lambda: MomentumCorrection(momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
         (lambda: tw.Mean(clip=1.0), "clip must be a clip such as ClipByNorm"),
-        (lambda: tw.ClipByNorm(0), "ClipByNorm: max_norm must be a positive number, got 0"),
-        (lambda: tw.ClipByValue(-1.0), "ClipByValue: max_value must be a positive number"),
-        (lambda: tw.ClipValueByGlobalNorm("x"), "factor must be a positive number, got 'x'"),
+        (lambda: tw.average.ClipByNorm(0), "ClipByNorm: max_norm must be a positive number, got 0"),
+        (lambda: tw.average.ClipByValue(-1.0), "ClipByValue: max_value must be a positive number"),
+        (lambda: tw.average.ClipValueByGlobalNorm("x"), "factor must be a positive number, got 'x'"),
         (
             lambda: tw.Mean(tw.TopK(0.1), MomentumCorrection(), exchange="hierarchical"),
             "does not learn which coordinates its node sent",

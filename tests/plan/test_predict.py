@@ -14,7 +14,8 @@ import thinwire as tw
 from thinwire.comm import Ledger
 from thinwire.lab.recipes import recipes
 from thinwire.plan import Link, Network, Program, predict, record, simulate
-from thinwire.plan.methods import Method, methods
+from thinwire.plan.averagers import on_nodes
+from thinwire.plan.methods import methods
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Messages, Recorder, Wait
 from thinwire.plan.simulate import Bucket
@@ -29,14 +30,14 @@ AVERAGERS = [
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="hierarchical", workers_per_node=2),
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather", granularity="bucket"),
     tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather"),
-    tw.Mean(tw.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
+    tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
     tw.PowerSGD(rank=2),
-    tw.Dion(rank=2),
+    tw.average.Dion(rank=2),
     *(
-        replace(averager, exchange="all_gather")
-        for averager in (tw.demo(frequencies=4), tw.sparse_loco()["averager"], tw.streaming_diloco()["averager"])
+        replace(strategy.averager, exchange="all_gather")
+        for strategy in (tw.strategy.demo(frequencies=4), tw.sparse_loco(), tw.streaming_diloco())
     ),
-    tw.Mix(tw.RandomPairs()),
+    tw.Mix(tw.topology.RandomPairs()),
     tw.Mix(tw.Ring()),
     tw.Choco(tw.Ring()),
     tw.Choco(tw.Ring(), tw.TopK(0.1), 0.2),
@@ -68,7 +69,7 @@ def test_predicted_bytes_and_messages_are_those_of_a_real_run(averager):
 @pytest.mark.parametrize("codec", [tw.TopK(0.05), SPARSE], ids=repr)
 @pytest.mark.parametrize("exchange", ["sparse_reduce", "hierarchical_sparse"])
 def test_predicted_bytes_of_a_sparse_all_reduce_are_close_to_those_of_a_real_run(exchange, codec, memory):
-    averager = tw.Mean(codec, memory, exchange=exchange).on_nodes(2)
+    averager = on_nodes(tw.Mean(codec, memory, exchange=exchange), 2)
     shapes = [torch.Size([200, 150]), torch.Size([200]), torch.Size([90, 70])]
     programs = record(averager, shapes, range(4), size=4, workers_per_node=2)
     real = tw.LocalWorld(4).run(real_ledger, averager, shapes)
@@ -89,9 +90,9 @@ def test_a_program_shifted_to_another_rank_is_that_of_this_rank():
 @pytest.mark.parametrize("exchange", ["hierarchical", "hierarchical_sparse"])
 def test_a_leader_and_one_member_stand_for_all_workers_of_a_node(exchange):
     averager = tw.Mean(SPARSE, tw.ErrorFeedback(), exchange=exchange)
-    method, shapes = Method("one", averager, ""), tuple(SHAPES)
-    ((_, programs),) = programs_of(method, shapes, 8, 4)
-    assert list(programs) == record(averager.on_nodes(4), shapes[::-1], range(4), 8, workers_per_node=4)
+    shapes = tuple(SHAPES)
+    ((_, programs),) = programs_of(tw.Gradients(averager), shapes, 8, 4)
+    assert list(programs) == record(on_nodes(averager, 4), shapes[::-1], range(4), 8, workers_per_node=4)
 
 
 def test_equal_workers_are_recorded_once(monkeypatch):
@@ -105,7 +106,7 @@ def test_equal_workers_are_recorded_once(monkeypatch):
     monkeypatch.setattr(Recorder, "begin", counted)
     for workers in (16, 64):
         for exchange in ("all_gather", "scatter_reduce", "hierarchical"):
-            programs_of(Method("one", tw.Mean(tw.QSGD(bits=4), exchange=exchange), ""), tuple(SHAPES), workers, 8)
+            programs_of(tw.Gradients(tw.Mean(tw.QSGD(bits=4), exchange=exchange)), tuple(SHAPES), workers, 8)
     assert recorded == {16: 4, 64: 4}
 
 
@@ -145,10 +146,9 @@ def test_hierarchy_pays_where_workers_share_a_node():
 
 
 def test_every_method_for_the_internet_is_planned_as_its_recipe_has_it():
-    planned = [(repr(m.averager), m.every, m.fragments, m.delay) for m in methods()]
+    planned = [method.strategy for method in methods()]
     for end in ("diloco", "streaming-diloco", "sparseloco", "demo", "dion", "noloco", "muloco"):
-        config = recipes()[f"text-gpt-{end}"].config
-        assert (config.averager, config.every or 1, config.fragments, config.delay) in planned, end
+        assert recipes()[f"text-gpt-{end}"].config.parsed_strategy() in planned, end
 
 
 def test_local_rounds_cost_their_share_and_a_delay_hides_them():

@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 
 from thinwire.comm import Ledger
-from thinwire.network import Engine
 from thinwire.plan import Link, Network, Program, simulate
-from thinwire.plan.record import Messages, Ring, Wait
+from thinwire.plan.engine import Engine
+from thinwire.plan.operations import Messages, RingAllReduce
+from thinwire.plan.record import Wait
 from thinwire.plan.simulate import Bucket
 from thinwire.plan.sized import Work
 
@@ -22,7 +23,7 @@ def program(*step, stages=(), wait=(), at_once=True):
 
 
 def ring(num_bytes):
-    return program(Ring(num_bytes), wait=[Wait(0)])
+    return program(RingAllReduce(num_bytes), wait=[Wait(0)])
 
 
 def gather(rank, size, num_bytes):

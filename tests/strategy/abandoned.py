@@ -21,9 +21,10 @@ def main(kind: str, averager: str, rank: int, size: int, store: str) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(4)]
     model = nn.Sequential(*([nn.Embedding(8, 16, sparse=True)] if kind == "sparse" else []), *layers)
+    options = {"bucket_bytes": 1000}  # several buckets, and the same of DDP
     if kind in ("ddp", "sparse-ddp", "interrupt"):
-        model = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    handle = tw.compress_gradients(model, tw.parse(averager), bucket_bytes=1000)  # several buckets
+        model, options = DistributedDataParallel(model, bucket_cap_mb=0.001), {}
+    handle = tw.compress_gradients(model, tw.parse(averager), **options)
     fails = []
 
     def explode(gradient: torch.Tensor) -> None:

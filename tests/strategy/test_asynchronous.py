@@ -539,7 +539,7 @@ def elsewhere(comm, name):
         (lambda: tw.Pairwise(tw.topology.BipartiteLinear(static=True)), "a pair is two workers"),
         (
             lambda: run_threads(2, elsewhere, "gossip_parameters"),
-            r"Pairwise\(\) has no rounds; call gossip_asynchronously",
+            r"got Pairwise\(\); Pairwise\(\) goes into Asynchronous\(\)",
         ),
         (lambda: run_threads(2, elsewhere, "compress_gradients"), "gradients need an averager"),
         (lambda: run_threads(2, elsewhere, "consensus"), "must have rounds"),

@@ -22,9 +22,9 @@ def test_a_parameter_takes_part_in_one_strategy_only():
     def worker(comm):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         handle = tw.compress_gradients(model, SPARSE, comm=comm)
-        with pytest.raises(ValueError, match=r"'0\.weight' is attached to compress_gradients with Mean\(chain"):
+        with pytest.raises(ValueError, match=r"'0\.weight' is attached to Gradients\(Mean\(chain"):
             tw.compress_gradients(model, tw.Mean(), comm=comm)
-        with pytest.raises(ValueError, match="'weight' is attached to compress_gradients"):
+        with pytest.raises(ValueError, match="'weight' is attached to Gradients"):
             tw.compress_gradients(model[0], SPARSE, comm=comm)
         handle.detach()
         handle.detach()  # again: nothing happens
@@ -186,6 +186,35 @@ def test_complex_parameters_are_averaged_as_pairs_of_reals():
     assert all(torch.equal(g, torch.full((2, 3), 1 - 1j, dtype=torch.complex64)) for g in tw.LocalWorld(2).run(worker))
 
 
+def test_conjugate_gradients_are_averaged():
+    """Autograd leaves the gradient of `w.conj()` as a conjugate view."""
+
+    def worker(comm):
+        w = nn.ParameterDict({"w": torch.zeros(2, 3, dtype=torch.complex64)})
+        with tw.compress_gradients(w, tw.Mean(), comm=comm):
+            w["w"].conj().backward(torch.full((2, 3), 1 + 2j * comm.rank))
+            return w["w"].grad
+
+    assert all(torch.equal(g, torch.full((2, 3), 1 - 1j, dtype=torch.complex64)) for g in tw.LocalWorld(2).run(worker))
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model, optimizer, comm: tw.compress_gradients(model, tw.Mean(), comm=comm),
+        lambda model, optimizer, comm: tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm),
+        lambda model, optimizer, comm: tw.local_updates(model, optimizer, tw.Mean(), 2, comm=comm),
+    ],
+)
+def test_conjugate_views_as_parameters_are_refused_by_name(attach):
+    def worker(comm):
+        model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, 3, dtype=torch.complex64).conj())})
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+
+    with pytest.raises(ValueError, match="'w' is a conjugate view"):
+        tw.LocalWorld(1).run(worker)
+
+
 def test_models_that_cannot_train_are_refused_by_name():
     def worker(comm):
         with pytest.raises(ValueError, match="'weight' is on the meta device.*to_empty"):
@@ -223,14 +252,23 @@ def test_a_sparse_embedding_under_ddp_is_named():
     spawn(1, sparse_worker)
 
 
+def ddp_bucket_bytes_worker(comm):
+    with pytest.raises(ValueError, match="bucket_bytes=17 is for plain modules.*bucket_cap_mb"):
+        tw.compress_gradients(DistributedDataParallel(nn.Linear(2, 2)), SPARSE, bucket_bytes=17)
+
+
+def test_the_size_of_ddps_buckets_is_ddps():
+    spawn(1, ddp_bucket_bytes_worker)
+
+
 def hook_worker(comm):
     model = nn.Linear(2, 2)
-    state, _ = tw.gradient_hook(model, SPARSE)
+    state, _ = tw.strategy.gradient_hook(model, SPARSE)
     with pytest.raises(ValueError, match="not connected yet"):
         _ = state.ledger
     with pytest.warns(RuntimeWarning, match="never got a bucket"):
         state.detach()
-    state, hook = tw.gradient_hook(model, SPARSE)
+    state, hook = tw.strategy.gradient_hook(model, SPARSE)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
     ddp(torch.ones(1, 2)).sum().backward()

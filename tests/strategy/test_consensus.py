@@ -38,7 +38,7 @@ def test_records_of_mix(world):
 
 
 def test_push_sum_is_measured_and_left_without_its_bias():
-    topology = tw.Star(weights="uniform")
+    topology = tw.topology.Star(weights="uniform")
     results = tw.LocalWorld(5).run(experiment, tw.PushSum(topology), 60)
     mean = sum(torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(5)) / 5
     assert results[0][0][-1].squared_error < 1e-9

@@ -149,3 +149,44 @@ def test_a_killed_worker_stops_the_others_with_an_error_that_names_it(averager, 
         assert isinstance(error, CommunicationError)
         assert re.search(r"(from|to|with) rank \d", str(error))
     assert any(re.search(r"(from|to|with) rank 2", str(error)) for error in others)
+
+
+def step_in_a_fork(comm, attach):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = attach(model, optimizer, comm)
+
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    step()
+    child = os.fork()
+    if child == 0:
+        try:
+            step()
+        except ValueError as error:
+            os._exit(17 if "is a fork of the worker" in str(error) else 18)
+        os._exit(19)
+    _, status = os.waitpid(child, 0)
+    step()  # the parent goes on
+    handle.detach()
+    return os.waitstatus_to_exitcode(status)
+
+
+ATTACH = {
+    "gradients": lambda model, optimizer, comm: tw.compress_gradients(model, tw.Mean(), comm=comm),
+    "gossip": lambda model, optimizer, comm: tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm),
+    "overlap": lambda model, optimizer, comm: tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm, overlap=True),
+    "pairs": lambda model, optimizer, comm: tw.gossip_asynchronously(model, optimizer, comm=comm),
+    "local": lambda model, optimizer, comm: tw.local_updates(model, optimizer, tw.Mean(), 2, comm=comm, delay=1),
+}
+
+
+def step_in_a_fork_of(comm, name):
+    return step_in_a_fork(comm, ATTACH[name])
+
+
+@pytest.mark.parametrize("name", ATTACH)
+def test_a_fork_that_steps_with_its_parents_handle_is_told_so(name):
+    assert spawn(2, step_in_a_fork_of, name, timeout_seconds=60) == [17, 17]

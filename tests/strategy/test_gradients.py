@@ -97,7 +97,7 @@ def test_other_granularities_keep_replicas_identical(granularity):
 def hook_pair_worker(comm):
     torch.set_num_threads(1)
     model = make_model()
-    state, hook = tw.gradient_hook(model, SPARSE, seed=3)
+    state, hook = tw.strategy.gradient_hook(model, SPARSE, seed=3)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
     train(ddp, comm.rank, parameters=model)

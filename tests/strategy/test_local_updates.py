@@ -418,7 +418,7 @@ def attach(comm, every=2, outer=None, averager=None):
         ({"every": 0}, "every must be an integer, 1 or more, got 0"),
         ({"every": [2, 3]}, "every: 2 on rank 0; 3 on rank 1"),
         ({"outer": [None, nesterov]}, "outer optimizer: .* on rank 0; .* on rank 1"),
-        ({"averager": tw.Ring()}, "must be one that has rounds"),
+        ({"averager": tw.Ring()}, r"Ring\(\) is a topology; write Mix\(Ring\(\)\)"),
         ({"averager": tw.dgc(0.1), "outer": nesterov}, "momentum 0.9 of its own"),
     ],
     ids=["every", "different-every", "different-outer", "no-averager", "momentum-twice"],

@@ -85,7 +85,7 @@ def test_a_closure_is_skipped_too():
         handle.detach()
         return same(before, model.state_dict()), handle.num_skipped
 
-    with pytest.warns(RuntimeWarning, match="compress_gradients: a step was not finite and is skipped"):
+    with pytest.warns(RuntimeWarning, match="Gradients: a step was not finite and is skipped"):
         assert tw.LocalWorld(2).run(worker) == [(True, 1)] * 2
 
 
@@ -154,3 +154,36 @@ def test_wrong_options_have_one_line():
             attached(comm, max_nonfinite=0)
 
     tw.LocalWorld(1).run(worker)
+
+
+LEVELS = [tw.ALQ(bits=3), tw.NUQSGD(bits=3), tw.QSGD(bits=2, norm="l2")]
+
+
+@pytest.mark.parametrize("codec", LEVELS, ids=repr)
+def test_a_mean_that_float16_cannot_hold_is_skipped(codec):
+    """The codec's mean is finite in float32 and infinite once it is written: no update, memory and counts as before."""
+
+    def worker(comm):
+        model = nn.Linear(64, 64, bias=False).half()
+        handle = tw.compress_gradients(model, tw.Mean(codec, tw.ErrorFeedback()), comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        generator, skips = torch.Generator().manual_seed(comm.rank), 0
+        for _ in range(4):
+            memory = copy.deepcopy(handle.state_dict())[f"rank{comm.rank}"]["memory"]
+            signs = torch.randn(64, 64, generator=generator).sign()
+            weights = model.weight.detach().clone()
+            model.zero_grad()
+            (model.weight * (signs * 3e4).half()).sum().backward()
+            skipped = not model.weight.grad.isfinite().all().item()
+            skips += skipped
+            optimizer.step()
+            assert model.weight.isfinite().all() and handle.num_skipped == skips
+            assert not skipped or torch.equal(model.weight, weights)
+            assert skipped == same(memory, handle.state_dict()[f"rank{comm.rank}"]["memory"])
+        handle.detach()
+        return skips
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        skips = tw.LocalWorld(2).run(worker)
+    assert skips[0] == skips[1] > 0

@@ -22,7 +22,7 @@ ATTACH = {
     "local": lambda model, optimizer, comm, **o: tw.local_updates(model, optimizer, tw.Mean(), 1, comm=comm, **o),
     "local-gossip": lambda model, optimizer, comm, **o: tw.local_updates(model, optimizer, tw.Mix(), 1, comm=comm, **o),
 }
-CALLS = dict(zip(ATTACH, ["gossip_parameters"] * 2 + ["gossip_asynchronously"] + ["local_updates"] * 2, strict=True))
+CALLS = dict(zip(ATTACH, ["Gossip"] * 2 + ["Asynchronous"] + ["Local"] * 2, strict=True))
 every_strategy = pytest.mark.parametrize("kind", ATTACH)
 
 

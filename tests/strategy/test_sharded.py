@@ -154,7 +154,7 @@ def semantics_worker(comm):
             tw.compress_gradients(thin, SPARSE, **options)
     with pytest.raises(ValueError, match=r"gradients are averaged densely already"):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
-    with pytest.raises(ValueError, match="'bias' is a DTensor, and gossip_asynchronously needs"):
+    with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
 
 
@@ -292,3 +292,56 @@ def test_bytes_are_counted_where_two_processes_use_the_same_local_port(monkeypat
 
     monkeypatch.setattr(traffic, "tcp_bytes", lambda: {(("lo", 100), ("lo", 7)): (5, 0)})
     assert bytes_sent_to(Comm) == [0, 5, 0]
+
+
+def bad_batch_worker(comm):
+    mesh = device_mesh(2)
+    model = sharded(mesh)
+    handle = tw.compress_shards(model, max_nonfinite=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, comm.rank, steps=1, optimizer=optimizer)
+    before = fingerprint(model), [state["step"].item() for state in optimizer.state.values()]
+
+    def bad_step():
+        model(batch(comm.rank, 0)[0], poison=comm.rank == 1).sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+
+    bad_step()
+    after = fingerprint(model), [state["step"].item() for state in optimizer.state.values()]
+    skipped = handle.num_skipped
+    train(model, comm.rank, steps=1, optimizer=optimizer)
+    finite = all(p.to_local().isfinite().all() for p in model.parameters())
+    moved = fingerprint(model) != before[0]
+    bad_step(), bad_step()
+    with pytest.raises(
+        FloatingPointError, match="3 steps in a row were not finite; first on rank 1, gradient of the module ''"
+    ):
+        bad_step()
+    handle.detach()
+    return before == after, skipped, finite, moved
+
+
+@pytest.mark.filterwarnings("ignore:compress_shards. a step was not finite:RuntimeWarning")
+def test_one_workers_bad_batch_is_skipped_on_all_shards():
+    """The shard of one worker alone is infinite; no worker updates, and training goes on."""
+    assert spawn(2, bad_batch_worker) == [(True, 1, True, True)] * 2
+
+
+def other_policies_worker(comm):
+    model = sharded(device_mesh(2))
+    for policy in ("raise", "apply"):
+        with tw.compress_shards(model, on_nonfinite=policy) as handle:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(batch(comm.rank, 0)[0], poison=comm.rank == 1).sum().backward()
+            if policy == "raise":
+                with pytest.raises(FloatingPointError, match="Shards: a step was not finite; first on rank 1"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert handle.num_skipped == 0
+            optimizer.zero_grad()
+    return sum((~p.to_local().isfinite()).sum().item() for p in model.parameters())
+
+
+def test_shards_apply_or_raise_where_told_so():
+    assert sum(spawn(2, other_policies_worker)) > 0

@@ -137,7 +137,7 @@ def worker(comm):
         alone = make(replace(features, compiled=False))
         train(alone, features, range(comm.size), scaler, poisoned=[1] if features.scaled else [])
         for is_sharded in (False, True):
-            found, _, scale, num_skipped = run(features, tw.Mean(), tw.Identity(), is_sharded)
+            found, _, scale, num_skipped = run(features, tw.Mean(), tw.codec.Identity(), is_sharded)
             assert scale == scaler.get_scale() and num_skipped == features.scaled
             tolerance = 3e-2 if features.autocast else 2e-5
             for expected, got in zip(whole(alone), found, strict=True):

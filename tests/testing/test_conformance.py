@@ -10,15 +10,32 @@ from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
 
 import thinwire as tw
+from thinwire import kernels
 from thinwire.testing import check_averager, check_codec, check_communicator, check_memory
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_codecs_keep_the_contract(codec):
-    check_codec(codec)
+    """Whatever PyTorch's default device is: a tensor that was made there could not be read."""
+    with torch.device("meta"):
+        check_codec(codec, device="cpu")
 
 
-@pytest.mark.parametrize("memory", [tw.ErrorFeedback(), tw.EF21(), tw.MomentumCorrection(masking=False)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [tw.TopK(0.3), tw.chain(tw.TopK(0.05), tw.codec.Rice()), tw.codec.CoarseGrainedTopK(0.3, chunk=32)]
+)
+def test_codecs_keep_the_contract_where_kernels_count_faults(codec, monkeypatch):
+    """As on a GPU: a kernel does not raise, tensors cannot be viewed as arrays, and no fault stays counted."""
+    monkeypatch.setattr(kernels.flags, "raises_at_once", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "numpy", None)
+    with kernels.use_backend("reference"):
+        check_codec(codec)
+    kernels.flags.check_faults(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "memory", [tw.ErrorFeedback(), tw.memory.EF21(), tw.MomentumCorrection(masking=False)], ids=repr
+)
 def test_memories_keep_the_contract(memory):
     check_memory(memory)
 
@@ -28,7 +45,7 @@ def test_memories_keep_the_contract(memory):
     [
         tw.Mean(),
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
-        tw.Mean(tw.TopK(0.1), tw.EF21()),
+        tw.Mean(tw.TopK(0.1), tw.memory.EF21()),
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), exchange="sparse_reduce"),
         tw.dgc(0.1),
         tw.PowerSGD(rank=2),

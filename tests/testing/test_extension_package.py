@@ -60,7 +60,7 @@ for wrong, message in (("Broken()", "the entry point Broken"), ("Halfs()", "did 
     assert done.returncode == 0, done.stderr
 
 
-OPTIONS = ["train", "digits", "--epochs", "1", "--workers", "2", "--name", "example", "--averager"]
+OPTIONS = ["train", "digits", "--epochs", "1", "--workers", "2", "--name", "example", "--strategy"]
 
 
 def trained_averager(folder: Path) -> str:
@@ -69,7 +69,14 @@ def trained_averager(folder: Path) -> str:
 
 
 def test_it_trains_by_name_from_the_command_line(environment, tmp_path):
-    done = run(environment, "-m", "thinwire", *OPTIONS, "Mean(Halves(), FadingMemory(fraction=0.9))", folder=tmp_path)
+    done = run(
+        environment,
+        "-m",
+        "thinwire",
+        *OPTIONS,
+        "Gradients(Mean(Halves(), FadingMemory(fraction=0.9)))",
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "Mean" in trained_averager(tmp_path) and "Halves" in trained_averager(tmp_path)
 
@@ -85,7 +92,7 @@ def main_with_path(path: list[str], folder: str, words: list[str]) -> None:
 
 def test_its_gossip_averager_trains_by_name(environment, tmp_path):
     """As the command line does, in processes that are forked."""
-    arguments = (environment["PYTHONPATH"].split(os.pathsep), str(tmp_path), [*OPTIONS, "LazyMix(Ring())"])
+    arguments = (environment["PYTHONPATH"].split(os.pathsep), str(tmp_path), [*OPTIONS, "Gossip(LazyMix(Ring()))"])
     with programs(main_with_path, [arguments], tmp_path) as (command,):
         assert command.wait(300) == 0, command.stderr
     assert "LazyMix" in trained_averager(tmp_path)

@@ -20,7 +20,7 @@ def test_damaged_payloads_are_refused_or_decoded(codec):
     assert 0 < fuzz_codec(codec, NUM_INPUTS, seed=2, num_compared=5) < NUM_INPUTS
 
 
-@pytest.mark.parametrize("codec", [tw.TernGrad(shared=True), tw.CoarseGrainedTopK(0.3, chunk=32)], ids=repr)
+@pytest.mark.parametrize("codec", [tw.TernGrad(shared=True), tw.codec.CoarseGrainedTopK(0.3, chunk=32)], ids=repr)
 def test_sums_of_agreed_codecs_are_refused_or_decoded(codec):
     segments = [torch.randn(shape.numel()) for shape in SHAPES]
     agreed = codec.agreed(codec.propose(segments), num_workers=3)
@@ -66,7 +66,7 @@ def test_a_careless_decoder_is_found(mistake, message):
     [
         (tw.QSGD(bits=4), torch.zeros(7, dtype=torch.uint8), r"QSGD\(bits=4\): .* 100 elements has 54 bytes, got 7"),
         (tw.Threshold(1.0), torch.zeros(999, dtype=torch.uint8), r"Threshold.*has at most 404 bytes, got 999"),
-        (tw.Identity(), torch.zeros(100), r"Identity\(\): a payload is a vector of uint8, got torch.float32"),
+        (tw.codec.Identity(), torch.zeros(100), r"Identity\(\): a payload is a vector of uint8, got torch.float32"),
         (tw.TopK(0.1), torch.full((47,), 255, dtype=torch.uint8), r"TopK\(ratio=0.1\): .*ascending indices"),
     ],
 )

@@ -222,6 +222,22 @@ def test_linear_distances():
     assert sorted(distances(tw.Linear(static=True), 8)[0]) == [1, 3, 5, 7]
 
 
+def test_odd_exponential_distances():
+    assert distances(tw.OddExponential(), 8) == [[1], [7], [3], [5]]
+    assert distances(tw.OddExponential(), 32) == [[d % 32] for d in (1, -1, 3, -3, 5, -5, 9, -9, 17, -17)]
+    assert distances(tw.OddExponential(peers=2), 16) == [[1, 15], [3, 13], [5, 11], [9, 7]]
+
+
+@pytest.mark.parametrize(("kind", "left"), [(tw.OddExponential, 0.25), (tw.BipartiteExponential, 0.0)])
+def test_what_is_left_of_the_distance_on_eight_workers(kind, left):
+    """Of the worst start, after 4 and 12 steps: shifting all workers leaves 1/4 and 1/64, matching them nothing."""
+    product = np.eye(8) - 1 / 8
+    for step in range(12):
+        product = kind().matrix(step, 8) @ product
+        if step in (3, 11):
+            assert np.linalg.norm(product, 2) == pytest.approx(left ** ((step + 1) // 4), abs=1e-12)
+
+
 @pytest.mark.parametrize("kind", [tw.BipartiteLinear, tw.BipartiteExponential])
 @pytest.mark.parametrize("size", [2, 4, 6, 10, 16])
 def test_bipartite_graphs_are_matchings_of_active_with_passive(kind, size):

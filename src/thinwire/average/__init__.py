@@ -7,9 +7,8 @@ from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .deepsqueeze import DeepSqueeze
 from .dgc import dgc
 from .dion import Dion
-from .gossip_base import Gossip, GossipState
+from .gossip_base import GossipAverager, GossipState
 from .inverse_norm import InverseNorm, NormStatistics
-from .local_methods import LocalParts, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from .mean import Mean
 from .mix import Mix
 from .moniqua import Moniqua
@@ -30,10 +29,9 @@ __all__ = [
     "ClipValueByGlobalNorm",
     "DeepSqueeze",
     "Dion",
-    "Gossip",
+    "GossipAverager",
     "GossipState",
     "InverseNorm",
-    "LocalParts",
     "Mean",
     "Mix",
     "Moniqua",
@@ -44,12 +42,5 @@ __all__ = [
     "PowerGossip",
     "PowerSGD",
     "PushSum",
-    "demo",
     "dgc",
-    "diloco",
-    "dion",
-    "mulo_co",
-    "no_loco",
-    "sparse_loco",
-    "streaming_diloco",
 ]

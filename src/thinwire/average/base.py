@@ -16,8 +16,8 @@ waiting for the last; it waits in the order of the steps. Where an averager `sen
 `wait` come in the same order on all workers.
 
 State. Whatever `init` returns has `state_dict` and `load_state_dict`, a `clock`, and `finite`: whether all results of the
-round so far were finite, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their
-`finite` one before it commits them.
+round so far were finite as the tensors hold them, a flag that `commit` alone reads. `ByName` gives its children one
+clock, and makes their `finite` one before it commits them.
 
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
 tells the averager that other workers take part from now on. `deal` continues a saved state on another number of workers.
@@ -39,6 +39,8 @@ from torch import Tensor
 from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
+from ..memory import Memory
+from ..topology import Topology
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -89,33 +91,6 @@ class Averager(Algorithm, ABC):
         """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether it compresses by matrix products of its own rather than with a codec."""
-        return False
-
-    @property
-    def adds_coordinates(self) -> bool:
-        """Whether workers may add selected coordinates on the way, so that what they send depends on which they select."""
-        return False
-
-    @property
-    def has_leaders(self) -> bool:
-        """Whether the first worker of a node sends for all of it, and the others all do the same, with the same peers."""
-        return False
-
-    def on_nodes(self, workers_per_node: int) -> Averager:
-        """This averager where so many consecutive ranks share a node; itself if it makes no use of that."""
-        return self
-
-    def planned(self, size: int) -> Averager:
-        """What a plan runs in its place, if that is quicker and a round takes as long; else itself."""
-        return self
-
-    def is_circulant(self, size: int, shift: int = 1) -> bool:
-        """Whether of `size` workers each does what the one `shift` ranks before it does, with peers that are as far away."""
-        return True
-
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
         return False
@@ -135,15 +110,6 @@ class Averager(Algorithm, ABC):
     def current_codec(self, state: Any) -> Codec | None:
         """The codec of the present round, its schedules resolved and its levels adapted; None if there is none."""
         return None
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether its codec learns from the tensors, as `ALQ` does."""
-        return False
-
-    def encoded_tensors(self, tensors: NamedTensors) -> list[Tensor]:
-        """The tensors that its codec encodes in a round with `tensors`; none without a codec."""
-        return []
 
     # ---- when workers come and go; the defaults suit averagers whose state is the same on all workers ----
 
@@ -210,6 +176,26 @@ class Averager(Algorithm, ABC):
     @abstractmethod
     def discard(self, state: Any) -> None:
         """Abandon the round that was begun; memory stays as it was."""
+
+
+def averager_hint(value: object) -> str | None:
+    """What to write in place of something that is no averager but a part of one, or its text; None for anything else.
+
+    Example:
+        >>> import thinwire as tw
+        >>> averager_hint(tw.QSGD(bits=4))
+        'QSGD(bits=4) is a codec; write Mean(QSGD(bits=4))'
+    """
+    if isinstance(value, Codec):
+        loses = not (value.traits.unbiased or value.traits.lossless or value.traits.votes)
+        return f"{value!r} is a codec; write Mean({value!r}{', ErrorFeedback()' if loses else ''})"
+    if isinstance(value, Memory):
+        return f"{value!r} is a memory; write Mean(TopK(0.01), {value!r})"
+    if isinstance(value, Topology):
+        return f"{value!r} is a topology; write Mix({value!r})"
+    if isinstance(value, str):
+        return f"{value!r} is text; write thinwire.parse({value!r}), or an averager: Mean(TopK(0.01), ErrorFeedback())"
+    return None
 
 
 def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:

@@ -26,38 +26,42 @@ from .layout import Layout
 
 @dataclass
 class ChocoMemory:
-    """The worker's public copy `h_i`, and `s_i = sum_j P_ij h_j` over its neighbours and itself.
+    """The worker's public copy `h_i`, and the gap `d_i = sum_j P_ij h_j - h_i` to those of its neighbours.
+
+    All gaps together are zero, which keeps the mean over workers. In float32 their sum would drift, as a random walk, and
+    every round would move the mean by it; so the gap is float64.
 
     Attributes:
         layout: where each tensor lies in the flat vectors.
-        public: h_i, flat.
-        weighted_sum: s_i, flat.
+        public: h_i, flat float32.
+        gap: d_i, flat float64.
     """
 
     layout: Layout
     public: Tensor
-    weighted_sum: Tensor
+    gap: Tensor
 
     def state_dict(self) -> dict[str, Any]:
         """Both vectors, keyed by tensor name."""
-        return {"public": self.layout.named(self.public), "weighted_sum": self.layout.named(self.weighted_sum)}
+        return {"public": self.layout.named(self.public), "gap": self.layout.named(self.gap)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.layout.load(self.public, saved["public"])
-        self.layout.load(self.weighted_sum, saved["weighted_sum"])
+        self.layout.load(self.gap, saved["gap"])
 
 
 @dataclass(frozen=True, repr=False)
 class Choco(FittedGossip):
-    """CHOCO-Gossip. Neighbours know each worker's public copy `h_i`; worker i also keeps `s_i = sum_j P_ij h_j`:
+    """CHOCO-Gossip. Neighbours know each worker's public copy `h_i`; worker i also keeps `d_i = sum_j P_ij h_j - h_i`:
 
-        q_i = C(x_i - h_i)   is sent;   h_i += q_i;   s_i += sum_j P_ij q_j;   x_i += step_size (s_i - h_i)
+        q_i = C(x_i - h_i)   is sent;   h_i += q_i;   d_i += sum_j P_ij q_j - q_i;   x_i += step_size d_i
 
     The differences shrink as the copies approach the values, so even coarse codecs reach the exact mean. A round keeps
     the mean over workers. With `Identity()` and step_size 1 it is `Mix`. A worker sends the codec's payload to each
-    neighbour in one step. Memory is two float32 copies of the tensors, for any number of neighbours. The topology must
-    be static and undirected.
+    neighbour in one step. Memory is a float32 and a float64 copy of the tensors, for any number of neighbours: the gaps
+    d_i add up to zero over workers, and in float64 rounding cannot make the mean drift. The topology must be static and
+    undirected.
 
     Step size. By default it follows from the graph and from what the codec keeps of the differences, as
     `fitted_step.py` derives it. Each worker scales C(x_i - h_i) by the factor that fits best, which it sends behind the
@@ -105,25 +109,26 @@ class Choco(FittedGossip):
         digests = comm.gather_objects(own)
         is_finite = kernels.flags.read(kernels.all_finite([x]))
         start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
-        return ChocoMemory(state.layout, start, start.clone())
+        return ChocoMemory(state.layout, start, torch.zeros_like(start, dtype=torch.float64))
 
     def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
-        """All workers start at the mean of the copies, so every weighted sum of copies is that mean too."""
+        """All workers start at the mean of the copies, so there is no gap between copies."""
         public = mean_of([one["public"] for one in saved])
-        return {"public": public, "weighted_sum": public}
+        return {"public": public, "gap": {name: torch.zeros_like(h, dtype=torch.float64) for name, h in public.items()}}
 
     def regroup_memory(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
     ) -> None:
-        """Send the copies to the new neighbours, dense, for `s_i` to be their sum again. A new worker's copy is its value."""
+        """Send the copies to the new neighbours, dense, for `d_i` to be the gap to them. A new worker's copy is its value."""
         memory, near = state.memory, state.topology.neighbours(comm.rank, 0, comm.size)
         if before is None or before[comm.rank] is None:
             memory.public = state.layout.flatten(tensors)
             if not kernels.flags.read(kernels.all_finite([memory.public])):
                 memory.public.zero_()
-        memory.weighted_sum = memory.public * near.self_weight
+        own = memory.public.double()
+        memory.gap = torch.zeros_like(own)
         for peer, theirs in Round(comm, state.progress, *near).exchange(memory.public)().items():
-            memory.weighted_sum.add_(theirs, alpha=near.receives[peer])
+            memory.gap.add_(theirs.double() - own, alpha=near.receives[peer])
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         codec = resolve(self.codec, round.progress)
@@ -160,20 +165,20 @@ class Choco(FittedGossip):
         A payload that is not finite is added to the targets only. Returns whether all were finite.
         """
         memory: ChocoMemory = state.memory
-        copies, totals = memory.layout.parts(memory.public), memory.layout.parts(memory.weighted_sum)
+        copies, gaps = memory.layout.parts(memory.public), memory.layout.parts(memory.gap)
         step = self.step_in_force(state)
-        quantizer, numels = codec.quantizer, [t.numel() for t in targets]
+        quantizer, numels = codec.traits.quantizer, [t.numel() for t in targets]
         if quantizer is not None and all(
             kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer, factor))
             for payload, factor in messages
         ):
             payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
-            kernels.difference.choco_add(targets, copies, totals, payloads, factors, weights, step, quantizer)
+            kernels.difference.choco_add(targets, copies, gaps, payloads, factors, weights, step, quantizer)
             return True
         vectors, flags = zip(*(decoded(memory.layout, codec, *message) for message in messages), strict=True)
         finite = [kernels.flags.read(flag) for flag in flags]
         kept = [v if ok else torch.zeros_like(v) for v, ok in zip(vectors, finite, strict=True)]
-        kernels.difference.choco_add_dense(targets, copies, totals, kept, weights, step)
+        kernels.difference.choco_add_dense(targets, copies, gaps, kept, weights, step)
         for v, ok in zip(vectors, finite, strict=True):
             if not ok:
                 add_vector(v)(targets)

@@ -52,7 +52,7 @@ class ClipByNorm(Clip):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> tw.ClipByNorm(10.0).apply(torch.tensor([6.0, 8.0]), num_workers=4)
+        >>> tw.average.ClipByNorm(10.0).apply(torch.tensor([6.0, 8.0]), num_workers=4)
         tensor([3., 4.])
     """
 
@@ -79,7 +79,7 @@ class ClipByValue(Clip):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> tw.ClipByValue(1.0).apply(torch.tensor([0.5, -3.0]), num_workers=4)
+        >>> tw.average.ClipByValue(1.0).apply(torch.tensor([0.5, -3.0]), num_workers=4)
         tensor([ 0.5000, -1.0000])
     """
 
@@ -110,7 +110,7 @@ class ClipValueByGlobalNorm(Clip):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> tw.ClipValueByGlobalNorm().apply(torch.tensor([0.5, -3.0]), num_workers=4, norm=2.0)
+        >>> tw.average.ClipValueByGlobalNorm().apply(torch.tensor([0.5, -3.0]), num_workers=4, norm=2.0)
         tensor([ 0.5000, -2.0000])
     """
 

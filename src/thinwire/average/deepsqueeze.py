@@ -145,7 +145,7 @@ class DeepSqueeze(FittedGossip):
         """Move the targets by the messages, payloads with factors and the own first; subtract the own one from `lost`."""
         layout, lost = state.layout, state.memory.lost
         step = self.step_in_force(state)
-        quantizer, numels = codec.quantizer, [t.numel() for t in targets]
+        quantizer, numels = codec.traits.quantizer, [t.numel() for t in targets]
         payloads, factors = [payload for payload, _ in messages], [factor for _, factor in messages]
         if quantizer is not None:
             rests = layout.parts(lost) if remembers else None

@@ -62,7 +62,7 @@ def dgc(
         Mean(TopK(GeometricWarmup(final=0.01)), MomentumCorrection(nesterov=True))
         >>> def worker(comm):
         ...     model = torch.nn.Linear(20, 10)
-        ...     optimizer = tw.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        ...     optimizer = tw.strategy.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         ...     handle = tw.compress_gradients(model, tw.dgc(ratio=0.01), comm=comm)
         ...     for epoch in range(2):
         ...         handle.set_epoch(epoch)

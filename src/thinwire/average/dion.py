@@ -109,7 +109,7 @@ class Dion(Averager):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     x = torch.outer(torch.arange(4.0), torch.ones(4)) * (comm.rank + 1)
-        ...     averager = tw.Dion(rank=1)
+        ...     averager = tw.average.Dion(rank=1)
         ...     state = averager.init([("x", x)], comm)
         ...     averager.step(state, [("x", x)], comm).wait()
         ...     averager.commit(state)
@@ -134,10 +134,6 @@ class Dion(Averager):
     def has_momentum(self) -> bool:
         return True
 
-    @property
-    def multiplies(self) -> bool:
-        return True
-
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> DionState:
         check_agreement(self, tensors, comm, seed)
         matrices = [(name, t) for name, t in tensors if gains(t, self.rank)]
@@ -153,7 +149,7 @@ class Dion(Averager):
         matrices = [(name, t.detach()) for name, t in tensors if name in state.q]
         dense = [t.detach() for name, t in tensors if name not in state.q]
         with state.clock("compensate"):
-            bs = [torch.add(state.momentum[n], t.float().view(len(t), -1), alpha=1 / scale) for n, t in matrices]
+            bs = [torch.add(state.momentum[n], t.float().reshape(len(t), -1), alpha=1 / scale) for n, t in matrices]
         return Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
 
     def commit(self, state: DionState) -> bool:

@@ -10,13 +10,13 @@ from ..codec import Codec
 from ..comm import Communicator
 from .base import NamedTensors
 from .fitted_step import FittedStep, decoded, on_host
-from .gossip_base import Gossip
+from .gossip_base import GossipAverager
 from .gossip_checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import GossipState, Round, tensor_keys
 from .gossip_values import Parts
 
 
-class FittedGossip(Gossip):
+class FittedGossip(GossipAverager):
     """Subclasses have the fields `codec` and `step_size`; None => from theory, adapted (`fitted_step.py`)."""
 
     codec: Codec
@@ -54,7 +54,7 @@ class FittedGossip(Gossip):
             add: whether v is the sum.
         """
         pace: FittedStep | None = state.pace
-        layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.quantizer
+        layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.traits.quantizer
         parts = layout.parts(memory)
         if quantizer is not None:
             payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=memory.device)

@@ -35,7 +35,6 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,11 +47,11 @@ from ..topology import Hierarchical, Neighbours, Ring, Topology
 from .base import Averager, Departed, NamedTensors, check_agreement
 from .gossip_nodes import mix_nodes
 from .gossip_round import Apply, Arrive, GossipState, Round, add_vector
-from .gossip_values import Parts, flat, moving, parts_of
+from .gossip_values import Parts, flat, move, parts_of
 from .layout import Layout
 
 
-class Gossip(Averager):
+class GossipAverager(Averager):
     """An averager that exchanges with neighbours only; the module's docstring is the contract.
 
     An algorithm defines `check_topology`, `begin`, and, if it has a memory, `init_memory`.
@@ -121,12 +120,6 @@ class Gossip(Averager):
     def debias_factor(self, state: GossipState) -> float:
         return 1.0 / state.weight
 
-    def planned(self, size: int) -> Gossip:
-        return replace(self, topology=self.topology.planned(size))
-
-    def is_circulant(self, size: int, shift: int = 1) -> bool:
-        return self.topology.is_circulant(size, shift)
-
     @abstractmethod
     def check_topology(self, size: int) -> None:
         """Raise ValueError if a valid topology does not suit the algorithm."""
@@ -189,7 +182,7 @@ class Gossip(Averager):
         state.topology = self._topology_of(comm.size)
         if state.topology != self.topology and comm.rank == 0:
             warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
-        weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64)).wait()
+        weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64, device=comm.device)).wait()
         state.weight *= comm.size / weights.item()
         if state.memory is not None:
             self.regroup_memory(state, tensors, comm, before)
@@ -241,6 +234,6 @@ class Gossip(Averager):
 
     def _apply(self, state: GossipState, tensors: NamedTensors, apply: Apply) -> None:
         state.layout.check(tensors)
-        with state.clock("decode"), moving(tensors, state.layout.dtype) as parts:
-            state.finite = kernels.flags.both(state.finite, apply(parts))
+        with state.clock("decode"):
+            state.finite = kernels.flags.both(state.finite, move(tensors, state.layout.dtype, apply))
         state.completed += 1

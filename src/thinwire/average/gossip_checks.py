@@ -9,26 +9,26 @@ from ..codec import Codec
 from ..topology.speed import difference_rates
 
 if TYPE_CHECKING:
-    from .gossip_base import Gossip
+    from .gossip_base import GossipAverager
 
 
-def check_codec(averager: Gossip, codec: object) -> None:
+def check_codec(averager: GossipAverager, codec: object) -> None:
     """Raise ValueError unless neighbours know the size of a payload before they receive it."""
     name = type(averager).__name__
     if not isinstance(codec, Codec):
         raise ValueError(f"{name}: codec must be a codec such as TopK(0.01), got {codec!r}")
     require(
-        codec.agreement is None and codec.adaptive_part is None,
+        codec.traits.agreement is None and codec.traits.adaptive is None,
         f"{name}: {codec} needs all workers to agree on some numbers, and gossip asks neighbours only; use Mean",
     )
     require(
-        codec.fixed_size,
+        codec.traits.fixed_size,
         f"{name}: payloads of {codec} vary in size, and a neighbour must know the size before it receives; use a codec "
         "of fixed size such as TopK or QSGD",
     )
 
 
-def check_doubly_stochastic(averager: Gossip, size: int) -> None:
+def check_doubly_stochastic(averager: GossipAverager, size: int) -> None:
     """Raise ValueError unless plain mixing keeps the mean."""
     require(
         averager.topology.is_doubly_stochastic(size),
@@ -37,7 +37,7 @@ def check_doubly_stochastic(averager: Gossip, size: int) -> None:
     )
 
 
-def check_fixed_undirected(averager: Gossip, size: int) -> None:
+def check_fixed_undirected(averager: GossipAverager, size: int) -> None:
     """Raise ValueError unless the graph is the same at every step and its mixing matrix is symmetric."""
     topology = averager.topology
     require(
@@ -53,7 +53,7 @@ def check_fixed_undirected(averager: Gossip, size: int) -> None:
     check_doubly_stochastic(averager, size)
 
 
-def check_step_size(averager: Gossip, value: object) -> None:
+def check_step_size(averager: GossipAverager, value: object) -> None:
     """Raise ValueError unless a step size is a positive number."""
     require(
         isinstance(value, (int, float)) and 0 < value < float("inf"),
@@ -61,7 +61,7 @@ def check_step_size(averager: Gossip, value: object) -> None:
     )
 
 
-def check_stable(averager: Gossip, step_size: float, size: int) -> None:
+def check_stable(averager: GossipAverager, step_size: float, size: int) -> None:
     """Raise ValueError if rounds with this step size diverge on this graph even without compression.
 
     Up to 1 they are stable on every graph. Only a static undirected graph has one bound above that.

@@ -17,11 +17,8 @@ from ..codec import Key
 from ..comm import Communicator
 from ..schedule import Progress
 from ..topology import Topology
-from .gossip_values import Parts
+from .gossip_values import Apply, Parts
 from .layout import Layout
-
-Apply = Callable[[Parts], kernels.Flag]
-"""Adds a round's change to the values as they are now; returns whether this worker's part of the round was finite."""
 
 Arrive = Callable[[], Apply]
 """Waits for the messages of a round."""
@@ -137,7 +134,7 @@ class Round:
             A function that waits, and returns {peer: message} in the order of ranks.
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
-        like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0))
+        like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
         receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
         wait: Callable[[], dict[int, Tensor]] = self.comm.exchange(messages, receives).wait
         return wait

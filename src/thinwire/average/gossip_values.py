@@ -5,15 +5,19 @@ A part is a view of a tensor that is contiguous and of the round's float type; o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from .base import NamedTensors
+from .exchange import copy_changed
 
 Parts = list[Tensor]  # one-dimensional and contiguous, one for each tensor
+
+Apply = Callable[[Parts], kernels.Flag]
+"""Adds a round's change to the values as they are now; returns whether this worker's part of the round was finite."""
 
 
 def parts_of(tensors: NamedTensors, dtype: torch.dtype) -> Parts:
@@ -35,19 +39,18 @@ def flat(parts: Parts) -> Tensor:
         >>> flat([torch.ones(2), torch.zeros(1)])
         tensor([1., 1., 0.])
     """
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
 
-@contextmanager
-def moving(tensors: NamedTensors, dtype: torch.dtype) -> Iterator[Parts]:
-    """Context in which a change is added to the parts that it yields, which adds it to the tensors.
+def move(tensors: NamedTensors, dtype: torch.dtype, apply: Apply) -> kernels.Flag:
+    """Let `apply` add a change to flat parts, and so to the tensors; returns whether it and what was written are finite.
 
-    Tensors of another type move at the end of the context: in float32, or in float64 where one of the two is float64.
+    Tensors of another type move after `apply`: in float32, or in float64 where one of the two is float64.
 
     Example:
         >>> x = torch.ones(2, dtype=torch.bfloat16)
-        >>> with moving([("x", x)], torch.float32) as [part]:
-        ...     _ = part.add_(1.0)
+        >>> move([("x", x)], torch.float32, lambda parts: bool(parts[0].add_(1.0).isfinite().all()))
+        True
         >>> x
         tensor([2., 2.], dtype=torch.bfloat16)
     """
@@ -59,11 +62,11 @@ def moving(tensors: NamedTensors, dtype: torch.dtype) -> Iterator[Parts]:
             continue
         parts.append(torch.zeros(t.numel(), dtype=dtype, device=t.device))
         others.append((t.detach(), parts[-1]))
-    yield parts
+    finite = apply(parts)
     # Kernels write through addresses, of which autograd knows nothing.
     torch.autograd.graph.increment_version([t for _, t in tensors if _is_plain(t, dtype)])
-    for t, change in others:
-        t.copy_(t + change.view(t.shape))
+    written = copy_changed([t + change.view(t.shape) for t, change in others], [t for t, _ in others])
+    return kernels.flags.both(finite, written)
 
 
 def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:

@@ -59,7 +59,7 @@ class InverseNorm(Algorithm):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     g = torch.tensor([1.0, 3.0][comm.rank])
-        ...     tw.InverseNorm().scale([g], NormStatistics(), comm)
+        ...     tw.average.InverseNorm().scale([g], NormStatistics(), comm)
         ...     return g.item()
         >>> tw.LocalWorld(2).run(worker)  # the mean is 3/4 * 1 + 1/4 * 3
         [1.5, 1.5]

@@ -64,7 +64,9 @@ class Layout:
     def flatten(self, tensors: NamedTensors) -> Tensor:
         """A new vector of all elements, in `dtype`."""
         self.check(tensors)
-        return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors]) if tensors else torch.empty(0)
+        if not tensors:
+            return torch.empty(0, device="cpu")
+        return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors])
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into the flat vector, in the tensors' shapes."""

@@ -10,15 +10,15 @@ The path of a gradient through `step` and `wait`:
     5. commit       keep what this step lost, if all was finite       memory
 
 Fused top-k. Where the codec keeps exactly the k largest elements, memory selects them while it compensates. The codec
-says how many (`topk_counts`), memory returns the selection (`compensate_all`), and the codec encodes it
-(`with_selection`).
+says how many (`SparseParts.topk_counts`), memory returns the selection (`compensate_all`), and the codec encodes it
+(`preselected`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..codec import Codec, Identity, Selection
+from ..codec.adaptive.base import adapted
 from ..comm import Communicator, Handle
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -34,29 +35,24 @@ from .base import Averager, NamedTensors, check_agreement
 from .clip import Clip, clip_gradients, clip_means
 from .exchange import (
     EXCHANGES,
-    NODES,
-    ONE_STEP,
     OWNER_MEMORY,
-    SPARSE,
+    AllReduce,
     Flight,
     Job,
     Load,
+    ScatterReduce,
     agree_on_nodes,
-    agreed_all_reduce,
     cheapest,
+    check_divisor,
     copy_changed,
     flatten,
     gathered_pieces,
-    init_owner_memory,
     launched_nodes,
-    parts_of,
     recut,
     result_buffers,
     split_like,
 )
 from .mean_state import MeanState
-
-_GRANULARITIES = ("layer", "bucket", "model")
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,8 +73,8 @@ class Mean(Averager):
             keeps biases and norms dense, as Deep Gradient Compression does; 0 encodes everything.
         workers_per_node: how many consecutive ranks share a fast node, for hierarchical exchanges and "auto". None reads
             the launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
-        clip: clips each worker's own gradients before they are encoded, and the means of what travels dense:
-            `ClipByNorm`, `ClipByValue`, `ClipValueByGlobalNorm`, or None.
+        clip: of each worker's own gradients before they are encoded, and of the means of what travels dense; or None.
+        divide_by: "workers", or "senders": only those that sent an element, as DeMo's released code does, by "all_gather".
 
     Raises:
         ValueError: an unknown word, or an all-reduce of payloads that cannot be added. In `init`: workers that cannot
@@ -104,6 +100,7 @@ class Mean(Averager):
     min_ndim: int = 2
     workers_per_node: int | None = None
     clip: Clip | None = None
+    divide_by: str = "workers"
 
     def __post_init__(self) -> None:
         require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
@@ -115,13 +112,12 @@ class Mean(Averager):
             self.clip is None or isinstance(self.clip, Clip),
             f"Mean: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
         )
-        for name, allowed in (("granularity", _GRANULARITIES), ("exchange", ("auto", *EXCHANGES))):
+        for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
             value = getattr(self, name)
             require(value in allowed, f"Mean: {name} must be one of {', '.join(allowed)}, got {value!r}")
-        require(
-            self.exchange != "all_reduce" or self.codec.summable or self.codec.agreement is not None,
-            f"Mean: payloads of {self.codec} cannot be added on the wire; use exchange='all_gather' or 'auto'",
-        )
+        exchange = EXCHANGES.get(self.exchange)  # None for "auto"
+        if exchange is not None:
+            exchange.check(self.codec)
         require(
             isinstance(self.min_ndim, int) and self.min_ndim >= 0,
             f"Mean: min_ndim must be an integer, 0 or more, got {self.min_ndim!r}",
@@ -132,13 +128,12 @@ class Mean(Averager):
             f"Mean: workers_per_node must be a positive integer or None, got {nodes!r}",
         )
         require(
-            nodes is None or self.exchange in ("auto", *NODES),
+            nodes is None or exchange is None or exchange.needs_nodes,
             f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
         )
-        if self.exchange in SPARSE:
-            parts_of(self.codec)
+        check_divisor(self.divide_by, self.exchange, self.codec, self.memory)
         require(
-            self._may_use_nodes or (self.exchange != "hierarchical" and nodes is None),
+            self._may_use_nodes or (nodes is None and (exchange is None or exchange.tells_support)),
             f"Mean: with exchange='hierarchical' a worker does not learn which coordinates its node sent, and "
             f"{self.memory} needs to; use masking=False, or another exchange",
         )
@@ -147,7 +142,8 @@ class Mean(Averager):
     def _may_use_nodes(self) -> bool:
         """Whether nodes are of use: where a memory needs the support, only a sparse all-reduce between nodes gives it."""
         needs_support = self.memory is not None and self.memory.needs_support
-        return not needs_support or (self.exchange != "hierarchical" and self.codec.sparse_parts() is not None)
+        tells_support = self.exchange == "auto" or EXCHANGES[self.exchange].tells_support
+        return not needs_support or (tells_support and self.codec.traits.sparse is not None)
 
     @property
     def whole_model(self) -> bool:
@@ -159,37 +155,26 @@ class Mean(Averager):
 
     @property
     def suits_parameters(self) -> bool:
-        return self.codec.lossless and self.memory is None
-
-    @property
-    def adds_coordinates(self) -> bool:
-        return self.exchange in ("auto", *SPARSE) and self.codec.sparse_parts() is not None
-
-    @property
-    def has_leaders(self) -> bool:
-        return self.exchange in NODES
-
-    def on_nodes(self, workers_per_node: int) -> Mean:
-        return replace(self, workers_per_node=workers_per_node) if self.exchange in ("auto", *NODES) else self
+        return self.codec.traits.lossless and self.memory is None
 
     def sends_at_once(self, state: MeanState) -> bool:
         return not self._must_agree(state)
 
     def sends_while_waiting(self, state: MeanState) -> bool:
-        return state.exchange not in ONE_STEP or self._must_agree(state)
+        return not EXCHANGES[state.exchange].one_step or self._must_agree(state)
 
     def _must_agree(self, state: MeanState) -> bool:
         """Whether workers agree on numbers before they encode."""
-        return self.codec.agreement is not None and state.exchange == "all_reduce"
+        return self.codec.traits.agreement is not None and EXCHANGES[state.exchange].adds_payloads
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
         encoded, dense = self._split(tensors, self.codec)
         memory = None if self.memory is None else self.memory.init(encoded, dense)
         state = MeanState(seed, memory, *self._choose(tensors, comm), owner=(comm.rank, comm.size))
-        if state.exchange == "scatter_reduce" and self.memory is not None:
-            state.owner_memory = init_owner_memory(self.codec, encoded, comm.rank, comm.size)
-        part = self.codec.adaptive_part
+        if self.memory is not None:
+            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
+        part = self.codec.traits.adaptive
         state.codec = None if part is None else part.init_state()
         return state
 
@@ -201,14 +186,15 @@ class Mean(Averager):
             comm: connects the workers.
             must_fit: whether nodes of unequal size are an error; if not, every worker counts as a node then.
         """
-        needs_nodes = self.exchange in NODES or self.workers_per_node is not None
+        chosen = EXCHANGES.get(self.exchange)  # None for "auto"
+        needs_nodes = self.workers_per_node is not None or (chosen is not None and chosen.needs_nodes)
         if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
             needs_nodes = False
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
         if self.exchange != "auto":
             return self.exchange, nodes
-        if self.codec.agreement is not None:
-            return "all_reduce", nodes
+        if self.codec.traits.agreement is not None:
+            return AllReduce.word, nodes
         if not needs_nodes and self._may_use_nodes:
             nodes = launched_nodes(comm)
         encoded, dense = self._split(tensors, self.codec)
@@ -222,10 +208,10 @@ class Mean(Averager):
             remembers=self.memory is not None,
             needs_support=self.memory is not None and self.memory.needs_support,
         )
-        return cheapest(load), nodes
+        return cheapest(load).word, nodes
 
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
-        part = self.codec.adaptive_part
+        part = self.codec.traits.adaptive
         observe = None if part is None else state.adapt(part, comm, tensors[0][1].device)
         codec = self.current_codec(state)
         targets = [(name, t.detach()) for name, t in tensors]
@@ -241,22 +227,22 @@ class Mean(Averager):
             clock=state.clock,
             tensors=x,
             names=[name for name, _ in encoded],
-            keys=[state.key(name, 0 if self.codec.shared_key else comm.rank) for name, _ in encoded],
+            keys=[state.key(name, 0 if self.codec.traits.shared_key else comm.rank) for name, _ in encoded],
             merged=self.granularity != "layer",
             keep_residual=self.memory is not None,
             dense=flatten([g for _, g in dense], tensors[0][1].device),
             # Memory is unscaled, so what it sends is too; the result must be scaled as the gradients were.
             # The size of a vote does not depend on the gradients.
-            scale=scale if self.memory is not None or self.codec.votes else 1.0,
+            scale=scale if self.memory is not None or self.codec.traits.votes else 1.0,
             owner_memory=state.owner_memory,
             workers_per_node=state.workers_per_node,
             masked=self._masked(state, encoded),
             selection=selection,
+            by_senders=self.divide_by == "senders",
             observe=observe,
         )
-        exchange = "all_reduce" if self._is_dense_round(codec) else state.exchange
-        agree = job.codec.agreement is not None and exchange == "all_reduce"
-        flight = Flight(agreed_all_reduce(job) if agree else EXCHANGES[exchange](job), state.clock)
+        word = AllReduce.word if self._is_dense_round(codec) else state.exchange
+        flight = Flight(EXCHANGES[word].begin(job), state.clock)
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
@@ -264,17 +250,7 @@ class Mean(Averager):
 
     def current_codec(self, state: MeanState) -> Codec:
         codec: Codec = resolve(self.codec, state.progress)
-        return codec if state.codec is None else codec.adapted(state.codec)
-
-    @property
-    def is_adaptive(self) -> bool:
-        return self.codec.adaptive_part is not None
-
-    def encoded_tensors(self, tensors: NamedTensors) -> list[Tensor]:
-        encoded = [tensor for _, tensor in tensors if tensor.ndim >= self.min_ndim]
-        if self.granularity == "layer" or not encoded:
-            return encoded
-        return [torch.cat([tensor.reshape(-1) for tensor in encoded])]
+        return codec if state.codec is None else adapted(codec, state.codec)
 
     def commit(self, state: MeanState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -300,7 +276,7 @@ class Mean(Averager):
         memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
         owned, encoded = [one["owner_memory"] for one in saved], self._split(tensors, self.codec)[0]
         owner_memory = None if owned[0] is None else recut(self.codec, encoded, owned, rank, size)
-        return saved[0] | {"memory": memory, "owner_memory": owner_memory, "exchange": "scatter_reduce"}
+        return saved[0] | {"memory": memory, "owner_memory": owner_memory, "exchange": ScatterReduce.word}
 
     def shared(self, state: MeanState) -> dict[str, Any]:
         memory = None if self.memory is None else self.memory.shared(state.memory)
@@ -323,14 +299,14 @@ class Mean(Averager):
         if self.memory is not None:
             self.memory.regroup(state.memory)
         encoded = self._split(tensors, self.codec)[0]
-        remembers = state.exchange == "scatter_reduce" and self.memory is not None and state.progress.step > 0
+        remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
             state.owner_memory = None
-        if state.exchange == "scatter_reduce" and self.memory is not None:
+        if self.memory is not None:
             old = None if state.owner_memory is None else state.owner_memory.residual
-            state.owner_memory = init_owner_memory(self.codec, encoded, comm.rank, comm.size)
-            if remembers:
+            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
+            if remembers and state.owner_memory is not None:
                 OWNER_MEMORY.adopt(state.owner_memory, gathered_pieces(self.codec, encoded, old, state.owner, comm))
         state.owner = comm.rank, comm.size
 
@@ -341,12 +317,12 @@ class Mean(Averager):
 
     def _is_dense_round(self, codec: Codec) -> bool:
         """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
-        return self.has_momentum and codec.lossless
+        return self.has_momentum and codec.traits.lossless
 
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """The tensors that are encoded, and those that travel dense."""
         # A codec that sends plain float32 takes all tensors, so that one collective is enough.
-        min_ndim = 0 if codec.sends_floats else self.min_ndim
+        min_ndim = 0 if codec.traits.sends_floats else self.min_ndim
         is_encoded = [not self._is_dense_round(codec) and t.ndim >= min_ndim for _, t in tensors]
         parts = list(zip(tensors, is_encoded, strict=True))
         return [pair for pair, yes in parts if yes], [pair for pair, yes in parts if not yes]
@@ -358,8 +334,9 @@ class Mean(Averager):
         gradients = [g for _, g in encoded]
         if self.memory is None:
             return gradients, None
-        selects = self.granularity == "layer" and state.exchange in ("all_gather", "sparse_reduce")
-        counts = codec.topk_counts([g.numel() for g in gradients]) if selects else None
+        selects = self.granularity == "layer" and EXCHANGES[state.exchange].takes_selection
+        sparse = codec.traits.sparse if selects else None
+        counts = None if sparse is None else sparse.topk_counts([g.numel() for g in gradients])
         x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
         return _shaped(x, gradients), selection
 
@@ -388,9 +365,8 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, total, scale)
                 for (name, _), mean in zip(dense, means, strict=True):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
-            copy_changed(totals, outs)
-            copy_changed(means, dense_outs)
-            state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total])])
+            written = [copy_changed(totals, outs), copy_changed(means, dense_outs)]
+            state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

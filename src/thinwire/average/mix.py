@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..topology import Ring, Topology
-from .gossip_base import Gossip
+from .gossip_base import GossipAverager
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
 from .gossip_round import Apply, Arrive, GossipState, Round, add_differences
 from .gossip_values import Parts, flat
 
 
 @dataclass(frozen=True, repr=False)
-class Mix(Gossip):
+class Mix(GossipAverager):
     """Plain gossip, uncompressed: `x_i <- sum_j P_ij x_j`, computed as `x_i + step_size sum_j P_ij (x_j - x_i)`.
 
     A round keeps the mean over workers. At step size 1, each round multiplies disagreement by `1 - spectral_gap` in the long

@@ -13,7 +13,7 @@ from ..algorithm import require
 from ..comm import Communicator
 from ..topology import Ring, Topology
 from .base import NamedTensors
-from .gossip_base import Gossip
+from .gossip_base import GossipAverager
 from .gossip_checks import check_doubly_stochastic, check_stable, check_step_size
 from .gossip_round import Apply, Arrive, GossipState, Round
 from .gossip_values import Parts, flat
@@ -21,7 +21,7 @@ from .moniqua_pace import Edge, MoniquaPace, codes_of
 
 
 @dataclass(frozen=True, repr=False)
-class Moniqua(Gossip):
+class Moniqua(GossipAverager):
     """Gossip modulo `B = 2 theta / (1 - 2 delta)`, for neighbours that differ by at most theta in every element:
 
         c_i = Q(x_i mod B)                           is sent, `bits` bits an element

@@ -176,7 +176,7 @@ class Pairwise(Algorithm):
         check_agreement(self, tensors, comm, seed=0)
         self.topology.validate(comm.size)
         layout = Layout.of(tensors, exact=True)
-        return PairwiseState(layout, pending=torch.zeros(layout.numel, dtype=layout.dtype))
+        return PairwiseState(layout, pending=torch.zeros(layout.numel, dtype=layout.dtype, device="cpu"))
 
     def is_active(self, rank: int) -> bool:
         """Whether a rank asks (odd), rather than answers (even)."""

@@ -16,7 +16,7 @@ from ..algorithm import require
 from ..comm import Communicator
 from ..topology import Ring, Topology
 from .base import NamedTensors
-from .gossip_base import Gossip
+from .gossip_base import GossipAverager
 from .gossip_checks import check_fixed_undirected, check_stable, check_step_size
 from .gossip_round import Apply, Arrive, GossipState, Round
 from .gossip_values import Parts
@@ -58,7 +58,7 @@ class PowerGossipMemory:
 
 
 @dataclass(frozen=True, repr=False)
-class PowerGossip(Gossip):
+class PowerGossip(GossipAverager):
     """Each edge moves along a rank-r approximation of its difference `D = M_i - M_j`, found without sending M.
 
     A tensor of two or more dimensions is a matrix M (n, m), n its first dimension. Both ends of an edge know the same p,
@@ -133,10 +133,6 @@ class PowerGossip(Gossip):
             not self.sign_p or self.rank == 1, "PowerGossip: columns of signs are not orthogonal; sign_p needs rank 1"
         )
         check_step_size(self, self.step_size)
-
-    @property
-    def multiplies(self) -> bool:
-        return True
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
@@ -280,7 +276,7 @@ class _HalfStep:
         for products in self._products(x):
             for peer, product in zip(self.p, products, strict=True):
                 messages[peer].append(product.t().reshape(-1))
-        return {peer: torch.cat(parts) if parts else torch.empty(0) for peer, parts in messages.items()}
+        return {peer: torch.cat(parts) if parts else torch.empty(0, device="cpu") for peer, parts in messages.items()}
 
     def _products(self, x: Parts) -> list[list[Tensor]]:
         """Each matrix times each edge's p, in one read for all neighbours; with a shared p, one product serves all."""

@@ -175,10 +175,6 @@ class PowerSGD(Averager):
             f"PowerSGD: memory must be a memory without momentum, such as ErrorFeedback(), or None, got {self.memory!r}",
         )
 
-    @property
-    def multiplies(self) -> bool:
-        return True
-
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> PowerSGDState:
         check_agreement(self, tensors, comm, seed)
         matrices = [(name, t) for name, t in tensors if gains(t, rank=1)]

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from .. import kernels
 from ..topology import Exponential, Topology
-from .gossip_base import Gossip
+from .gossip_base import GossipAverager
 from .gossip_nodes import pack_weighted, unpack_weighted
 from .gossip_round import Apply, Arrive, GossipState, Round, add_differences
 from .gossip_values import Parts
 
 
 @dataclass(frozen=True, repr=False)
-class PushSum(Gossip):
+class PushSum(GossipAverager):
     """Stochastic Gradient Push: `x_i <- sum_j P_ij x_j`, `w_i <- sum_j P_ij w_j`; `z_i = x_i / w_i` is the estimate.
 
     P must be column-stochastic only: each worker divides its own value, so every topology suits, directed and

@@ -19,6 +19,7 @@ from .quantize import (
     TernGrad,
 )
 from .sparse import AdaptiveThreshold, BlockwiseTopK, CoarseGrainedTopK, RandomK, SparseParts, Threshold, TopK
+from .traits import Traits
 from .types import Key, Selection, Symbols
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "TernGrad",
     "Threshold",
     "TopK",
+    "Traits",
     "BlockwiseTopK",
     "TruncatedNormal",
     "TruncatedNormalMixture",

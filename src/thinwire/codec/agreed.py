@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 
 from .base import Codec
+from .traits import Traits
 
 
 class AgreedCodec(Codec):
     """A codec whose workers first agree on some numbers, such as a common scale, so that payloads can be added.
 
-    In each step every worker sends its proposal to all others. Each worker combines the proposals in rank order, by sum
-    or by maximum. `agreed` turns the result into the codec of this step, whose payloads are added on the wire. Outside
-    of an averager the codec encodes without any agreement.
+    In each step workers combine their proposals: sums by an all-reduce, maxima by an all-gather. `agreed` turns the result
+    into the codec of this step, whose payloads are added on the wire. Outside of an averager the codec encodes without any
+    agreement.
     """
 
-    @property
-    @abstractmethod
-    def agreement(self) -> str | None:
-        """How proposals are combined: "sum" or "max"; None if this configuration needs no agreement."""
+    combined_by: ClassVar[str]
+    """How proposals are combined: "sum" or "max"."""
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(agreement=self)
 
     @abstractmethod
     def propose(self, segments: list[Tensor]) -> Tensor:

@@ -27,23 +27,22 @@ some numbers, which may be infinite or NaN. It reads and writes nothing else, an
 `nbytes` takes. `thinwire.testing.fuzz_codec` checks this.
 
 Votes. With `votes`, workers do not average. The result is `combine` of the sum of all decodings, such as the sign of
-a sum of signs. It does not grow with the input, so it is not divided by a loss scale.
+a sum of signs. It does not grow with the input, so it is not divided by a loss scale. A sum of zero gives zero.
 
-Facts. `unbiased`: the mean of decode(encode(x)) over keys is x. `sum_dtype`: the payload, viewed as this type, may be
-added on the wire, so an all-reduce serves ("summable"). `fixed_size`: `nbytes` is the exact size, not an upper bound.
-`needs_shape`: the payload depends on the shapes of the segments. `shared_key`: all workers encode and decode with the
-same key, from which the receiver computes what would otherwise be sent. `sends_floats`: the payload is the float32
-elements themselves, in order.
+Keys. With `shared_key`, all workers encode and decode with the same key, from which the receiver computes what would
+otherwise be sent. A decoder without `shared_key` gets no keys: `keys` is empty there.
+
+Traits. `traits` is the one record of what a codec is: `traits.py` lists them. Callers ask nothing else about its kind.
 
 Composition. A combinator such as `chain` is built from other codecs: `parts()` lists them and `map(fn)` replaces them.
-Callers ask a codec through the methods here; their defaults suit codecs without parts.
+It derives its traits from theirs, and refuses a part whose demands it does not carry when it is built.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +50,11 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
+from .senders import divide_by_senders
+from .traits import Traits
 from .types import Key, Selection, Size, Symbols, as_list
 
-if TYPE_CHECKING:
-    from .adaptive.base import AdaptiveCodec
-    from .sparse.parts import SparseParts
+_PLAIN = Traits()
 
 
 class Codec(Algorithm, ABC):
@@ -69,54 +68,10 @@ class Codec(Algorithm, ABC):
         tensor([ 0., -3.,  0.,  2.])
     """
 
-    needs_shape: ClassVar[bool] = False
-    votes: ClassVar[bool] = False
-    bucket_size: int | None = None
-
     @property
-    def sized_by_shape(self) -> bool:
-        """Whether the size of a payload depends on the shapes of the segments, not on their numbers of elements alone."""
-        return self.needs_shape
-
-    @property
-    def sends_floats(self) -> bool:
-        """Whether the payload is the float32 elements themselves, in order."""
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the mean of decode(encode(x)) over keys is x."""
-        return False
-
-    @property
-    def fixed_size(self) -> bool:
-        """Whether `nbytes` is the exact size of a payload, not an upper bound."""
-        return True
-
-    @property
-    def shared_key(self) -> bool:
-        """Whether all workers encode with the same key, and decode with it."""
-        return False
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decode(encode(x)) is x, for every float32 x."""
-        return False
-
-    @property
-    def quantizer(self) -> kernels.quantize.Quantizer | None:
-        """The evenly spaced levels, if a payload is what `kernels.quantize.encode` writes for them, and nothing else."""
-        return None
-
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        """The type in which payloads may be added on the wire, or None."""
-        return None
-
-    @property
-    def summable(self) -> bool:
-        """Whether payloads may be added on the wire, so that an all-reduce serves."""
-        return self.sum_dtype is not None
+    def traits(self) -> Traits:
+        """What the codec promises and demands. A class attribute serves where no field matters."""
+        return _PLAIN
 
     def encode(
         self,
@@ -208,13 +163,25 @@ class Codec(Algorithm, ABC):
         except ValueError as error:
             raise self._undecodable(payloads, _numel_of(outs), error) from error
 
+    def decode_mean(
+        self,
+        payloads: Sequence[Tensor],
+        out: Tensor | Sequence[Tensor],
+        weight: float = 1.0,
+        key: Key | Sequence[Key] | None = None,
+    ) -> Flag:
+        """`decode_sum`, each element divided by the number of payloads that carry it: under a transform, of coordinates."""
+        finite = self.decode_sum(payloads, out, weight, key)
+        divide_by_senders(self, payloads, as_list(out), key)
+        return finite
+
     def nbytes(self, size: Size | Sequence[Size]) -> int:
         """Size of the payload in bytes for segments of `size`: exact, or a bound where not `fixed_size`.
 
         A size is a number of elements or a `torch.Size`; any other sequence is a list with one for each segment.
         """
         sizes = [torch.Size([s]) if isinstance(s, int) else s for s in as_list(size)]
-        return self.segments_nbytes(sizes if self.needs_shape else [s.numel() for s in sizes])
+        return self.segments_nbytes(sizes if self.traits.needs_shape else [s.numel() for s in sizes])
 
     # ---- what a new codec implements: segments are contiguous float32, flat unless `needs_shape` ----
 
@@ -230,7 +197,7 @@ class Codec(Algorithm, ABC):
 
     @abstractmethod
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        """Add `weight` times the decoded payload to `outs`; `keys` is empty unless the codec has a `shared_key`."""
+        """Add `weight` times the decoded payload to `outs`; `keys` is empty without `shared_key`."""
 
     @abstractmethod
     def segments_nbytes(self, sizes: list[Any]) -> int:
@@ -266,6 +233,10 @@ class Codec(Algorithm, ABC):
         """The same codec with `fn(part)` in place of each part."""
         return self
 
+    def in_blocks(self, size: int) -> Codec:
+        """The same codec for segments whose blocks have `size` elements: parts that keep k of each block still do."""
+        return self.map(lambda part: part.in_blocks(size))
+
     def _links(self) -> tuple[Algorithm, ...]:
         """The arguments of `chain` that make this codec; the codec itself if it is no chain."""
         return (self,)
@@ -278,57 +249,15 @@ class Codec(Algorithm, ABC):
         """The positions that a payload carries, with empty values; None if it carries all of them."""
         return None
 
-    def topk_counts(self, numels: list[int]) -> list[int] | None:
-        """How many elements are kept of segments of these sizes, if these are exactly the largest; else None.
-
-        A memory can then select in the same pass that makes the segments, and hand its choice to `with_selection`.
-        """
-        return None
-
-    def with_selection(self, selection: Selection) -> Codec:
-        """This codec for one call of `encode`, in which it keeps `selection` instead of making its own choice."""
-        raise NotImplementedError(f"{self} selects nothing")
-
-    def sparse_parts(self) -> SparseParts | None:
-        """How a sparse all-reduce takes this codec apart; None unless it keeps the largest coordinates."""
-        return None
-
-    @property
-    def agreement(self) -> str | None:
-        """How workers combine their proposals before they encode: "sum", "max", or None for no agreement."""
-        return None
-
-    def propose(self, segments: list[Tensor]) -> Tensor:
-        """With `agreement`: this worker's float32 vector, of the same length on all workers."""
-        raise NotImplementedError(f"{self} needs no agreement")
-
-    def agreed(self, total: Tensor, num_workers: int) -> Codec:
-        """With `agreement`: the summable codec of this step, from the combined proposals of all workers."""
-        raise NotImplementedError(f"{self} needs no agreement")
-
-    @property
-    def adaptive_part(self) -> AdaptiveCodec | None:
-        """The codec among its parts that learns from gradients, or None."""
-        return next((found for part in self.parts() if (found := part.adaptive_part) is not None), None)
-
-    def adapted(self, state: Any) -> Codec:
-        """The codec of a round: its adaptive part is replaced by what that part is at `state`."""
-        return self.map(lambda part: part.adapted(state))
-
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         """The values that arrive at the adaptive part when `segments` are encoded."""
         return segments
-
-    @property
-    def level_values(self) -> tuple[float, ...] | None:
-        """The levels that elements are rounded to, ascending in [-1, 1]; None without such levels."""
-        return next((found for part in self.parts() if (found := part.level_values) is not None), None)
 
     # ---- helpers ----
 
     def _as_seen(self, tensors: list[Tensor], segments: list[Tensor]) -> list[Tensor]:
         """Views of contiguous tensors as this codec sees segments: in their shape if it needs it, else as vectors."""
-        return [t.view(s.shape if self.needs_shape else -1) for t, s in zip(tensors, segments, strict=True)]
+        return [t.view(s.shape if self.traits.needs_shape else -1) for t, s in zip(tensors, segments, strict=True)]
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:
@@ -342,10 +271,10 @@ class Codec(Algorithm, ABC):
                 raise ValueError(
                     f"{self}: a payload is a vector of uint8, got {payload.dtype} of shape {tuple(payload.shape)}"
                 )
-            if payload.numel() > expected or (self.fixed_size and payload.numel() != expected):
+            if payload.numel() > expected or (self.traits.fixed_size and payload.numel() != expected):
                 raise ValueError(
                     f"{self}: a payload for {_numel_of(outs)} elements has "
-                    f"{'' if self.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; "
+                    f"{'' if self.traits.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; "
                     "were sender and receiver configured alike?"
                 )
 
@@ -358,7 +287,7 @@ class Codec(Algorithm, ABC):
 
     def _decoding_keys(self, key: Key | Sequence[Key] | None, num_segments: int) -> list[int]:
         """Mixed keys, one for each segment; none where they are not needed."""
-        if not self.shared_key:
+        if not self.traits.shared_key:
             return []
         require(key is not None, f"{self}: payloads are decoded with the key of `encode`; pass it as `key`")
         keys = [k.mixed() for k in as_list(key)]

@@ -1,5 +1,6 @@
 """Communicators: how bytes move between workers, and the ledger that counts them. `base` has the contract."""
 
+from .background import Background
 from .base import Communicator
 from .channel import Channel, Message
 from .elastic import ElasticCommunicator
@@ -7,12 +8,12 @@ from .handle import CommunicationError, Handle
 from .ledger import Ledger
 from .lighthouse import Lighthouse
 from .local_world import LocalWorld
-from .members import Loss, Members, RoundCounts
+from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Version
 from .process_group import Group, ProcessGroupCommunicator
 from .process_world import ProcessWorld
-from .virtual import VirtualClock
 
 __all__ = [
+    "Background",
     "Channel",
     "CommunicationError",
     "Communicator",
@@ -20,13 +21,15 @@ __all__ = [
     "Group",
     "Handle",
     "Ledger",
+    "LeftOut",
     "Lighthouse",
     "LocalWorld",
     "Loss",
+    "LostRounds",
     "Members",
     "Message",
     "ProcessGroupCommunicator",
     "ProcessWorld",
     "RoundCounts",
-    "VirtualClock",
+    "Version",
 ]

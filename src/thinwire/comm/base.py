@@ -28,6 +28,7 @@ Ledger     Counts the bytes of each operation at its call, except those that an 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -38,16 +39,14 @@ import torch
 from torch import Tensor
 
 from .. import debug
-from ..algorithm import require
-from ..network import Messages, Moves, Relay, Ring
 from . import check
 from .agreement import fingerprint, parsed, raise_disagreement
+from .background import Background
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from .rounds import Rounds
-from .virtual import VirtualClock, messages_of, traced
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
@@ -57,22 +56,20 @@ class Communicator(Rounds, ABC):
     """Moves tensors between W workers. Backends implement the `_start_*` primitives, `_issue` and `close`.
 
     Attributes:
-        rank: this worker, 0..W-1.
+        rank: this worker, 0..W-1, in process number `process`, and in no fork of it.
         size: number of workers, W.
         ledger: counts the bytes that this worker has sent and received.
-        virtual: traces the operations for a network that is not there; None for no such network.
         global_ranks: the rank of each worker in torch.distributed; empty where workers are no processes of it.
+        device: on which it can send anything: main memory, or this worker's GPU where the backend sends from GPUs only.
     """
 
     global_ranks: Sequence[int] = ()
+    device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int):
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.process = rank, size, os.getpid()
         self.ledger = Ledger(size)
-        self.virtual: VirtualClock | None = None
-        self._lock = threading.Lock()  # the ledger counts in the order of the calls
-        self._closed = False
+        self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
 
     # ---- operations ----
 
@@ -85,8 +82,7 @@ class Communicator(Rounds, ABC):
         num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))
         messages = 2 * (self.size - 1) if num_bytes else 0
         start = partial(self._start_all_reduce, tensor.detach())
-        moves = partial(Ring, check.num_bytes(tensor))
-        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes), moves)
+        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes))
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
@@ -152,17 +148,13 @@ class Communicator(Rounds, ABC):
         num_bytes = check.num_bytes(tensor)
         parents, children = broadcast_tree(self.size, self.rank, root) if num_bytes else ([], [])
         traffic = (len(children), len(children) * num_bytes, len(parents) * num_bytes)
-
-        def moves() -> Moves:
-            return Relay(tuple((peer, num_bytes) for peer in parents), tuple((peer, num_bytes) for peer in children))
-
         start = partial(self._start_broadcast, as_bytes(tensor), root)
         sent = [tensor] if self.rank == root else []
-        return self._submit("broadcast", [tensor], start, tensor, traffic, moves, sent)
+        return self._submit("broadcast", [tensor], start, tensor, traffic, sent)
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
-        token = torch.zeros(1, dtype=torch.uint8, device=self._object_device)
+        token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._gather("barrier", token, [1] * self.size).wait()
         if token.is_cuda:
             torch.cuda.current_stream(token.device).synchronize()
@@ -173,15 +165,15 @@ class Communicator(Rounds, ABC):
         For small objects: sizes travel first, then the text. The ledger counts both.
         """
         text = json.dumps(obj).encode()
-        payload = torch.tensor(list(text), dtype=torch.uint8, device=self._object_device)
-        length = torch.tensor([len(text)], device=self._object_device)
+        payload = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(text)], device=self.device)
         lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
         texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
         return [parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
 
     def all_true(self, flag: bool) -> bool:
         """Return whether every worker passed True. Blocks; sends a byte to each worker."""
-        token = torch.tensor([flag], dtype=torch.uint8, device=self._object_device)
+        token = torch.tensor([flag], dtype=torch.uint8, device=self.device)
         return all(int(t) for t in self._gather("all_true", token, [1] * self.size).wait())
 
     def check_agreement(self, what: dict[str, Any]) -> None:
@@ -193,7 +185,7 @@ class Communicator(Rounds, ABC):
             ValueError: on every worker; it names each key that differs, its values, and their ranks.
         """
         described = {str(key): repr(value) for key, value in what.items()}
-        digest = torch.tensor(list(fingerprint(described)), dtype=torch.uint8, device=self._object_device)
+        digest = torch.tensor(list(fingerprint(described)), dtype=torch.uint8, device=self.device)
         digests = self._gather("check_agreement", digest, [digest.numel()] * self.size).wait()
         own = digest.tolist()
         if any(other is not digest and other.tolist() != own for other in digests):
@@ -206,42 +198,13 @@ class Communicator(Rounds, ABC):
             peers: other ranks; if worker a names b, b must name a.
             max_bytes: of the payload of a message, the same on all workers.
         """
-        require(self.virtual is None, f"rank {self.rank}: messages in no common order have no virtual seconds")
         peers = sorted(set(peers))
-        check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0)))
+        check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0, device="cpu")))
         return self._open_channel(peers, max_bytes)
 
-    # ---- on a network that is not there; without one they do nothing ----
-
-    def compute(self, seconds: float) -> None:
-        """Count so many seconds of computation of the calling thread, beside what is measured."""
-        if self.virtual is not None:
-            self.virtual.trace.compute(seconds)
-
-    def mark(self) -> int | None:
-        """Mark where the calling thread is, for `after` in another thread of this worker."""
-        return None if self.virtual is None else self.virtual.trace.mark()
-
-    def after(self, mark: int | None) -> None:
-        """Say that the calling thread has waited for another one of this worker to get to a mark."""
-        if self.virtual is not None and mark is not None:
-            self.virtual.trace.wait(mark)
-
-    def virtual_seconds(self) -> float:
-        """Seconds of all workers so far on the network that is not there. Blocks.
-
-        All workers call it, from their first threads, with nothing under way in other threads. They go on from the
-        slowest one's time.
-
-        Raises:
-            ValueError: there is no such network.
-        """
-        require(
-            self.virtual is not None,
-            f"rank {self.rank}: virtual_seconds needs a network, such as LocalWorld(4, network=Network(4))",
-        )
-        assert self.virtual is not None
-        return self.virtual.seconds()
+    def background(self, name: str) -> Background:
+        """A thread in which calls that use this communicator run in order, beside the caller."""
+        return Background(name)
 
     @abstractmethod
     def close(self) -> None:
@@ -254,8 +217,6 @@ class Communicator(Rounds, ABC):
         self.close()
 
     # ---- what a backend implements; a primitive starts an operation and returns a function that waits for it ----
-
-    _object_device = torch.device("cpu")
 
     @abstractmethod
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
@@ -297,8 +258,7 @@ class Communicator(Rounds, ABC):
         messages = self.size - 1 if num_bytes else 0
         start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
         traffic = (messages, messages * num_bytes, received)
-        moves = partial(messages_of, dict.fromkeys(others, tensor), others)
-        return self._submit(operation, gathered, start, gathered, traffic, moves, [tensor])
+        return self._submit(operation, gathered, start, gathered, traffic, [tensor])
 
     def _gather_by_exchange(self, gathered: list[Tensor]) -> Callable[[], Any]:
         """`_start_all_gather` as one exchange with all others; nothing empty is sent."""
@@ -317,12 +277,7 @@ class Communicator(Rounds, ABC):
         others, num_bytes = self.size - 1, check.num_bytes(tensor)
         messages = others * (2 if num_bytes else 1)
         traffic = (messages, others * (8 + num_bytes), 8 * others)
-
-        def moves() -> Moves:
-            by_peer = tuple((peer, 8 + num_bytes) for peer in self._others([tensor] * self.size))
-            return Messages(by_peer, by_peer)  # the model does not use the sizes of receives
-
-        handle = self._submit("all_gather", [tensor], start, result, traffic, moves, [tensor])
+        handle = self._submit("all_gather", [tensor], start, result, traffic, [tensor])
         return Handle(partial(self._count_received, handle))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
@@ -351,9 +306,8 @@ class Communicator(Rounds, ABC):
         wire_receives = {peer: as_bytes(tensor) for peer, tensor in receives.items() if tensor.numel()}
         sent, received = (sum(t.numel() for t in side.values()) for side in (wire_sends, wire_receives))
         start = partial(self._start_exchange, wire_sends, wire_receives)
-        tensors, moves = [*sends.values(), *receives.values()], partial(messages_of, wire_sends, wire_receives)
-        traffic = (len(wire_sends), sent, received)
-        return self._submit(operation, tensors, start, result, traffic, moves, list(sends.values()))
+        tensors, traffic = [*sends.values(), *receives.values()], (len(wire_sends), sent, received)
+        return self._submit(operation, tensors, start, result, traffic, list(sends.values()))
 
     def _submit(
         self,
@@ -362,12 +316,10 @@ class Communicator(Rounds, ABC):
         start: Start,
         result: Any,
         traffic: tuple[int, int, int],
-        moves: Callable[[], Moves],
         sent: Sequence[Tensor] = (),
     ) -> Handle:
-        """Issue, count and trace one operation; `sent` are the tensors whose checksums debug mode compares."""
-        trace = None if self.virtual is None else self.virtual.trace
-        number = None if trace is None else trace.issue(moves())
+        """Issue and count one operation; `sent` are the tensors whose checksums debug mode compares."""
+        check.own_process(self)
         messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
         before = debug.checksums(messages)
         with self._lock:
@@ -376,9 +328,6 @@ class Communicator(Rounds, ABC):
             wait = self._issue(tensors, start)
             self.ledger.record(operation, *traffic)
         unchanged = partial(self._check_unchanged, operation, messages, before)
-        if trace is not None and number is not None:
-            trace.skip()
-            wait = partial(traced, wait, trace, number)
         return Handle(partial(self._finish, operation, wait, result, unchanged))
 
     def _finish(self, operation: str, wait: Callable[[], Any], result: Any, check_unchanged: Callable[[], None]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,15 @@ SUMMABLE = frozenset(
 
 def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def own_process(comm: Communicator) -> None:
+    """Not a fork of the process that connected, which has its sockets, and not its threads."""
+    if os.getpid() != comm.process:
+        raise ValueError(
+            f"rank {comm.rank}: this process is a fork of the worker, which alone can communicate. Train in the worker, or "
+            "start the child by 'spawn' and connect it as a worker of its own."
+        )
 
 
 def tensor(comm: Communicator, operation: str, value: Any) -> None:

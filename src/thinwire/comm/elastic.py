@@ -1,26 +1,25 @@
-"""Workers that come and go: rounds on torchft's Lighthouse, Manager and process groups (`pip install thinwire[elastic]`).
+"""Workers that come and go: rounds on torchft's Lighthouse and process groups (`pip install thinwire[elastic]`).
 
-Each worker has a Manager of torchft, which agrees with the others on a *quorum* through the Lighthouse, and a process group
-of torchft's (Gloo), which is connected anew whenever the quorum changes. A round is a transaction:
+Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
+over Gloo, anew whenever the workers change. A round is a transaction:
 
-    1. form     a quorum; workers tell each other how many rounds they have committed. Workers that are behind are *healed*.
-                While the Lighthouse does not answer, they ask again
-    2. heal     the first worker that is up to date sends its shared state to those that are not
+    1. form     who takes part, and who is behind. Workers that differ in number or configuration are refused, and raise an
+                error; the others go on without them. While the Lighthouse does not answer, they ask again
+    2. heal     a worker that is up to date sends its shared state to those that are not. Failures give up the round alone
     3. open     rank and size are those of the round; after a change of workers, all wait until all have regrouped
     4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
     5. close    all workers vote in an all-gather; the round is committed if every worker had success
 
 The vote itself may fail on some workers, if one dies in the middle of it. Then some commit, and those that do not are one
 round behind: the next `form` heals them, so that no half of a round lasts. `open` is such a vote too: each worker counts the
-times that it has regrouped, and one that has missed one is healed. torchft's own `should_commit` asks only within a
-replica, which is one worker here.
+times that it has regrouped, and one that has missed one is healed. The state with the most committed rounds is the newest. A
+worker that healing would make lose more than the one round in doubt raises an error instead.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
-`timeout_seconds`. The Lighthouse leaves out workers whose heartbeat is missing for `HEARTBEAT_SECONDS`. If a quorum names a
-worker that has died before it connected, the others try again after `CONNECT_SECONDS`.
-
-Healing runs over the process group, and as tensors and plain values only (`weights_only`), not over torchft's HTTP transport,
-which listens on all interfaces and unpickles what it gets.
+`timeout_seconds`, or sooner once the pace of the rounds is known (`pace.py`). A worker that makes no progress for so long sends
+no more heartbeats either, and the Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died
+before it connected, the others try again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries
+tell the others, and one of them is left out.
 
 GPUs. Tensors on a GPU go through main memory, as Gloo needs it, or with `backend="nccl"` over a second process group. Votes,
 sizes, and healing go over Gloo in both cases. An operation over NCCL ends on the GPU after its `wait()`, so before the vote the
@@ -30,7 +29,6 @@ worker waits for its GPU, and asks whether all operations had success. Neither p
 from __future__ import annotations
 
 import contextlib
-import io
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,22 +40,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import debug
 from ..algorithm import require
 from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
-from .connect import own_address
+from .claims import MAX_ROUNDS, members_of
 from .elastic_groups import Groups
-from .handle import CommunicationError, reason_of
+from .forming import Forming
+from .handle import CommunicationError
+from .healing import Healing
+from .history import History
 from .lighthouse import torchft
-from .members import Loss, Members, RoundCounts, Shared
+from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from .pace import Pace
 from .side_streams import SideStreams
-from .store import listening_store
 
 Result = TypeVar("Result")
-RESTART_SECONDS = 1.0
-"""After which a Lighthouse that restarts has heard of all workers: they send heartbeats every 0.1 seconds."""
 NOTE_LENGTH = 8
 """Numbers that a worker may add to its vote."""
 
@@ -73,8 +71,8 @@ class ElasticCommunicator(Communicator):
         min_workers: fewer do not begin a round.
         timeout_seconds: how long a worker may be silent in a round before the round is given up.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
-        backend: of tensors on a GPU. "nccl" needs a GPU of its own for every worker, and notices a dead one only after
-            `timeout_seconds`.
+        backend: of tensors on a GPU. "nccl" is experimental: it has never run on one. It needs a GPU of its own for every
+            worker, and notices a dead one only after `timeout_seconds`.
 
     Attributes:
         members: the workers of the last round that was opened; None before the first.
@@ -83,7 +81,9 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
 
     Raises:
-        ValueError: torchft is not installed, or there is no GPU for NCCL.
+        ValueError: torchft is not installed, or there is no GPU for NCCL. When a round forms: the number is taken, the
+            configuration differs from that of the others, or healing would lose rounds that it has committed (`LostRounds`).
+        LeftOut: when a round forms: this worker and another one do not reach each other, or it could not be healed.
         CommunicationError: the Lighthouse does not answer.
     """
 
@@ -106,39 +106,21 @@ class ElasticCommunicator(Communicator):
         self.in_round = False
         self.number, self.members, self.counts = number, None, RoundCounts()
         self.note: list[float] = []
-        self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64)
+        self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64, device="cpu")
         self._norms: dict[int, float] = {}
-        self._shared: dict[str, Shared] = {}
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
-        self._no_quorum = (
-            f"no quorum of {min_workers} workers within {quorum_seconds:g} seconds; see whether enough workers run, and "
-            f"whether they reach the Lighthouse at {lighthouse}"
-        )
         self._error: Exception | None = None
-        self._sent_before = 0
+        self._in_flight = self._sent_before = 0
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams = SideStreams(self._issuer)
+        self._history, self._known_place = History(), ""
+        self._pace, self._healing = Pace(timeout_seconds), Healing()
         ft = torchft()
         self._groups = Groups(ft.nccl_group(self._timeout) if backend == "nccl" else None, self._timeout)
-        host = own_address()[1]
-        self._store = listening_store(host, 0, timedelta(seconds=quorum_seconds))
-        self._process_group = ft.reconfigurable_group(self._timeout, self._connected, self._groups.nccl)
-        try:
-            self._manager, self._quorums = ft.manager(
-                pg=self._process_group,
-                min_replica_size=min_workers,
-                timeout=self._timeout,
-                quorum_timeout=timedelta(seconds=quorum_seconds),
-                connect_timeout=timedelta(seconds=min(quorum_seconds, 30.0)),
-                store=(host, self._store.port),
-                lighthouse_addr=lighthouse,
-                quorum_retries=1_000_000,  # within `quorum_timeout`: the Lighthouse may restart
-                replica_id=f"worker_{number:06d}",
-            )
-        except Exception as error:
-            raise CommunicationError(
-                f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
-            ) from error
+        self._process_group = ft.reconfigurable_group(self._timeout, self._groups.nccl)
+        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._process_group)
+        self._asker = self._forming.asker
+        self._asker.expect(timeout_seconds)  # so that workers that start together begin together
 
     members: Members | None
 
@@ -150,99 +132,75 @@ class ElasticCommunicator(Communicator):
             save: returns tensors and plain values; called on a live worker.
             load: restores them; called on the worker that joins.
         """
-        self._shared[name] = Shared(save, load)
+        self._healing.shared[name] = Shared(save, load)
 
     # ---- rounds ----
 
+    def check_agreement(self, what: dict[str, Any]) -> None:
+        """As in `Communicator`. What is checked before the first round is compared whenever a round forms."""
+        if self.members is None:
+            settings = self._forming.settings
+            for key, value in what.items():
+                settings[str(key) if str(key) not in settings else f"{key} ({len(settings)})"] = repr(value)
+        super().check_agreement(what)
+
     def form_round(self) -> Members | None:
         self._drain()
+        self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
         while True:
-            self._agree_on_quorum(max(deadline - time.monotonic(), 0.1))
+            self._error, self._groups.gloo = None, None
             try:
-                return self._connect()
+                claims = self._forming.claims(
+                    max(deadline - time.monotonic(), 0.1),
+                    self._history.version,
+                    self._history.digests[-1],
+                    -1 if self.members is None else self.members.numbers.index(self.number),
+                    self._healing.can_heal,
+                )
+            except (ValueError, LeftOut):
+                self._asker.close()
+                raise
+            try:
+                self.rank, self.size = self._forming.connect(claims), len(claims)
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:
                     raise
                 self._error = error
                 self._give_up()
-
-    def _agree_on_quorum(self, seconds: float) -> None:
-        self._error, self._groups.gloo = None, None
-        try:
-            self._manager.start_quorum(timeout=timedelta(seconds=seconds))
-        except Exception as error:
-            reason = reason_of(error).partition(", details: ")[0][:300]
-            raise CommunicationError(f"worker {self.number}: {self._no_quorum} ({reason})") from error
-
-    def _connect(self) -> Members | None:
-        """Take rank and size from the quorum; after a change, tell each other who is there."""
-        failed = self._manager.errored()
-        if failed is not None:
-            reason = reason_of(failed.original_exception)
-            raise CommunicationError(f"worker {self.number}: cannot connect to the other workers: {reason}")
-        rank, size = self._manager.participating_rank(), self._manager.num_participants()
-        group = self._process_group.parent
-        assert rank is not None and group is not None, "a quorum gives every worker a rank"
-        is_new = self._connections != self._known_connections
-        self._groups.gloo, self.rank, self.size = group, rank, size
-        self.ledger.size = size
-        if self._quorums.is_partial:
-            time.sleep(RESTART_SECONDS)
-            raise CommunicationError(
-                f"worker {self.number}: the Lighthouse has restarted, and knows {size} workers so far"
-            )
-        if not is_new:
-            return None
-        return self._introduce()
-
-    def _introduce(self) -> Members:
-        """Tell each other numbers, versions and former ranks."""
-        last = self.members
-        own_rank = last.numbers.index(self.number) if last is not None else -1
-        told = [row.tolist() for row in self.all_gather(torch.tensor([self.number, *self._version, own_rank])).wait()]
-        versions: list[tuple[int, int]] = [(row[1], row[2]) for row in told]
-        latest = max(versions)
-        # Before the first round, nobody has anything that the others lack: all begin with the first worker's state.
-        known = [version == latest > (0, 0) for version in versions]
-        source = known.index(True) if any(known) else 0
-        healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
-        before = tuple(row[3] if is_known and row[3] >= 0 else None for row, is_known in zip(told, known, strict=True))
-        return Members(tuple(row[0] for row in told), before, latest, source if healed else None, healed)
+                continue
+            self._groups.gloo, self.ledger.size = self._process_group.parent, self.size
+            return None if self._known_place == self._forming.place else members_of(claims)
 
     def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        if members.source is None:
-            return
-        payload = torch.empty(0, dtype=torch.uint8)
-        if self.rank == members.source:
-            buffer = io.BytesIO()
-            extra = {name: shared.save() for name, shared in self._shared.items()}
-            torch.save({"strategy": save(), "shared": extra, "committed": self.counts.committed}, buffer)
-            payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        size = int(self.all_gather(torch.tensor([payload.numel()])).wait()[members.source])
-        if self.rank == members.source:
-            self.exchange(dict.fromkeys(members.healed, payload), {}).wait()
-        elif self.rank in members.healed:
-            received = self.exchange({}, {members.source: debug.empty(size, dtype=torch.uint8)}).wait()
-            state = torch.load(io.BytesIO(received[members.source].numpy().tobytes()), weights_only=True)
-            load(state["strategy"])
-            for name, shared in self._shared.items():
-                if name in state["shared"]:
-                    shared.load(state["shared"][name])
-            self.counts.healings += state["committed"] > 0
-            self.counts.committed = state["committed"]
+        try:
+            history = self._healing.heal(self, members, self._history, save, load)
+        except (LeftOut, LostRounds):
+            self._give_up()
+            self._asker.close()
+            raise
+        if history is not None:
+            self._history, self.counts.committed = history, history.committed
+            self.counts.healings += history.committed > 0
+
+    def progressed(self) -> None:
+        self._asker.expect(self._pace.patience_seconds)
 
     def open_round(self, members: Members | None) -> None:
         if members is not None:
-            self.all_gather(torch.ones(1)).wait()  # all have regrouped
-            self._version = (members.version[0] + 1, members.version[1])
+            self.all_gather(torch.ones(1, device="cpu")).wait()  # all have regrouped
+            self._history.regroupings = members.version.regroupings + 1
             last = () if self.members is None else self.members.numbers
             fell_behind = {members.numbers[rank] for rank in members.healed}
             for number in last:
                 if number not in members.numbers or (number in fell_behind and number != self.number):
                     loss = Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
                     self.counts.losses.append(loss)
-            self.members, self._known_connections = members, self._connections
+            self.members, self._known_place = members, self._forming.place
+            self._pace.forget()
+        self._pace.resume()
+        self._groups.limit = timedelta(seconds=self._pace.patience_seconds)
+        self._asker.expect(self._pace.patience_seconds)
         self._in_flight, self._sent_before = 0, self.ledger.bytes_sent
         self.in_round = True
 
@@ -252,9 +210,11 @@ class ElasticCommunicator(Communicator):
             committed = success and self._has_arrived() and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
-        if committed and self._manager.should_commit():
-            self.counts.committed += 1
-            self._version = (self._version[0], self._version[1] + 1)
+        if committed:
+            self._history.commit(self._forming.place)
+            self.counts.committed = self._history.committed
+            self._pace.committed()
+            self._asker.expect(self._pace.patience_seconds)
             return True
         self._give_up()
         self.counts.aborted += 1
@@ -264,9 +224,8 @@ class ElasticCommunicator(Communicator):
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
         self._groups.hang_up(self.rank, self.size)
-        self._quorums.disconnected()
-        self._manager.report_error(self._error or RuntimeError("the round was given up"))
-        self._manager.should_commit()
+        self._forming.give_up()
+        self._asker.expect(self._pace.patience_seconds)
 
     def _has_arrived(self) -> bool:
         """Whether all operations on the GPU had success; over Gloo, `wait` has said so."""
@@ -276,9 +235,9 @@ class ElasticCommunicator(Communicator):
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
-        vote = torch.zeros(2 + NOTE_LENGTH, dtype=torch.float64)
+        vote = torch.zeros(2 + NOTE_LENGTH, dtype=torch.float64, device="cpu")
         vote[0], vote[1] = 1.0, norm
-        vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64)
+        vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64, device="cpu")
         votes = torch.stack(self.all_gather(vote).wait())
         self.notes = votes[:, 2:]
         self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
@@ -290,7 +249,8 @@ class ElasticCommunicator(Communicator):
         The workers of the newest checkpoint heal the others, and keep their own memory. Workers of a run that goes on have
         newer state than any checkpoint.
         """
-        self._version, self.counts.committed = (0, rounds), rounds
+        require(0 <= rounds <= MAX_ROUNDS, f"worker {self.number}: a checkpoint of {rounds} rounds cannot be")
+        self._history, self.counts.committed = History(rounds), rounds
 
     def between_rounds(self, do: Callable[[], Result]) -> Result | None:
         """Return `do()`, which calls operations between two rounds; None if a worker died meanwhile.
@@ -301,6 +261,8 @@ class ElasticCommunicator(Communicator):
             do: work that changes nothing that workers must have in common, such as adding up metrics.
         """
         counted = self.ledger.state_dict()
+        self._groups.limit = self._timeout
+        self._asker.expect(self._timeout.total_seconds())
         try:
             return do()
         except CommunicationError as error:
@@ -309,6 +271,8 @@ class ElasticCommunicator(Communicator):
             return None
         finally:
             self.ledger.load_state_dict(counted)
+            self._pace.resume()  # no part of a round
+            self._asker.expect(self._pace.patience_seconds)
 
     def close(self) -> None:
         with self._lock:
@@ -316,18 +280,9 @@ class ElasticCommunicator(Communicator):
                 return
             self._closed = True
         self._issuer.shutdown(wait=False, cancel_futures=True)
-        self._manager.shutdown(wait=False)
+        self._asker.close()
 
     # ---- operations on the process group of the round ----
-
-    _connections = 0
-    _known_connections = -1
-    _version = (0, 0)
-    _in_flight = 0
-
-    def _connected(self) -> None:
-        """Torchft has connected the process group anew."""
-        self._connections += 1
 
     def _drain(self) -> None:
         """Wait until no operation of an earlier round is being started."""
@@ -356,7 +311,9 @@ class ElasticCommunicator(Communicator):
 
     def _complete(self, wait: Callable[[], Any]) -> None:
         try:
+            self._asker.expect(self._groups.limit.total_seconds())
             wait()
+            self._asker.expect(self._groups.limit.total_seconds())
         except Exception as error:
             if self._error is None:
                 self._error = error

@@ -22,14 +22,14 @@ class Groups:
 
     Args:
         nccl: for tensors on a GPU; None sends them through main memory.
-        limit: how long to wait for a message over Gloo.
+        limit: how long to wait for a message over Gloo; it may be changed.
 
     Attributes:
         gloo: the group of the present round; None before the first, and while a quorum is formed.
     """
 
     def __init__(self, nccl: Any, limit: timedelta):
-        self.nccl, self.gloo, self._limit = nccl, None, limit
+        self.nccl, self.gloo, self.limit = nccl, None, limit
 
     gloo: Any
 
@@ -39,7 +39,7 @@ class Groups:
             return partial(_order_stream, self.nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
         work = self.gloo.allreduce([sent], dist.AllreduceOptions())
-        return partial(wait_for_all, [("", work)], [(tensor, sent)], self._limit)
+        return partial(wait_for_all, [("", work)], [(tensor, sent)], self.limit)
 
     def broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         """Give all workers the tensor of rank `root`, in place."""
@@ -49,7 +49,7 @@ class Groups:
             return partial(_order_stream, self.nccl.broadcast([tensor], options))
         sent = _in_main_memory(tensor)
         work = self.gloo.broadcast([sent], options)
-        return partial(wait_for_all, [(f"from rank {root}", work)], [(tensor, sent)], self._limit)
+        return partial(wait_for_all, [(f"from rank {root}", work)], [(tensor, sent)], self.limit)
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
@@ -59,7 +59,7 @@ class Groups:
         works = [(f"from rank {peer}", self.gloo.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
         works += [(f"to rank {peer}", self.gloo.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
         landed = [(receives[peer], tensor) for peer, tensor in landing.items()]
-        return partial(wait_for_all, works, landed, self._limit)
+        return partial(wait_for_all, works, landed, self.limit)
 
     def hang_up(self, rank: int, size: int) -> None:
         """Close the connections. Over Gloo, workers that wait for this one fail at once; see `process_group.py`."""
@@ -68,7 +68,7 @@ class Groups:
         for peer in range(size if self.gloo is not None else 0):
             if peer != rank:
                 with contextlib.suppress(RuntimeError, ValueError):
-                    self.gloo.recv([torch.empty(1)], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+                    self.gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
     def _goes_over_nccl(self, tensor: Tensor) -> bool:
         return self.nccl is not None and tensor.device.type == "cuda"

@@ -1,38 +1,43 @@
-"""What thinwire takes from torchft: the Lighthouse, a Manager that heals nobody by itself, and process groups.
+"""What thinwire takes from torchft: the Lighthouse, its client, and process groups that are connected anew.
 
 torchft is an optional package. All of its names that thinwire uses are in this file.
 
-When to connect anew. torchft's Managers compare the Lighthouse's numbers of quorums. A Lighthouse that restarts counts from
-the start again, so an old number can come back: some workers would keep connections that others have closed, or read addresses
-that an earlier quorum left in the store. Here workers count for themselves (`Quorums`). Each sends its count where torchft
-sends the step, and the Lighthouse tells all of them the largest. A worker that has lost its connections sends one more than
-the others, so that all of them see it and connect anew. The largest count also names the place in the store. No count comes
-twice there, because the store's owner takes part in all quorums that use it.
+The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live. A worker sends
+them itself, and only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process lives.
+torchft's Manager is not used: it sends heartbeats for a stuck worker too, and its numbers of quorums come back when a
+Lighthouse restarts. Here each question carries a worker's claim (`claims.py`), and each answer those of all that take part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .claims import MAX_TEXT, Claim, read_claim
 from .connect import own_address
+from .handle import CommunicationError
 
 HEARTBEAT_SECONDS = 3.0
-"""The Lighthouse leaves out a worker after so long without a heartbeat. torchft sends one every 0.1 seconds."""
-CONNECT_SECONDS = 5.0
-"""How long workers of a new quorum wait for each other. The limit doubles with each failure in a row."""
-_making_a_manager = threading.Lock()
+"""The Lighthouse leaves out a worker after so long without a heartbeat."""
+BEAT_SECONDS = 0.2
+"""Between two heartbeats."""
+RETRY_SECONDS = 0.2
+"""Before a worker asks a Lighthouse again that did not answer."""
+log = logging.getLogger("thinwire")
 
 
 class Lighthouse:
@@ -74,39 +79,29 @@ class torchft:  # noqa: N801  # reads as the package's name
     """
 
     def __init__(self) -> None:
-        self._manager, self._groups = _module("torchft.manager"), _module("torchft.process_group")
-        self._transport = _module("torchft.checkpointing.transport")
+        self._coordination, self._groups = _module("torchft.coordination"), _module("torchft.process_group")
 
-    def reconfigurable_group(
-        self, timeout: timedelta, connected: Callable[[], None], on_gpus: Any | None = None
-    ) -> Any:
-        """A process group over Gloo that calls `connected` whenever it is connected anew.
+    def store(self, address: str, limit: timedelta) -> Any:
+        """A client of the store at "host:port/prefix"."""
+        return self._groups.create_store_client(address, limit)
 
-        A quorum may name a worker that has just died. So the time to connect has a limit of its own, and the workers meet in
-        the store first: Gloo would try to reach the dead one for the whole `timeout`.
+    def reconfigurable_group(self, timeout: timedelta, on_gpus: Any | None = None) -> Any:
+        """A process group over Gloo that can be connected anew.
 
         Args:
             timeout: how long an operation may take.
-            connected: called without arguments.
             on_gpus: a second group that is connected and closed with it; see `nccl_group`. None for none.
         """
         groups = self._groups
 
         class Group(groups.ProcessGroupGloo):  # type: ignore[name-defined, misc]
-            failures = 0
-
-            def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
-                limit = timedelta(seconds=CONNECT_SECONDS * 2**self.failures)
-                self.failures = min(self.failures + 1, 3)
+            def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
+                """Connect anew, within the limit: Gloo would try to reach a dead worker for the whole `timeout`."""
                 self._timeout = limit
-                self.abort(errored=False)
-                _meet(groups.create_store_client, store_addr, rank, world_size, limit)
-                super().configure(store_addr, replica_id, rank, world_size, *args)
+                self.configure(place, f"rank {rank}", rank, size)
                 self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # of collective operations
                 if on_gpus is not None:
-                    on_gpus.configure(f"{store_addr}/gpus", replica_id, rank, world_size, *args)
-                self.failures = 0
-                connected()
+                    on_gpus.configure(f"{place}/gpus", f"rank {rank}", rank, size)
 
             @property
             def parent(self) -> Any:
@@ -145,112 +140,157 @@ class torchft:  # noqa: N801  # reads as the package's name
 
         return Group(timeout)
 
-    def manager(self, *, store: tuple[str, int], **options: Any) -> tuple[Any, Quorums]:
-        """A Manager of one worker, which heals nobody, and what decides when it connects anew."""
-
-        class Nothing(self._transport.CheckpointTransport):  # type: ignore[name-defined, misc]
-            def metadata(self) -> str:
-                return ""
-
-            def send_checkpoint(self, dst_ranks: Any, step: int, state_dict: Any, timeout: Any) -> None:
-                """Nothing to send: `ElasticCommunicator.heal` does."""
-
-            def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Any) -> dict[str, Any]:
-                raise AssertionError("no quorum says that a worker is to be healed")
-
-            def disallow_checkpoint(self) -> None:
-                """Nothing to forbid."""
-
-        with _listening_at(store[0], self._manager):
-            manager = self._manager.Manager(
-                load_state_dict=lambda state: None,
-                state_dict=lambda: None,
-                use_async_quorum=False,
-                rank=0,
-                world_size=1,
-                store_addr=store[0],
-                store_port=store[1],
-                hostname=store[0],
-                checkpoint_transport=Nothing(),
-                **options,
-            )
-        quorums = manager._client = Quorums(manager._client)
-        return manager, quorums
+    def client(self, address: str, seconds: float) -> Any:
+        """A client of the Lighthouse at this address."""
+        return self._coordination.LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
 
 
-class Quorums:
-    """Stands before torchft's client, and decides when the process group is connected anew; see the module's text.
+class Asker:
+    """Asks the Lighthouse for rounds, and sends it heartbeats while this worker makes progress.
 
     Args:
-        client: torchft's `ManagerClient`.
+        connect: makes a client, given the seconds to wait for the Lighthouse.
+        id: of this process.
+        seconds: within which the Lighthouse must answer for the first time.
 
     Attributes:
-        is_partial: whether the last quorum lacks workers because the Lighthouse has restarted, and has not heard of all yet.
-            Then its numbers begin again.
+        is_partial: whether the last answer lacks workers because the Lighthouse has restarted, and has not heard of all yet.
     """
 
-    def __init__(self, client: Any):
-        self._client = client
-        self._count = 0
+    def __init__(self, connect: Callable[[float], Any], id: str, seconds: float):
+        self._connect, self._id = connect, id
+        self._client = connect(seconds)
         self._workers: list[str] = []
-        self._is_connected = False
-        self._connection = self._number = 0
+        self._number = 0
         self.is_partial = False
+        self._until = 0.0
+        self._is_closed, self._wakened = False, threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="thinwire-heartbeat", daemon=True)
 
-    def disconnected(self) -> None:
-        """Connections are lost: let the next quorum connect all of its workers anew."""
-        self._is_connected = False
+    def expect(self, seconds: float) -> None:
+        """Say that this worker makes progress; without another call within so many seconds, it counts as stuck."""
+        now = time.monotonic()
+        was_late, self._until = now >= self._until, now + seconds
+        if not self._thread.is_alive() and not self._is_closed:
+            self._thread.start()
+        if was_late:  # the Lighthouse may believe it dead: let it know before somebody asks for a round
+            self._wakened.set()
 
-    def _quorum(self, **request: Any) -> SimpleNamespace:
-        """The next quorum, as `Manager` wants it: `quorum_id` changes when it shall connect anew, and nobody is healed."""
-        count = self._count + (not self._is_connected)
-        found = self._client._quorum(**request | {"step": count, "init_sync": False})
-        self._count = found.max_step + 1
-        is_same = found.replica_ids == self._workers
-        if found.max_step != count or not is_same or not self._is_connected:
-            self._connection = found.max_step
-        has_restarted = found.quorum_id < self._number + (not is_same)
-        self.is_partial = has_restarted and not set(self._workers) <= set(found.replica_ids)
-        self._workers, self._number, self._is_connected = found.replica_ids, found.quorum_id, True
-        return SimpleNamespace(
-            quorum_id=self._connection,
-            replica_ids=found.replica_ids,
-            replica_rank=found.replica_rank,
-            replica_world_size=found.replica_world_size,
-            max_replica_rank=found.replica_rank,
-            max_world_size=found.replica_world_size,
-            store_address=found.store_address,
-            max_step=request["step"],
-            recover_src_manager_address="",
-            recover_dst_replica_ranks=[],
-            heal=False,
+    def close(self) -> None:
+        """Send no more heartbeats, so that nobody waits for this worker."""
+        self._is_closed = True
+        self._wakened.set()
+
+    def ask(self, claim: Claim, seconds: float) -> list[Claim]:
+        """The claims of all workers that ask, once the Lighthouse has a quorum. It may restart meanwhile.
+
+        Raises:
+            Exception: of torchft's; there was no quorum within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        self.expect(seconds)
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            try:
+                return self._claims(self._asked(claim, left))
+            except Exception:
+                if time.monotonic() + RETRY_SECONDS > deadline:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+    def _asked(self, claim: Claim, seconds: float) -> Any:
+        return self._client.quorum(
+            replica_id=self._id,
+            timeout=timedelta(seconds=seconds),
+            address="",
+            store_address=claim.store,
+            step=0,
+            world_size=1,
+            shrink_only=False,
+            data=claim.data(),
         )
 
-    def should_commit(self, *args: Any, **options: Any) -> bool:
-        """Torchft's vote within a replica, which is one worker here."""
-        return bool(self._client.should_commit(*args, **options))
+    def _claims(self, quorum: Any) -> list[Claim]:
+        workers = [member.replica_id for member in quorum.participants]
+        has_restarted = quorum.quorum_id < self._number + (workers != self._workers)
+        self.is_partial = has_restarted and not set(self._workers) <= set(workers)
+        self._workers, self._number = workers, quorum.quorum_id
+        read = {m.replica_id: read_claim(m.replica_id, m.store_address, m.data) for m in quorum.participants}
+        for worker, claim in read.items():
+            if claim is None:
+                log.warning("thinwire: %s takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
+        return [claim for claim in read.values() if claim is not None]
+
+    def _beat(self) -> None:
+        while not self._is_closed:
+            self._wakened.wait(BEAT_SECONDS)
+            self._wakened.clear()
+            if time.monotonic() < self._until and not self._is_closed:
+                with contextlib.suppress(Exception):  # the Lighthouse restarts
+                    self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
 
 
-@contextmanager
-def _listening_at(host: str, module: Any) -> Iterator[None]:
-    """Context in which the Managers of torchft's module listen at one address; by themselves they listen on all interfaces."""
-    with _making_a_manager:
-        server = module.ManagerServer
-        module.ManagerServer = lambda **options: server(**options | {"bind": f"{host}:0"})
+class Missing(CommunicationError):
+    """Workers that could not be reached, by rank."""
+
+    def __init__(self, ranks: Iterable[int]):
+        self.ranks = sorted(ranks)
+        super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}")
+
+
+def meet(store: str, place: str, rank: int, size: int, limit: timedelta) -> None:
+    """Return when all workers of a round are in the store of the first; Gloo would wait much longer for one that is dead.
+
+    Raises:
+        Missing: with the ranks that did not come, or that of the store's owner.
+    """
+    try:
+        reach([(0, store)], limit)
+        found: dist.Store = torchft().store(f"{store}/{place}", limit)
+        found.set(f"here/{rank}", "")
+    except (OSError, RuntimeError) as error:
+        raise Missing([0]) from error
+    try:
+        found.wait([f"here/{peer}" for peer in range(size)], limit)
+    except RuntimeError as error:
         try:
-            yield
-        finally:
-            module.ManagerServer = server
+            raise Missing(peer for peer in range(size) if not found.check([f"here/{peer}"])) from error
+        except Missing:
+            raise
+        except RuntimeError:
+            raise Missing([0]) from error
 
 
-def _meet(connect: Any, store_address: str, rank: int, size: int, limit: timedelta) -> None:
-    """Return when all workers of a quorum are here; raise an error if one is missing at the limit."""
-    host, port = store_address.split("/")[0].rsplit(":", 1)
-    with socket.create_connection((host.strip("[]"), int(port)), limit.total_seconds()):
-        pass  # the store's owner lives
-    store: dist.Store = connect(store_address, limit)
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{peer}" for peer in range(size)], limit)
+def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
+    """Try to connect with the stores of some workers, all at once.
+
+    Raises:
+        Missing: with the ranks that cannot be reached.
+    """
+    deadline, waiting, missing = time.monotonic() + limit.total_seconds(), dict[int, Any](), list[int]()
+    with contextlib.ExitStack() as stack:
+        poll = select.poll()
+        for rank, store in stores:
+            host, _, port = store.rpartition(":")
+            try:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                probe = stack.enter_context(socket.socket(family))
+                probe.setblocking(False)
+                probe.connect_ex((host.strip("[]"), int(port)))
+            except (OSError, OverflowError):
+                missing.append(rank)
+                continue
+            poll.register(probe, select.POLLOUT)
+            waiting[probe.fileno()] = rank, probe
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(1000 * left):
+                rank, probe = waiting.pop(descriptor)
+                poll.unregister(descriptor)
+                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    missing.append(rank)
+        missing += [rank for rank, _ in waiting.values()]
+    if missing:
+        raise Missing(missing)
 
 
 def _module(name: str) -> ModuleType:

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..network import Network
 from . import check
 from .base import Communicator, Start
 from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
-from .virtual import VirtualClock
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
 Position = tuple[int, int]  # the number of a conversation, and of a message in it
@@ -38,12 +36,9 @@ class LocalWorld:
     Args:
         size: number of workers, W.
         timeout_seconds: how long a worker waits for a message before it gives up.
-        network: a network that is not there; `comm.virtual_seconds()` says how long the workers would have taken on it.
-        measures: with a network, whether the processor time of each thread counts as computation. If not, only what
-            `comm.compute(seconds)` declares counts, and two runs take the same virtual seconds.
 
     Raises:
-        ValueError: no workers, or a network of another number of workers.
+        ValueError: no workers.
 
     Example:
         >>> import torch
@@ -51,30 +46,14 @@ class LocalWorld:
         ...     return comm.all_reduce(torch.tensor([float(comm.rank)])).wait() / comm.size
         >>> LocalWorld(4).run(mean)
         [tensor([1.5000]), tensor([1.5000]), tensor([1.5000]), tensor([1.5000])]
-
-        A ring all-reduce of 4 MB on a link of 1 MB/s sends 4 MB in each direction, after half a second of computation:
-
-        >>> from thinwire.network import Link, Network
-        >>> def seconds(comm):
-        ...     comm.compute(0.5)
-        ...     comm.all_reduce(torch.ones(1_000_000)).wait()
-        ...     return comm.virtual_seconds()
-        >>> LocalWorld(2, network=Network(2, outer=Link(1e6)), measures=False).run(seconds)
-        [4.5, 4.5]
     """
 
     size: int
     timeout_seconds: float = 60.0
-    network: Network | None = None
-    measures: bool = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"LocalWorld needs at least one worker, got size={self.size}.")
-        if self.network is not None and self.network.workers != self.size:
-            raise ValueError(
-                f"LocalWorld({self.size}) got a network of {self.network.workers} workers; give both the same number."
-            )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(comm, *args)` in every worker and returns the results in rank order.
@@ -103,9 +82,6 @@ def _work(
 ) -> None:
     try:
         with LocalCommunicator(rank, world.size, mail) as comm:
-            if world.network is not None:
-                side = LocalCommunicator(rank, world.size, mail, conversation=1)
-                comm.virtual = VirtualClock(world.network, side, world.measures)
             results[rank] = fn(comm, *args)
     except BaseException as error:
         mail.fail(rank, error)
@@ -208,6 +184,10 @@ class LocalCommunicator(Communicator):
         self._num_received: Counter[int] = Counter()
         self._num_channels = 0
 
+    def duplicate(self) -> LocalCommunicator:
+        """Another communicator of the same workers; its messages do not mix with those of this one."""
+        return LocalCommunicator(self.rank, self.size, self._mail, self._conversation + 1)
+
     def close(self) -> None:
         self._closed = True
 
@@ -287,7 +267,7 @@ class LocalChannel(Channel):
         self._max_bytes = max_bytes
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
-        body = torch.empty(0, dtype=torch.uint8) if payload is None else as_bytes(payload).clone()
+        body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else as_bytes(payload).clone()
         check.message(self._rank, peer, body.numel(), self._max_bytes)
         self._mail.post((self._number, peer), Message(self._rank, kind, body))
         self._record(1, HEADER_BYTES + body.numel(), 0)

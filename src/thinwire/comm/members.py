@@ -7,22 +7,37 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
+class Version(NamedTuple):
+    """How new a worker's state is: committed rounds count first, then how often it has regrouped."""
+
+    committed: int = 0
+    regroupings: int = 0
+
+
 class Members(NamedTuple):
     """The workers of a round.
 
     Args:
         numbers: each worker's own number, which it keeps through all rounds, by rank.
         before: for each rank, the rank of this worker in the last round; None if it is new or was healed.
-        version: what the workers with the newest state have: regroupings, and committed rounds.
+        version: of the newest state.
         source: the rank that the others are healed from; None if nobody is.
         healed: the ranks that are healed.
     """
 
     numbers: tuple[int, ...]
     before: tuple[int | None, ...]
-    version: tuple[int, int] = (0, 0)
+    version: Version = Version()
     source: int | None = None
     healed: tuple[int, ...] = ()
+
+
+class LeftOut(RuntimeError):
+    """The others go on without this worker, because of its own trouble; it may be started again."""
+
+
+class LostRounds(ValueError):
+    """Healing would lose rounds that this worker has committed."""
 
 
 class Loss(NamedTuple):

@@ -47,6 +47,8 @@ class ProcessGroupCommunicator(Communicator):
             the same backend is made over the same ranks, so every worker of `group` must construct its communicators in the
             same order.
         timeout_seconds: how long an operation may take before it fails.
+        device: of the tensors that will be sent. NCCL connects on it if it is a GPU, else on the group's
+            (`init_process_group(device_id=...)`), else on the current one.
 
     Raises:
         ValueError: when torch.distributed is not initialised, this process is not in `group`, or a mesh has several
@@ -61,7 +63,7 @@ class ProcessGroupCommunicator(Communicator):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0):
+    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0, device: torch.device | None = None):
         if not dist.is_initialized():
             raise ValueError("ProcessGroupCommunicator needs torch.distributed. Call dist.init_process_group() first.")
         group = dist.group.WORLD if group is None else _process_group(group)
@@ -81,11 +83,13 @@ class ProcessGroupCommunicator(Communicator):
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
-        if "cpu" not in self._backends:
-            self._object_device = torch.device("cuda", torch.cuda.current_device())
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
+            assert group is not None
+            gpu = _gpu(device, group)
+            if "cpu" not in self._backends:
+                self.device = gpu
             # NCCL connects in a group's first operation, in which all ranks must take part.
-            self.all_reduce(torch.zeros(1, device="cuda")).wait()
+            self.all_reduce(torch.zeros(1, device=gpu)).wait()
             self.ledger = type(self.ledger)(self.size)
 
     def close(self) -> None:
@@ -126,13 +130,13 @@ class ProcessGroupCommunicator(Communicator):
         for peer in self.global_ranks:
             if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
                 with contextlib.suppress(RuntimeError, ValueError):
-                    receive = dist.irecv(torch.empty(1), peer, group=self._group, tag=HANG_UP_TAG)
+                    receive = dist.irecv(torch.empty(1, device="cpu"), peer, group=self._group, tag=HANG_UP_TAG)
                     assert receive is not None, "this process is in the group"
                     receive.wait(timedelta(milliseconds=1))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
         """The one device of all tensors, for which there must be a backend."""
-        devices = {tensor.device for tensor in tensors} or {self._object_device}
+        devices = {tensor.device for tensor in tensors} or {self.device}
         if len(devices) > 1 or not {device.type for device in devices} <= self._backends.keys():
             raise ValueError(
                 f"rank {self.rank}: tensors on {', '.join(sorted(map(str, devices)))} cannot be sent together over "
@@ -198,6 +202,14 @@ class ProcessGroupCommunicator(Communicator):
         operations = [dist.P2POp(dist.irecv, t, self.global_ranks[p], self._group) for p, t in receives.items()]
         operations += [dist.P2POp(dist.isend, t, self.global_ranks[p], self._group) for p, t in sends.items()]
         return partial(_wait, [("", work) for work in dist.batch_isend_irecv(operations)])
+
+
+def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
+    """This worker's GPU: the first of the given device and the group's that is one, else the current GPU."""
+    for known in (device, group.bound_device_id):
+        if known is not None and known.type == "cuda":
+            return known
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:

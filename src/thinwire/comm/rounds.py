@@ -33,6 +33,9 @@ class Rounds:
         """
         raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
 
+    def progressed(self) -> None:
+        """Say that this worker makes progress in a round, as by a forward pass; one that makes none counts as stuck."""
+
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
         """End the round. Returns whether all workers of the round commit it: all of them had success, and know it.
 

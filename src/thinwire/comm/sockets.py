@@ -168,7 +168,7 @@ class SocketChannel(Channel):
                     f"rank {peer} announced a message of kind {kind} and {num_bytes} bytes, expected at most "
                     f"{self._max_bytes}; do all workers run the same version and configuration?"
                 )
-            payload = debug.empty(num_bytes, dtype=torch.uint8)
+            payload = debug.empty(num_bytes, dtype=torch.uint8, device="cpu")
             _read_exactly(connection, _memory(payload), deadline)
         except OSError as error:
             raise self._failed("receive from", peer, error) from error

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..average import Averager
-from ..strategy import GradientCompression, Strategy, compress_gradients
+from ..strategy import Attachment, GradientCompression, compress_gradients
 from .numbers import numbers, summary
 from .state import AllWorkersState
 
@@ -36,14 +36,15 @@ def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **opt
     """
     require(
         accelerator.num_processes > 1,
-        "attach: there is one process, and nothing to average; start the script with torchrun or accelerate launch",
+        "attach: there is one process, and nothing to average; start several with torchrun --nproc-per-node N, or on GPUs with "
+        "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )
     handle = compress_gradients(model, averager, scaler=accelerator.scaler, **options)
     accelerator.register_for_checkpointing(AllWorkersState(handle))
     return handle
 
 
-def log(accelerator: Accelerator, strategy: Strategy, values: dict[str, Any], step: int, bar: Any = None) -> None:
+def log(accelerator: Accelerator, strategy: Attachment, values: dict[str, Any], step: int, bar: Any = None) -> None:
     """Log `values`, with bytes and waiting time beside them, to the accelerator's trackers, and show them in a progress bar.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..algorithm import require
-from ..strategy import Strategy
+from ..strategy import AveragerAttachment
 
 PLACE = "shard "
 
@@ -28,7 +28,7 @@ class StrategyState:
     """A strategy as an entry of what `torch.distributed.checkpoint.save` takes.
 
     Args:
-        strategy: what `compress_gradients` or another strategy returned.
+        strategy: what `attach` returned.
 
     Example:
         >>> import tempfile, torch, thinwire as tw
@@ -45,7 +45,7 @@ class StrategyState:
         [['rank0']]
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: AveragerAttachment):
         self._strategy = strategy
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class StrategyState:
         self._strategy.load_state_dict(_held(saved))
 
 
-def load(strategy: Strategy, checkpoint_id: str | os.PathLike[str], key: str = "thinwire") -> None:
+def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], key: str = "thinwire") -> None:
     """Restore a strategy from a checkpoint of any number of replicas and shards. All workers call it.
 
     Args:
@@ -82,7 +82,7 @@ def load(strategy: Strategy, checkpoint_id: str | os.PathLike[str], key: str = "
     state.load_state_dict(template)
 
 
-def _shaped(strategy: Strategy, state: Any, parameter: Tensor | None = None) -> Any:
+def _shaped(strategy: AveragerAttachment, state: Any, parameter: Tensor | None = None) -> Any:
     """The state with each tensor below a parameter's name in the parameter's shape, as far as it has its size."""
     parameters = dict(strategy.parameters)
     if isinstance(state, Mapping):

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from ..comm import Ledger
+from ..strategy import Attachment
 
 SHORT_NAMES = ("sent MB", "x fp32", "x bf16", "blocked s")
 
 
-class Counted(Protocol):
-    """What has a ledger: every strategy, and what `compress_shards` returns."""
-
-    @property
-    def ledger(self) -> Ledger: ...
-
-    @property
-    def blocked_seconds(self) -> float: ...
-
-
-def numbers(*handles: Counted) -> dict[str, float]:
+def numbers(*handles: Attachment) -> dict[str, float]:
     """Bytes and waiting time of this worker so far, for a log; the sum over the handles.
 
     Args:
-        handles: what `compress_gradients`, `compress_shards` or another strategy returned, connected.
+        handles: what `attach` returned, connected.
 
     Returns:
         `thinwire/sent_mb`: megabytes (10^6 bytes) sent. `thinwire/fewer_than_fp32` and `thinwire/fewer_than_bf16`: how
@@ -40,12 +28,12 @@ def numbers(*handles: Counted) -> dict[str, float]:
     }
 
 
-def short_numbers(*handles: Counted) -> dict[str, float]:
+def short_numbers(*handles: Attachment) -> dict[str, float]:
     """The same numbers under names that fit into a progress bar: "sent MB", "x fp32", "x bf16" and "blocked s"."""
     return dict(zip(SHORT_NAMES, numbers(*handles).values(), strict=True))
 
 
-def summary(*handles: Counted) -> str:
+def summary(*handles: Attachment) -> str:
     """The same numbers in a few words, for a progress bar or a line of a log.
 
     Example:
@@ -56,7 +44,7 @@ def summary(*handles: Counted) -> str:
         ...         model(torch.ones(1, 1000)).sum().backward()
         ...         return summary(handle).rpartition(" ")[0]
         >>> tw.LocalWorld(2).run(worker)[1]  # rank 0 has also sent the model, once
-        'sent 0.0 MB, 70.1 times less than fp32, 35.0 than bf16, blocked'
+        'sent 0.0 MB, 66.3 times less than fp32, 33.2 than bf16, blocked'
     """
     sent_mb, fp32, bf16, seconds = numbers(*handles).values()
     return f"sent {sent_mb:.1f} MB, {fp32:.1f} times less than fp32, {bf16:.1f} than bf16, blocked {seconds:.1f}s"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import debug
-from ..strategy import Strategy
+from ..strategy import AveragerAttachment
 
 
 class AllWorkersState:
@@ -21,7 +21,7 @@ class AllWorkersState:
     worker sends its own to rank 0; the strategy's ledger counts that.
 
     Args:
-        strategy: what `compress_gradients` or another strategy returned.
+        strategy: what `attach` returned.
 
     Example:
         >>> import torch, thinwire as tw
@@ -37,18 +37,19 @@ class AllWorkersState:
         [['rank0', 'rank1'], ['rank1']]
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: AveragerAttachment):
         self._strategy = strategy
 
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together."""
         comm, own = self._strategy.comm, self._strategy.state_dict()
         payload = _pack(own)
-        sizes = comm.all_gather(torch.tensor([payload.numel()])).wait()
+        sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()
         if comm.rank:
-            comm.exchange({0: payload}, {}).wait()
+            comm.exchange({0: payload.to(comm.device)}, {}).wait()
             return own
-        buffers = {rank: debug.empty(int(sizes[rank]), dtype=torch.uint8) for rank in range(1, comm.size)}
+        others = range(1, comm.size)
+        buffers = {rank: debug.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device) for rank in others}
         received = comm.exchange({}, buffers).wait()
         return own | {key: state for rank in received for key, state in _unpack(received[rank]).items()}
 
@@ -68,5 +69,7 @@ def _pack(state: dict[str, Any]) -> Tensor:
 
 
 def _unpack(payload: Tensor) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=True)
+    state: dict[str, Any] = torch.load(
+        io.BytesIO(payload.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
+    )
     return state

@@ -35,16 +35,23 @@ def vector(name: str, t: Tensor, dtype: torch.dtype, device: torch.device) -> Te
     return t.detach()
 
 
-def segments(name: str, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Check that all tensors are float32 segments on one device; return them detached."""
-    return [vector(f"{name}[{i}]", t, torch.float32, device) for i, t in enumerate(tensors)]
+def segments(
+    name: str, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Check that all tensors are segments of this type on one device; return them detached."""
+    return [vector(f"{name}[{i}]", t, dtype, device) for i, t in enumerate(tensors)]
 
 
 def segments_alike(
-    name: str, tensors: Sequence[Tensor], like: Sequence[Tensor], device: torch.device, whose: str = "segments"
+    name: str,
+    tensors: Sequence[Tensor],
+    like: Sequence[Tensor],
+    device: torch.device,
+    whose: str = "segments",
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Check that `tensors` are segments of the sizes of `like`, which an error calls `whose`; return them detached."""
-    checked = segments(name, tensors, device)
+    checked = segments(name, tensors, device, dtype)
     if numels_of(checked) != numels_of(like):
         raise ValueError(f"{name}: expected the {whose}' sizes {numels_of(like)}, got {numels_of(checked)}")
     return checked

@@ -98,7 +98,7 @@ def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer, fact
 def choco_add(
     xs: Sequence[Tensor],
     copies: Sequence[Tensor],
-    totals: Sequence[Tensor],
+    gaps: Sequence[Tensor],
     payloads: Sequence[Tensor],
     factors: Sequence[float],
     weights: Sequence[float],
@@ -107,10 +107,11 @@ def choco_add(
 ) -> None:
     """Apply a round of CHOCO. With `v_k` what payload k holds, times its factor, and v_0 the worker's own:
 
-        copy += v_0;   total += sum_k weights[k] v_k;   x += step (total - copy)
+        copy += v_0;   gap += (weights[0] - 1) v_0 + sum_{k > 0} weights[k] v_k;   x += step gap
 
     Args:
-        xs, copies, totals: segments of float32, changed.
+        xs, copies: segments of float32, changed.
+        gaps: segments of float64, changed.
         payloads: of `encode`, the own first; all of their elements must be finite.
         factors, weights: one for each payload.
         step: of the round.
@@ -121,15 +122,16 @@ def choco_add(
     """
     checked, outs = _messages(payloads, xs, factors, weights, quantizer)
     device = device_of(outs, checked[0])
-    copies, totals = (segments_alike(name, y, xs, device) for name, y in (("copies", copies), ("totals", totals)))
+    copies = segments_alike("copies", copies, xs, device)
+    gaps = segments_alike("gaps", gaps, xs, device, dtype=torch.float64)
     function = _choco_add.on(device)
-    function(outs, copies, totals, checked, list(factors), list(weights), step, quantizer)
+    function(outs, copies, gaps, checked, list(factors), list(weights), step, quantizer)
 
 
 def choco_add_dense(
     xs: Sequence[Tensor],
     copies: Sequence[Tensor],
-    totals: Sequence[Tensor],
+    gaps: Sequence[Tensor],
     vectors: Sequence[Tensor],
     weights: Sequence[float],
     step: float,
@@ -137,10 +139,11 @@ def choco_add_dense(
     """`choco_add` of decoded messages: each of `vectors` holds all segments."""
     device = device_of(xs)
     outs = segments("xs", xs, device)
-    copies, totals = (segments_alike(name, y, xs, device) for name, y in (("copies", copies), ("totals", totals)))
+    copies = segments_alike("copies", copies, xs, device)
+    gaps = segments_alike("gaps", gaps, xs, device, dtype=torch.float64)
     check_length("weights", weights, len(vectors))
     checked = [vector(f"vectors[{k}]", v, torch.float32, device) for k, v in enumerate(vectors)]
-    _choco_add_dense.on(device)(outs, copies, totals, checked, list(weights), step)
+    _choco_add_dense.on(device)(outs, copies, gaps, checked, list(weights), step)
 
 
 def squeeze_add(
@@ -223,7 +226,7 @@ def _sums(vs: list[Tensor], cs: list[Tensor]) -> Tensor:
 def _choco_add(
     xs: list[Tensor],
     copies: list[Tensor],
-    totals: list[Tensor],
+    gaps: list[Tensor],
     payloads: list[Tensor],
     factors: list[float],
     weights: list[float],
@@ -231,23 +234,24 @@ def _choco_add(
     quantizer: Quantizer,
 ) -> None:
     vectors = [_decoded(payload, xs, factor, quantizer) for payload, factor in zip(payloads, factors, strict=True)]
-    choco_add_dense(xs, copies, totals, vectors, weights, step)
+    choco_add_dense(xs, copies, gaps, vectors, weights, step)
 
 
 @kernel
 def _choco_add_dense(
     xs: list[Tensor],
     copies: list[Tensor],
-    totals: list[Tensor],
+    gaps: list[Tensor],
     vectors: list[Tensor],
     weights: list[float],
     step: float,
 ) -> None:
     parts = zip(*(v.split(numels_of(xs)) for v in vectors), strict=True)
-    for x, copy, total, (own, *theirs) in zip(xs, copies, totals, parts, strict=True):
+    for x, copy, gap, (own, *theirs) in zip(xs, copies, gaps, parts, strict=True):
         copy.add_(own)
-        total.add_(own * weights[0]).add_(_weighted(own, theirs, weights))
-        x.add_((total - copy) * step)
+        own, theirs = own.double(), [v.double() for v in theirs]
+        gap.add_(own * (weights[0] - 1.0)).add_(_weighted(own, theirs, weights))
+        x.add_((gap * step).float())
 
 
 @kernel

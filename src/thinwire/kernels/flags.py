@@ -88,10 +88,13 @@ def read(flag: Flag) -> bool:
 def check_faults(device: torch.device) -> None:
     """Raise the faults that kernels have met on a device since the last `read`; the host waits for the device.
 
+    Args:
+        device: of tensors; "cuda" without an index is the current GPU.
+
     Raises:
         ValueError: if there are any.
     """
-    counters = fault_counters(device)
+    counters = fault_counters(torch.empty(0, device=device).device)  # a tensor's device has its index
     raise_counted(counters, counters.tolist())
 
 

@@ -76,7 +76,7 @@ def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
     Raises:
         ValueError: if they are not.
     """
-    rounded = torch.tensor(levels, dtype=torch.float32).tolist()
+    rounded = torch.tensor(levels, dtype=torch.float32, device="cpu").tolist()
     levels_bits(len(rounded))
     if not all(a < b for a, b in pairwise(rounded)) or not -1 <= rounded[0] <= rounded[-1] <= 1:
         raise ValueError(f"levels: expected strictly ascending numbers in [-1, 1], as float32, got {rounded}")

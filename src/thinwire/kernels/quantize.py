@@ -5,6 +5,7 @@ Source: QSGD, Alistarh et al., arXiv 1610.02132.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from .checks import (
 from .flags import Flag
 from .random import uniform_of
 from .reduce import finite
-from .scales import MIN_SCALE, MIN_SCALE_WIDE, bucket_scales, float32, scale_bytes, split_scales, spread
+from .scales import MAX_SCALE, MIN_SCALE, MIN_SCALE_WIDE, bucket_scales, float32, scale_bytes, split_scales, spread
 
 Coded = tuple[Tensor, Tensor, Tensor]  # of one segment: codes, scales, decoded values
 
@@ -90,7 +91,8 @@ def encode(
         quantizer: the levels and the buckets.
         residuals: where given, `x - value` is written here; may be `xs` itself.
 
-    A non-finite element makes its whole bucket decode to non-finite values. Scales below 2^-118 (2^-110 for more than
+    A non-finite element makes its whole bucket decode to non-finite values, and so does, with one step, a scale above
+    0x1.fffp126, whose residuals could overflow. Scales below 2^-118 (2^-110 for more than
     255 steps) are sent as 0.
 
     Raises:
@@ -190,6 +192,8 @@ def _quantize_segment(x: Tensor, key: int, quantizer: Quantizer) -> Coded:
     num_steps = quantizer.num_steps
     least = MIN_SCALE_WIDE if num_steps > 255 else MIN_SCALE
     scales = bucket_scales(x, quantizer.bucket_size, quantizer.norm, least)
+    if num_steps == 1:  # a step is twice the scale: where that overflows, so may the residual
+        scales = torch.where(scales > MAX_SCALE / 2, torch.full_like(scales, math.inf), scales)
     scale = spread(scales, quantizer.bucket_size, x)
     steps = torch.full_like(scale, num_steps)
     t = (x * (steps / scale) + num_steps) * 0.5

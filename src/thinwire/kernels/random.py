@@ -58,7 +58,7 @@ def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:
         tensor([-1,  7])
     """
     refuse_capture(device)
-    signed = torch.tensor([key - (key >> 63 << 64) for key in keys], dtype=torch.int64)
+    signed = torch.tensor([key - (key >> 63 << 64) for key in keys], dtype=torch.int64, device="cpu")
     return signed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else signed.to(device)
 
 

@@ -44,7 +44,7 @@ def encode(
         xs: segments of float32.
         out: uint8 of `nbytes(...)` bytes, written.
         residuals: where given, `x - value` is written here; may be `xs` itself.
-        fixed_scale: where given, sent as the scale of every segment whose mean magnitude is finite.
+        fixed_scale: where given, sent as the scale of every segment whose mean magnitude is finite and not zero.
 
     A non-finite element makes its whole segment decode to non-finite values.
 
@@ -98,7 +98,7 @@ def _encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed
     for i, x in enumerate(xs):
         scale = _mean_magnitude(x)
         if fixed_scale is not None:
-            scale = torch.where(scale.isfinite(), torch.full_like(scale, fixed_scale), scale)
+            scale = torch.where(scale.isfinite() & (scale > 0), torch.full_like(scale, fixed_scale), scale)
         signs.append(bit.pack((x < 0).to(torch.uint8)))
         scales.append(scale)
         if residuals is not None:

@@ -11,6 +11,8 @@ The contract of a round:
 buffer with itself as the residual: afterwards it holds what the payload did not carry. Memory changes in `commit` only,
 so a round in which any worker meets an infinite gradient leaves no trace.
 
+Mean. A memory with `needs_mean` relies on the decoded mean being that of all workers' payloads.
+
 Momentum. A memory with `has_momentum` applies the optimizer's momentum before gradients are encoded. Where it
 `needs_support`, the averager zeroes the buffer `masked` at every position that was sent. A lossless codec encodes
 nothing for such a memory: all tensors travel dense, and `decoded` applies momentum to their mean.
@@ -48,6 +50,7 @@ class Memory(Algorithm, ABC):
     """What a worker keeps between rounds; the module's docstring is the contract."""
 
     has_momentum: ClassVar[bool] = False
+    needs_mean: ClassVar[bool] = False
 
     @property
     def needs_support(self) -> bool:

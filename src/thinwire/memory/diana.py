@@ -30,7 +30,7 @@ class DIANA(Shift):
     Example:
         >>> import torch, thinwire as tw
         >>> def worker(comm):
-        ...     averager, x = tw.Mean(tw.NaturalCompression(), tw.DIANA(alpha=0.5), min_ndim=0), torch.zeros(2)
+        ...     averager, x = tw.Mean(tw.codec.NaturalCompression(), tw.memory.DIANA(alpha=0.5), min_ndim=0), torch.zeros(2)
         ...     state = averager.init([("x", x)], comm)
         ...     for _ in range(40):
         ...         x.copy_(torch.tensor([3.0, 1.0]))

@@ -24,7 +24,7 @@ class EF21(Shift):
     Example:
         >>> import torch, thinwire as tw
         >>> def worker(comm):
-        ...     averager, x = tw.Mean(tw.TopK(0.5), tw.EF21(), min_ndim=0), torch.zeros(2)
+        ...     averager, x = tw.Mean(tw.TopK(0.5), tw.memory.EF21(), min_ndim=0), torch.zeros(2)
         ...     state = averager.init([("x", x)], comm)
         ...     for _ in range(2):
         ...         x.copy_(torch.tensor([3.0, 1.0]))

@@ -62,7 +62,7 @@ class LocalMomentum(Memory):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> memory = tw.LocalMomentum(momentum=0.5)
+        >>> memory = tw.memory.LocalMomentum(momentum=0.5)
         >>> state = memory.init([("w", torch.zeros(2))])
         >>> for g in ([4.0, -1.0], [-2.0, -1.0]):
         ...     x = memory.compensate(state, "w", torch.tensor(g)).clone()

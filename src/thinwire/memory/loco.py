@@ -29,7 +29,7 @@ class LoCoState:
     codes: dict[str, Tensor]
     scales: dict[str, Tensor]
     sent: dict[str, Tensor]
-    rounds: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    rounds: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64, device="cpu"))
     pending: set[str] = field(default_factory=set)
 
     def error(self, name: str) -> Tensor:
@@ -75,7 +75,7 @@ class LoCo(Memory):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> memory, codec = tw.LoCo(beta=0.5), tw.TopK(ratio=0.5)
+        >>> memory, codec = tw.memory.LoCo(beta=0.5), tw.TopK(ratio=0.5)
         >>> state = memory.init([("w", torch.zeros(2))])
         >>> x = memory.compensate(state, "w", torch.tensor([3.0, 1.0]))
         >>> payload = codec.encode(x, residual=x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class ShiftState:
 
 class Shift(Memory):
     """A memory of running estimates; the module's docstring has the equations."""
+
+    needs_mean: ClassVar[bool] = True
 
     @property
     @abstractmethod

@@ -34,7 +34,7 @@ class SignDescent(Memory):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     x = torch.tensor([[3.0, -1.0], [0.0, 0.5]])
-        ...     averager = tw.Mean(tw.TopK(0.5), tw.SignDescent())
+        ...     averager = tw.Mean(tw.TopK(0.5), tw.memory.SignDescent())
         ...     state = averager.init([("x", x)], comm)
         ...     averager.step(state, [("x", x)], comm).wait()
         ...     averager.commit(state)

@@ -10,12 +10,13 @@ these programs on a model of the network. So the message schedules stand in one 
 
 from __future__ import annotations
 
-from ..network import Link, Network, parse_rate, parse_seconds
 from .methods import Method, methods
+from .network import Link, Network, parse_rate, parse_seconds
 from .predict import Prediction, Workload, ddp_buckets, predict, predict_method, tensors_of
 from .record import Program, record
 from .simulate import simulate
 from .speeds import Speeds
+from .traced import SimulatedWorld, TracedCommunicator
 
 __all__ = [
     "Link",
@@ -23,7 +24,9 @@ __all__ = [
     "Network",
     "Prediction",
     "Program",
+    "SimulatedWorld",
     "Speeds",
+    "TracedCommunicator",
     "Workload",
     "ddp_buckets",
     "methods",

@@ -11,7 +11,7 @@ import torch
 
 from ..algorithm import require
 from ..comm import Communicator
-from ..network import Link
+from .network import Link
 
 _LARGE_BYTES = 4_000_000
 _TIMES = 8
@@ -74,13 +74,16 @@ def measure_lines(
     """
     require(comm.size >= 2, "measure_lines needs at least two workers")
     byte, following, before = (
-        torch.zeros(1, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8, device="cpu"),
         (comm.rank + 1) % comm.size,
         (comm.rank - 1) % comm.size,
     )
 
     def exchange(num_bytes: int = 1, times: int = 1) -> None:
-        sent, got = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+        sent, got = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"),
+            torch.empty(num_bytes, dtype=torch.uint8, device="cpu"),
+        )
         gots = [got, *(torch.empty_like(got) for _ in range(times - 1))]
         for handle in [comm.exchange({following: sent}, {before: got}) for got in gots]:
             handle.wait()
@@ -101,7 +104,7 @@ def measure_lines(
         message = (timed(lambda: exchange(times=_TIMES)) - single) / (_TIMES - 1)
     message = max(message, 0.0)
     steps = 2 * (comm.size - 1)
-    ring = timed(lambda: comm.all_reduce(torch.zeros(comm.size)).wait())
+    ring = timed(lambda: comm.all_reduce(torch.zeros(comm.size, device="cpu")).wait())
     latency = max(min((ring - single) / (steps - 1), single) - message, 0.0)
     large, larger = (timed(partial(exchange, n)) for n in (large_bytes, 2 * large_bytes))
     rate = large_bytes / max(larger - large, 1e-9)
@@ -112,7 +115,10 @@ def _ping_pong(comm: Communicator, other: int, num_bytes: int, repetitions: int)
     """Half the median round trip, in seconds; 0.0 on workers that take no part."""
     if comm.rank not in (0, other):
         return 0.0
-    message, answer = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    message, answer = (
+        torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"),
+        torch.empty(num_bytes, dtype=torch.uint8, device="cpu"),
+    )
     peer, trips = other if comm.rank == 0 else 0, []
     for _ in range(repetitions + 1):  # the first opens the connection
         start = time.perf_counter()

@@ -14,8 +14,10 @@ import torch
 
 from ..algorithm import require
 from ..average import Averager
-from ..network import Network
+from ..strategy import AveragerAttachment, Averaging, Rhythm
+from .averagers import has_leaders, is_circulant, planned, uses_nodes
 from .methods import BF16, DDP, Method, methods
+from .network import Network
 from .record import Program, record
 from .simulate import Bucket, simulate
 from .speeds import Speeds
@@ -58,7 +60,7 @@ class Prediction:
 
     Attributes:
         method: its name.
-        averager: its notation.
+        strategy: its notation.
         step_seconds: of one step, with its computation.
         bytes_out: what a node sends to other nodes in one step; with one worker on a node, what a worker sends.
         speedup_over_fp32: the step of DDP in float32, divided by this one.
@@ -69,7 +71,7 @@ class Prediction:
     """
 
     method: str
-    averager: str
+    strategy: str
     step_seconds: float
     bytes_out: float
     speedup_over_fp32: float
@@ -120,7 +122,7 @@ def predict(
     made = [
         Prediction(
             method=name,
-            averager=repr(method.averager),
+            strategy=repr(method.strategy),
             step_seconds=steps[name][0],
             bytes_out=steps[name][1],
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
@@ -148,48 +150,48 @@ def _uncollected() -> Iterator[None]:
 
 def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:
     """Seconds of a step, and the bytes that a node sends to other nodes in it."""
-    buckets = programs_of(method, workload.shapes, network.workers, network.workers_per_node)
+    rhythm = method.strategy.rhythm
+    buckets = programs_of(method.strategy, workload.shapes, network.workers, network.workers_per_node)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
-    backward = compute - forward if method.overlaps else 0.0
+    backward = compute - forward if rhythm.in_backward else 0.0
     total = sum(numel for numel, _ in buckets)
     seconds = simulate(
         network,
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
-        forward if method.overlaps else 0.0,
+        forward if rhythm.in_backward else 0.0,
         speeds.seconds,
         fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
     of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
     num_bytes = sum(program.bytes_out(network) for program in of_node)
-    if method.overlaps:
+    if rhythm.in_backward:
         return seconds, num_bytes
-    return compute + exposed_seconds(method, seconds, compute) / method.every, num_bytes / method.every
+    return compute + exposed_seconds(rhythm, seconds, compute) / rhythm.every, num_bytes / rhythm.every
 
 
-def exposed_seconds(method: Method, round_seconds: float, compute_seconds: float) -> float:
+def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float) -> float:
     """What the training waits for in a period: what a fragment's exchange takes beyond the steps that hide it.
 
     One fragment is in flight at a time, so that the steps between two fragments are the most that can hide one.
 
     Example:
-        >>> from thinwire.average import streaming_diloco
-        >>> from thinwire.plan.methods import local_method
-        >>> method = local_method("streaming", streaming_diloco(every=40, fragments=4, delay=5))
-        >>> exposed_seconds(method, 20.0, 1.0), exposed_seconds(method, 24.0, 1.0)
+        >>> rhythm = Rhythm(every=40, fragments=4, delay=5)
+        >>> exposed_seconds(rhythm, 20.0, 1.0), exposed_seconds(rhythm, 24.0, 1.0)
         (0.0, 4.0)
     """
-    hidden = min(method.delay, method.every / method.fragments) * compute_seconds
-    return method.fragments * max(0.0, round_seconds / method.fragments - hidden)
+    hidden = min(rhythm.delay, rhythm.every / rhythm.fragments) * compute_seconds
+    return rhythm.fragments * max(0.0, round_seconds / rhythm.fragments - hidden)
 
 
 @lru_cache(maxsize=512)
 def programs_of(
-    method: Method, shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
+    strategy: Averaging[AveragerAttachment], shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
 ) -> list[tuple[int, tuple[Program, ...]]]:
     """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ."""
-    whole = method.averager.whole_model or not method.overlaps
-    calls = [shapes * method.copies] if whole else ddp_buckets(shapes)
-    made = {call: tuple(_node(method.averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
+    averager, rhythm = strategy.averager, strategy.rhythm
+    assert isinstance(averager, Averager), "one without rounds has no program"
+    calls = [shapes * rhythm.copies] if averager.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
+    made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 
 
@@ -198,13 +200,13 @@ def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, worker
 
     Where nodes do not matter, all workers do the same with peers as far away.
     """
-    averager = averager.planned(workers)
-    if not averager.is_circulant(workers, workers_per_node):
+    averager = planned(averager, workers)
+    if not is_circulant(averager, workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node)
-    if averager.gives_one_mean and averager.on_nodes(workers_per_node) is averager:
+    if averager.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers)
         return (first.shifted(rank, workers) for rank in range(workers_per_node))
-    if averager.has_leaders:
+    if has_leaders(averager):
         leader, *members = record(averager, shapes, range(min(2, workers_per_node)), workers, workers_per_node)
         return [leader, *members * (workers_per_node - 1)]
     return record(averager, shapes, range(workers_per_node), workers, workers_per_node)
@@ -229,16 +231,18 @@ def ddp_buckets(shapes: Sequence[torch.Size]) -> list[tuple[torch.Size, ...]]:
 
 
 def tensors_of(num_parameters: int) -> tuple[torch.Size, ...]:
-    """Shapes of a model of so many parameters: square matrices of 2048, one more matrix, and a vector.
+    """Shapes of a model of so many parameters: square matrices of 2048, one or two more matrices, and a vector.
+
+    Dimensions of 64 and more are multiples of 64, as in most models, but for the vector's.
 
     Example:
         >>> tensors_of(10)
         (torch.Size([3, 3]), torch.Size([1]))
     """
     require(num_parameters >= 1, f"a plan needs at least one parameter, got {num_parameters}")
-    columns = min(2048, isqrt(num_parameters))
+    side = min(2048, isqrt(num_parameters))
+    columns = side if side < 64 else side - side % 64
     whole, rest = divmod(num_parameters, columns * columns)
     rows, left = divmod(rest, columns)
-    shapes = [torch.Size([columns, columns])] * whole
-    shapes += [torch.Size([rows, columns])] * bool(rows) + [torch.Size([left])] * bool(left)
-    return tuple(shapes)
+    others = [torch.Size([n, columns]) for n in (rows - rows % 64, rows % 64) if n]
+    return (*[torch.Size([columns, columns])] * whole, *others, *[torch.Size([left])] * bool(left))

@@ -4,7 +4,7 @@ A *program* lists the actions of one worker for one call of `Averager.step`:
 
     Work(part, numel, name)   encode or decode so many float32 elements
     Messages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
-    Ring(num_bytes)           one `all_reduce`
+    RingAllReduce(num_bytes)           one `all_reduce`
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
@@ -34,7 +34,9 @@ from ..comm import Communicator, Handle, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
-from ..network import Messages, Network, Ring
+from .averagers import adds_coordinates, multiplies
+from .network import Network
+from .operations import Messages, RingAllReduce
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -46,7 +48,7 @@ class Wait:
     operation: int
 
 
-Action = Work | Messages | Ring | Wait
+Action = Work | Messages | RingAllReduce | Wait
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class Program:
         sent = sum(
             n for a in actions if isinstance(a, Messages) for peer, n in a.sends if peer >= network.workers_per_node
         )
-        rings = sum(ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, Ring))
+        rings = sum(
+            ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, RingAllReduce)
+        )
         return sent + rings / network.workers_per_node
 
     def shifted(self, by: int, size: int) -> Program:
@@ -104,7 +108,7 @@ def record(
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
     """
     mail: Mail = defaultdict(deque)
-    device = "cpu" if averager.adds_coordinates else "meta"
+    device = "cpu" if adds_coordinates(averager) else "meta"
     tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
     with Shapes() if device == "meta" else nullcontext():
         return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]
@@ -126,7 +130,7 @@ def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mai
             stages.append(_taken(actions))
     handle.wait()
     wait = _taken(actions)
-    if averager.multiplies:
+    if multiplies(averager):
         numel = sum(t.numel() for _, t in tensors)
         step, wait = (Work("encode", numel, PRODUCTS), *step), (*wait, Work("decode", numel, PRODUCTS))
     return Program(step, tuple(stages), wait, comm.ledger.since(before), stand_in.sends_at_once(state))
@@ -215,14 +219,14 @@ class Recorder(Communicator):
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()
 
-    def _note(self, operation: Messages | Ring) -> Callable[[], Any]:
+    def _note(self, operation: Messages | RingAllReduce) -> Callable[[], Any]:
         number = self._operations
         self._operations += 1
         self.actions.append(operation)
         return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._note(Ring(tensor.numel() * tensor.element_size()))
+        return self._note(RingAllReduce(tensor.numel() * tensor.element_size()))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))

@@ -1,4 +1,4 @@
-"""One training step on a network: workers run recorded programs under the clock of `thinwire.network.engine`.
+"""One training step on a network: workers run recorded programs under the clock of ``engine.py``.
 
 compute thread   forward; then for each bucket its part of backward, `step` (encode, issue), and one more stage of
                  each earlier bucket whose exchange has several: wait for an operation, decode, encode, issue
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..algorithm import require
-from ..network import Engine, Messages, Network, Operation, Ring, Thread
+from .engine import Engine, Operation, Thread
+from .network import Network
+from .operations import Messages, RingAllReduce
 from .record import Action, Program
 from .sized import Work
 
@@ -106,7 +108,7 @@ class _Worker:
         for action in actions:
             if isinstance(action, Work):
                 yield self._work_seconds(action)
-            elif isinstance(action, Messages | Ring):
+            elif isinstance(action, Messages | RingAllReduce):
                 operations.append(self._engine.issue(self._rank, action))
             else:
                 yield operations[action.operation]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -14,12 +13,13 @@ from torch import Tensor
 from ..algorithm import require
 from ..average import Averager
 from ..average.clip import Clip
-from ..codec import Codec, Selection, SparseParts
+from ..codec import Codec, Selection, SparseParts, Traits
 from ..codec.sparse.base import Sparsifier
-from ..codec.types import Key, as_list
+from ..codec.types import Key, Size, as_list
 from ..kernels import Flag
 from ..memory import Memory
 from ..schedule import Progress, resolve
+from .averagers import on_nodes, parts_of
 
 _LATE = Progress(step=10**9, epoch=10**9)  # after every warm-up
 
@@ -45,7 +45,7 @@ PRODUCTS = "matrix products"
 
 def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Averager:
     """The averager after all warm-ups, with stand-ins for its codecs, that note their work in `actions`."""
-    late: Averager = resolve(averager.on_nodes(workers_per_node), _LATE)
+    late: Averager = resolve(on_nodes(averager, workers_per_node), _LATE)
     parts = parts_of(late)
     adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts.values())
     changes: dict[str, Any] = {}
@@ -55,11 +55,6 @@ def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Aver
         elif isinstance(part, Clip):
             changes[name] = None  # takes hardly any time, and reads values
     return replace(late, **changes)
-
-
-def parts_of(averager: Averager) -> dict[str, Any]:
-    """The fields of an averager, codec and memory among them."""
-    return {f.name: getattr(averager, f.name) for f in dataclasses.fields(averager)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,25 +72,26 @@ class SizedCodec(Codec):
     adds_memory: bool = False
 
     def __post_init__(self) -> None:
+        traits = self.codec.traits
         require(
-            not self.codec.sized_by_shape and self.codec.agreement is None and self.codec.adaptive_part is None,
-            f"a plan cannot predict {self.codec}: what it sends depends on values or shapes",
+            traits.agreement is None and traits.adaptive is None,
+            f"a plan cannot predict {self.codec}: what it sends depends on values",
         )
 
     def __repr__(self) -> str:
         return repr(self.codec)
 
-    @property
-    def unbiased(self) -> bool:
-        return self.codec.unbiased
-
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        return self.codec.sum_dtype
-
-    @property
-    def sends_floats(self) -> bool:
-        return self.codec.sends_floats
+    @cached_property
+    def traits(self) -> Traits:
+        own, parts = self.codec.traits, self.codec.traits.sparse
+        sparse = None if parts is None else _SizedParts(_Evenly(parts.sparsifier, self), parts.coding, parts.values)
+        return Traits(
+            unbiased=own.unbiased,
+            sum_dtype=own.sum_dtype,
+            sends_floats=own.sends_floats,
+            sparse=sparse,
+            needs_shape=own.needs_shape,
+        )
 
     # The public methods skip the checks of tensors and keys, and the rules of `Shapes`, which nothing in here needs: with a
     # thousand workers these take longer than the plan.
@@ -130,9 +126,9 @@ class SizedCodec(Codec):
             return self.decode_sum_segments(payloads, as_list(out), weight, [])
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        numels = [s.numel() for s in segments]
-        self.note("encode", sum(numels))
-        return torch.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
+        sizes = [s.shape if self.codec.traits.needs_shape else s.numel() for s in segments]
+        self.note("encode", sum(s.numel() for s in segments))
+        return torch.empty(self.segments_nbytes(sizes), dtype=torch.uint8, device=segments[0].device)
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         self.note("decode", sum(out.numel() for out in outs))
@@ -147,13 +143,9 @@ class SizedCodec(Codec):
         return self._nbytes(tuple(sizes))
 
     @cached_property
-    def _nbytes(self) -> Callable[[tuple[int, ...]], int]:
+    def _nbytes(self) -> Callable[[tuple[Size, ...]], int]:
         """Bytes of a payload: computed once for the pieces of a thousand workers."""
-        return lru_cache(lambda numels: self.codec.nbytes(list(numels)))
-
-    def sparse_parts(self) -> SparseParts | None:
-        parts = self.codec.sparse_parts()
-        return None if parts is None else _SizedParts(_Evenly(parts.sparsifier, self), parts.coding, parts.values)
+        return lru_cache(lambda sizes: self.codec.nbytes(list(sizes)))
 
     @cached_property
     def _name(self) -> str:
@@ -161,7 +153,7 @@ class SizedCodec(Codec):
 
     def note(self, part: str, numel: int) -> None:
         """Note the work on `numel` elements."""
-        if self.codec.sends_floats:  # others copy no more than the network library does
+        if self.codec.traits.sends_floats:  # others copy no more than the network library does
             return
         if part == "encode" and self.adds_memory:
             self.actions.append(Work(part, numel, MEMORY))
@@ -181,7 +173,7 @@ class _Evenly(Sparsifier):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         self.sized.note("encode", sum(s.numel() for s in segments))
         counts = [self.count(s.numel()) for s in segments]
-        return Selection(_evenly(counts, [s.numel() for s in segments]), torch.zeros(sum(counts)), counts)
+        return Selection(_evenly(counts, [s.numel() for s in segments]), torch.zeros(sum(counts), device="cpu"), counts)
 
 
 class _SizedParts(SparseParts):
@@ -190,12 +182,12 @@ class _SizedParts(SparseParts):
     def encode(
         self, indices: Tensor, values: Tensor, counts: list[int], numels: list[int], keys: list[int]
     ) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros(self.nbytes(counts, numels), dtype=torch.uint8), None
+        return torch.zeros(self.nbytes(counts, numels), dtype=torch.uint8, device="cpu"), None
 
     def decode(self, message: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, Tensor]:
         assert isinstance(self.sparsifier, _Evenly)
         self.sparsifier.sized.note("decode", sum(numels))
-        return _evenly(counts, numels), torch.zeros(sum(counts))
+        return _evenly(counts, numels), torch.zeros(sum(counts), device="cpu")
 
 
 def _evenly(counts: list[int], numels: list[int]) -> Tensor:
@@ -205,5 +197,7 @@ def _evenly(counts: list[int], numels: list[int]) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _evenly_spaced(counts: tuple[int, ...], numels: tuple[int, ...]) -> Tensor:
-    parts = [torch.arange(k, dtype=torch.int64) * n // k for k, n in zip(counts, numels, strict=True) if k]
-    return torch.cat(parts).int() if parts else torch.empty(0, dtype=torch.int32)
+    parts = [
+        torch.arange(k, dtype=torch.int64, device="cpu") * n // k for k, n in zip(counts, numels, strict=True) if k
+    ]
+    return torch.cat(parts).int() if parts else torch.empty(0, dtype=torch.int32, device="cpu")

@@ -1,4 +1,4 @@
-"""The strategy for parameters that are averaged without rounds: AD-PSGD (arXiv 1710.06952).
+"""The strategy for parameters that are averaged without rounds, as data and at work: AD-PSGD (arXiv 1710.06952).
 
     training      forward, backward, optimizer.step() on the model's own parameters, which averaging does not touch. Then the
                   step's hook adds the changes that averaging has made meanwhile, and publishes the result.
@@ -11,6 +11,7 @@ Parameters do not change during a forward or backward pass, and averaging never 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
@@ -21,47 +22,42 @@ from ..algorithm import require
 from ..average.base import NamedTensors
 from ..average.pairwise import Pairwise
 from ..comm import Communicator
-from .gossip_base import GossipStrategy
+from .gossip_base import GossipAttachment
 from .live_parameters import LiveParameters
-from .models import make_equal, refuse_ddp, refuse_shards, updated_by
+from .models import make_equal, refuse_ddp, refuse_ddp_around, refuse_shards, updated_by
 from .optimizer_step import Arguments, stepping_optimizer
 from .own_gradients import OwnGradients
 from .pairwise_exchange import PairwiseExchange
+from .strategy import Averaging, Rhythm, Runtime
 
 
-class AsynchronousGossip(GossipStrategy):
-    """What `gossip_asynchronously` returns: asynchronous averaging at work on one model and its optimizer."""
+class AsynchronousGossip(GossipAttachment):
+    """What `Asynchronous` attaches: asynchronous averaging at work on one model and its optimizer."""
 
-    call = "gossip_asynchronously"
+    call = "Asynchronous"
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        averager: Pairwise,
-        *,
-        comm: Communicator | None,
-        on_nonfinite: str,
-        max_nonfinite: int,
+        self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
     ):
         refuse_ddp(self.call, model)
         refuse_shards(self.call, model)
         optimizer = stepping_optimizer(self.call, optimizer)
-        super().__init__(model, updated_by(optimizer, model), averager, comm, on_nonfinite, max_nonfinite)
+        super().__init__(strategy, model, updated_by(self.call, optimizer, model), runtime)
         self._optimizer = optimizer
         self._has_raised = False
         self._broken_off_by: str | None = None
         with self._attaching() as comm:
-            make_equal(model, comm, averager=averager, parameters=[name for name, _ in self.parameters])
+            make_equal(model, comm, parameters=[name for name, _ in self.parameters])
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
-            self._state = averager.init(self._live.tensors(), comm)
-            self._exchange = PairwiseExchange(averager, self._state, comm)
+            self._state = strategy.averager.init(self._live.tensors(), comm)
+            self._exchange = PairwiseExchange(strategy.averager, self._state, comm)
             # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
             dropped = finalize(
                 self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached"
             )
             dropped.atexit = False
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(dropped.detach)
             self._on_detach(lambda: self._exchange.close(self._broken_off_by))
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
@@ -70,6 +66,11 @@ class AsynchronousGossip(GossipStrategy):
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds so far by phase: publish, in `optimizer.step()`; average, send and wait, in the thread."""
         return super().seconds
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """The thread does the rest."""
+        return ("publish",)
 
     @property
     def blocked_seconds(self) -> float:
@@ -181,16 +182,9 @@ class AsynchronousGossip(GossipStrategy):
         return [p for p in self._model.parameters() if p.requires_grad and id(p) in updated]
 
 
-def gossip_asynchronously(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    averager: Pairwise | None = None,
-    *,
-    comm: Communicator | None = None,
-    on_nonfinite: str = "skip",
-    max_nonfinite: int = 100,
-) -> AsynchronousGossip:
-    """Average the parameters of `model` with those of one other worker whenever both are ready: AD-PSGD.
+@dataclass(frozen=True, repr=False)
+class Asynchronous(Averaging[AsynchronousGossip]):
+    """Average the parameters of a model with those of one other worker whenever both are ready: AD-PSGD.
 
         x_i <- x_i + update_i,  whenever its gradient is ready;   x_i, x_j <- (x_i + x_j)/2,  whenever both are ready
 
@@ -202,25 +196,20 @@ def gossip_asynchronously(
     unfreezing parameters later is an error that names the parameter. float64 parameters are averaged in float64, complex ones
     as pairs of real numbers.
 
+    It needs no scaler and no seed: workers may skip steps. The number of workers must be even. The trainable parameters that
+    the optimizer updates take part; the model may not be in `DistributedDataParallel` or sharded. Attached, it has
+    `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`, `set_epoch`,
+    `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: a worker that leaves without it is an error
+    on the others. `optimizer.step()` and these methods raise a `CommunicationError` that names a worker that has failed.
+
     Args:
-        model: any module that is not wrapped in `DistributedDataParallel`.
-        optimizer: any `torch.optim` optimizer; the trainable parameters of the model that it updates take part.
-        averager: who averages with whom; None for `Pairwise()`.
-        comm: how to communicate; by default a process group of its own over all workers. Their number must be even.
+        averager: who averages with whom.
         on_nonfinite: what a worker does if its own gradient is infinite or NaN: "skip" its update and still average, "raise" an
             error, or "apply" it, which spreads to all workers.
         max_nonfinite: with "skip", how many such steps in a row are an error.
 
-    Returns:
-        A handle with `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`,
-        `set_epoch`, `state_dict`, `load_state_dict` and `detach`; also a context manager. End with `detach` on all workers: a
-        worker that leaves without it is an error on the others.
-
     Raises:
-        ValueError: nothing to average, a model in DDP or a sharded one, parameters that share memory or belong to another
-            strategy; on all workers together, where averagers or the models' tensors differ, or their number is odd.
-        CommunicationError: in `optimizer.step()` and in the handle's methods, where another worker has failed; it names it.
-        FloatingPointError: in `optimizer.step()`, as `on_nonfinite` says.
+        ValueError: another averager, or a value out of range.
 
     Source: Lian et al. 2018, AD-PSGD, arXiv 1710.06952.
 
@@ -230,7 +219,7 @@ def gossip_asynchronously(
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     torch.nn.init.zeros_(model.weight)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ...     gossip = tw.gossip_asynchronously(model, optimizer, comm=comm)
+        ...     gossip = tw.attach(model, optimizer, tw.Asynchronous(), comm=comm)
         ...     model.weight.grad = torch.full((1, 1), -float(comm.rank))
         ...     optimizer.step()
         ...     gossip.detach()  # by then the two have averaged
@@ -238,12 +227,49 @@ def gossip_asynchronously(
         >>> sum(tw.LocalWorld(2).run(worker))
         1.0
     """
-    averager = Pairwise() if averager is None else averager
-    require(
-        isinstance(averager, Pairwise),
-        f"gossip_asynchronously: averager must be Pairwise(...), got {averager!r}; averagers with rounds are for "
-        "gossip_parameters",
-    )
-    return AsynchronousGossip(
-        model, optimizer, averager, comm=comm, on_nonfinite=on_nonfinite, max_nonfinite=max_nonfinite
-    )
+
+    averager: Pairwise = Pairwise()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            isinstance(self.averager, Pairwise),
+            f"averager must be Pairwise(...), got {self.averager!r}; averagers with rounds are for Gossip",
+        )
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """Messages fly at any time."""
+        return Rhythm(delay=1)
+
+    def _attached(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+    ) -> AsynchronousGossip:
+        self._require(
+            runtime.replicas is None, "replicas are of sharded models, whose shards must be averaged at the same step"
+        )
+        return AsynchronousGossip(self, model, optimizer, runtime)
+
+
+def gossip_asynchronously(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averager: Pairwise | None = None,
+    *,
+    comm: Communicator | None = None,
+    **options: Any,
+) -> AsynchronousGossip:
+    """Attach `Asynchronous(averager, **options)` to a model and its optimizer. See `attach` for the arguments.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     with tw.gossip_asynchronously(model, optimizer, comm=comm) as handle:
+        ...         return handle.strategy
+        >>> tw.LocalWorld(2).run(worker)
+        [Asynchronous(), Asynchronous()]
+    """
+    strategy = Asynchronous(**options) if averager is None else Asynchronous(averager, **options)
+    return strategy.attach(model, optimizer, comm=comm)

@@ -1,5 +1,7 @@
 """Which strategy a parameter is attached to: at most one, so that no two average the same values.
 
+Beside it, one `Shards` may check the gradients of the same parameters.
+
 References are weak. A strategy keeps its parameters alive, so that an entry lives exactly as long as its strategy.
 One hook, for every step of every optimizer in the process, finds the strategies of the optimizer's parameters here.
 """
@@ -18,9 +20,11 @@ from ..average.base import NamedTensors
 from .optimizer_step import Arguments
 
 if TYPE_CHECKING:
-    from .base import Strategy
+    from .base import AveragerAttachment
+    from .shard_compression import ShardCompression
 
-_STRATEGY_OF: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
+_STRATEGY_OF: WeakValueDictionary[int, AveragerAttachment] = WeakValueDictionary()
+_SHARDS_OF: WeakValueDictionary[int, ShardCompression] = WeakValueDictionary()
 _LOCK = threading.Lock()
 _hook: Any = None
 
@@ -29,7 +33,7 @@ def require_unattached(call: str, parameters: NamedTensors) -> None:
     """Raise a ValueError if one of the parameters is attached to a strategy already.
 
     Args:
-        call: the function that wants to attach, such as "compress_gradients"; for the message.
+        call: the name of the strategy that wants to attach, such as "Gradients"; for the message.
         parameters: with their names.
     """
     if _first_attached(parameters) is not None:
@@ -38,26 +42,31 @@ def require_unattached(call: str, parameters: NamedTensors) -> None:
     if found is not None:
         name, strategy = found
         raise ValueError(
-            f"{call}: parameter {name!r} is attached to {strategy.call} with {strategy.averager!r} already; a parameter takes "
+            f"{call}: parameter {name!r} is attached to {strategy.strategy!r} already; a parameter takes "
             "part in one strategy only: call detach() on that one first"
         )
 
 
-def register(strategy: Strategy) -> None:
+def register(strategy: AveragerAttachment) -> None:
     """Note that the parameters of a strategy are attached to it.
 
     Raises:
         ValueError: one of them is attached already.
     """
-    global _hook
     with _LOCK:
         require_unattached(strategy.call, strategy.parameters)
         _STRATEGY_OF.update((id(p), strategy) for _, p in strategy.parameters)
-        if _hook is None:  # it stays: taking it off would disturb optimizers that step in other threads
-            _hook = register_optimizer_step_pre_hook(_before_step)
+        _set_hook()
 
 
-def release(strategy: Strategy) -> None:
+def register_shards(compression: ShardCompression, parameters: NamedTensors) -> None:
+    """Let it check the gradients of its parameters before each step, until it is garbage or detached."""
+    with _LOCK:
+        _SHARDS_OF.update((id(p), compression) for _, p in parameters)
+        _set_hook()
+
+
+def release(strategy: AveragerAttachment) -> None:
     """Forget the parameters of a strategy."""
     with _LOCK:
         for _, p in strategy.parameters:
@@ -65,14 +74,21 @@ def release(strategy: Strategy) -> None:
                 del _STRATEGY_OF[id(p)]
 
 
-def _first_attached(parameters: NamedTensors) -> tuple[str, Strategy] | None:
+def _set_hook() -> None:
+    global _hook
+    if _hook is None:  # it stays: taking it off would disturb optimizers that step in other threads
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] | None:
     found = ((name, _STRATEGY_OF.get(id(p))) for name, p in parameters)
     return next(((name, strategy) for name, strategy in found if strategy is not None), None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Let the strategies of the optimizer's parameters check the step, and replace its arguments."""
-    found = (_STRATEGY_OF.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-    for strategy in {id(s): s for s in found if s is not None}.values():
-        args, kwargs = strategy.before_step(optimizer, args, kwargs)
+    """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
+    parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    found = (of.get(p) for of in (_STRATEGY_OF, _SHARDS_OF) for p in parameters)
+    for checker in {id(s): s for s in found if s is not None}.values():
+        args, kwargs = checker.before_step(optimizer, args, kwargs)
     return args, kwargs

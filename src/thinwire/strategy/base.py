@@ -1,6 +1,7 @@
-"""The base of all strategies: one averager that works on the parameters of one model.
+"""Strategies at work: what `attach` returns. `strategy.py` has the configuration.
 
-A strategy
+`Attachment` is what all of them offer. `AveragerAttachment` is the base of those with an averager, which works on the
+parameters of one model. It
     owns its communicator, unless the user gave one;
     attaches to its parameters and detaches again; a parameter belongs to one strategy at most (`attached.py`);
     counts bytes (`ledger`) and time (`seconds`);
@@ -11,8 +12,8 @@ A strategy
     handles steps that are not finite (`nonfinite.py`).
 
 A derived class defines:
-    `call`                       the public function that makes it, for messages
-    `__init__`                   check options, and attach within `self._attaching()`
+    `call`                       the name of the strategy, for messages
+    `__init__`                   attach within `self._attaching()`
     `_state`                     the averager's state
     `_own_state`, `_load_own`    what it saves and restores
     `_deal`                      makes its state from those of all workers, of which there were more or fewer
@@ -28,7 +29,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,58 +38,94 @@ from torch import nn
 
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
-from ..average.pairwise import Pairwise
-from ..comm import Communicator, Group, Ledger, ProcessGroupCommunicator
+from ..comm import Communicator, Ledger, ProcessGroupCommunicator, check
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .models import NamedParameters, check_model
 from .nonfinite import NonfiniteSteps
-from .optimizer_step import Arguments
-from .shards import Shards
+from .optimizer_step import Arguments, refuse_in_backward
+from .shards import Replica
+from .strategy import Averaging, Runtime
 from .transaction import Transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of `typing` from Python 3.11 on
 
 
-class Strategy(ABC):
-    """An averager that works on one model; see the module's docstring.
+class Attachment(ABC):
+    """A strategy at work on one model; also a context manager, which detaches at its end."""
+
+    @property
+    @abstractmethod
+    def ledger(self) -> Ledger:
+        """The bytes that this worker sent and received, and what dense collectives would have sent."""
+
+    @property
+    @abstractmethod
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds so far, by phase."""
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Wall-clock seconds so far that the training has waited for other workers.
+
+        Averagers wait in the phase "wait". Where that is beside the training, the strategy times a phase "blocked".
+        """
+        seconds = self.seconds
+        return seconds.get("blocked", seconds.get("wait", 0.0))
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state: tensors and plain values."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Stop averaging. Calling it again does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class AveragerAttachment(Attachment):
+    """An averager that works on one model; see the module's text.
 
     Args:
+        strategy: the configuration.
         model: the model.
         parameters: the parameters that take part, with their names.
-        averager: how workers agree.
-        comm: how to communicate; None makes a new process group, which `detach` closes.
-        replicas: the workers to average with, if no communicator is given; None for all. Of a sharded model, those that hold
-            the same shard of the other replicas.
-        on_nonfinite: "skip", "raise" or "apply"; see `nonfinite.py`.
-        max_nonfinite: with "skip", how many steps in a row may be skipped before an error.
+        runtime: without a communicator, a new process group of the replicas, or of all workers, which `detach` closes.
 
     Raises:
-        ValueError: the model is on the meta device, its parameters share memory, it is sharded without `replicas`, or an
-            option is wrong.
+        ValueError: the model is on the meta device, its parameters share memory, or it is sharded without `replicas`.
     """
 
     call: ClassVar[str]
 
     def __init__(
         self,
+        strategy: Averaging[Attachment],
         model: nn.Module,
         parameters: NamedParameters,
-        averager: Averager | Pairwise,
-        comm: Communicator | None,
-        on_nonfinite: str = "skip",
-        max_nonfinite: int = 100,
-        replicas: Group | None = None,
+        runtime: Runtime,
     ):
+        comm, replicas = runtime.comm, runtime.replicas
         check_model(self.call, model)
         require(comm is None or replicas is None, f"{self.call}: comm and replicas both say which workers; give one")
-        self._shards, self._replicas = Shards(self.call, model), replicas
+        self._shards, self._replicas = Replica(self.call, model), replicas
         if comm is None and replicas is None:
             self._shards.require_replicas()
-        self.averager, self.parameters = averager, parameters
-        self._model, self._comm, self._owns_comm = model, comm, comm is None
-        self._nonfinite = NonfiniteSteps(self.call, on_nonfinite, max_nonfinite)
+        self.strategy, self.averager, self.parameters = strategy, strategy.averager, parameters
+        self._model, self._comm, self._owns_comm, self._seed = model, comm, comm is None, runtime.seed
+        self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
         self._state: Any = None
         self._undo = ExitStack()
         self._is_detached = False
@@ -113,13 +150,14 @@ class Strategy(ABC):
         return dict(self._state.clock.seconds)
 
     @property
-    def blocked_seconds(self) -> float:
-        """Wall-clock seconds so far that the training has waited for other workers.
+    def phases_in_step(self) -> tuple[str, ...]:
+        """Which phases of `seconds` lie within the time of a training step, not beside it."""
+        return ("compensate", "encode", "exchange", "wait", "decode")
 
-        Averagers wait in the phase "wait". Where that is beside the training, the strategy times a phase "blocked".
-        """
-        seconds = self.seconds
-        return seconds.get("blocked", seconds.get("wait", 0.0))
+    @property
+    def models_differ(self) -> bool:
+        """Whether each worker has a model of its own."""
+        return self.strategy.models_differ
 
     @property
     def num_skipped(self) -> int:
@@ -143,6 +181,10 @@ class Strategy(ABC):
     def settle(self) -> None:
         """Wait until nothing of this worker is in flight. Changes no parameters."""
         self._ready()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Context of a backward pass after which another one of the same step follows; gradients only add up."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, under a key with its rank. Workers differ, and each saves and loads its own state.
@@ -191,15 +233,15 @@ class Strategy(ABC):
             if self._owns_comm and self._comm is not None:
                 self._comm.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.detach()
-
     # ---- what a derived class defines ----
+
+    @abstractmethod
+    def average_model(self, comm: Communicator | None = None) -> AbstractContextManager[None]:
+        """Context in which parameters and buffers hold their means over all workers, which enter it together.
+
+        Args:
+            comm: how to average; by default the strategy's communicator, whose ledger then counts it.
+        """
 
     @abstractmethod
     def _own_state(self) -> dict[str, Any]:
@@ -239,6 +281,9 @@ class Strategy(ABC):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
+        if self._comm is not None:
+            check.own_process(self._comm)
+        refuse_in_backward(self.call, optimizer)
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, args, kwargs)
 
@@ -269,7 +314,8 @@ class Strategy(ABC):
     def _begin_rounds(self, averager: Averager) -> None:
         """Make the transactions, once all that they need is there; begin each with the model's forward pass."""
         require(
-            not (self.comm.is_elastic and self._shards), f"{self.call}: a sharded model needs a fixed number of workers"
+            not self.comm.is_elastic or (self.strategy.suits_elastic and not self._shards),
+            f"{self.call}: {'a sharded model' if self._shards else self.strategy} needs a fixed number of workers",
         )
         self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._adopt)
         if self.comm.is_elastic:
@@ -282,15 +328,16 @@ class Strategy(ABC):
 
     @contextmanager
     def _attaching(self, group: Any = None) -> Iterator[Communicator]:
-        """Context for attaching: connect before, register the parameters after, and detach on an error.
+        """Context for attaching: connect and compare options before, register the parameters after, detach on an error.
 
         Args:
             group: the process group of the workers, if no communicator was given; None for all workers.
         """
         require_unattached(self.call, self.parameters)
         if self._comm is None:
-            self._comm = ProcessGroupCommunicator(group or self._replicas)
+            self._comm = ProcessGroupCommunicator(group or self._replicas, device=self.parameters[0][1].device)
         try:
+            self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
             self._shards.connect(self._comm)
             yield self._comm
             register(self)

@@ -19,6 +19,9 @@ from ..average.base import NamedTensors
 from .models import NamedParameters
 from .shards import local
 
+BUCKET_BYTES = 10 * 2**20
+"""The default size of a bucket."""
+
 
 class Launch(Protocol):
     """Starts to average one bucket: its gradients with their names, and whether it is the first and the last one.
@@ -82,6 +85,7 @@ class GradientBuckets:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+            p.grad = p.grad.resolve_conj()  # autograd leaves conjugate views, whose numbers cannot be averaged in place
             held, expected = local(p.grad).shape, local(p).shape
             require(
                 held == expected,

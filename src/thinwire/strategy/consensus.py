@@ -81,9 +81,10 @@ def consensus(
     )
     require(isinstance(rounds, int) and rounds >= 0, f"consensus: rounds must be 0 or more, got {rounds!r}")
     require(isinstance(every, int) and every >= 1, f"consensus: every must be 1 or more, got {every!r}")
+    comm.check_agreement({"averager": averager, "rounds": rounds, "seed": seed, "every": every})
     state = averager.init(tensors, comm, seed)
     mean = comm.all_reduce(_flat(tensors)).wait() / comm.size
-    records, sent = [], torch.zeros(2, dtype=torch.float64)
+    records, sent = [], torch.zeros(2, dtype=torch.float64, device="cpu")
     for round in range(rounds + 1):
         if round > 0:
             sent += _one_round(state, tensors, averager, comm)
@@ -102,7 +103,7 @@ def _one_round(state: object, tensors: NamedTensors, averager: Averager, comm: C
     averager.step(state, tensors, comm).wait()
     averager.commit(state)
     traffic = comm.ledger.since(before)
-    return torch.tensor([8 * traffic.bytes_sent, traffic.messages], dtype=torch.float64)
+    return torch.tensor([8 * traffic.bytes_sent, traffic.messages], dtype=torch.float64, device="cpu")
 
 
 def _measure(round: int, sent: Tensor, difference: Tensor, comm: Communicator) -> ConsensusRecord:

@@ -37,7 +37,7 @@ class DGCSGD(torch.optim.Optimizer):
     Example:
         >>> import torch, thinwire as tw
         >>> w = torch.nn.Parameter(torch.ones(1))
-        >>> optimizer = tw.DGCSGD([w], lr=0.5, weight_decay=0.5)
+        >>> optimizer = tw.strategy.DGCSGD([w], lr=0.5, weight_decay=0.5)
         >>> w.grad = torch.ones(1)
         >>> optimizer.step()
         >>> w.item()  # 1 - 0.5 * (1 + 0.5)
@@ -87,6 +87,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         require(
             not momentum or ours.isdisjoint(map(id, group["params"])),
             f"{type(optimizer).__name__} has momentum {momentum} of its own, and the averaged gradients carry momentum "
-            "already; use tw.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
+            "already; use tw.strategy.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
             "--optimizer.momentum 0",
         )

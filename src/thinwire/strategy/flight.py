@@ -1,66 +1,58 @@
-"""Communication beside the training: a call that runs in a thread of its own, after the flight before it."""
+"""Communication beside the training: a call that runs in a background thread, on the work stream."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from ..comm import Communicator
+from ..comm import Background
 from ..streams import WorkStream
 
 T = TypeVar("T")
 
 
 class Flight(Generic[T]):
-    """A call in flight, and the thread that runs it. Flights with an `after` run one at a time, in order.
-
-    The thread is a daemon, so that a process can exit while its neighbours are silent.
+    """A call in flight.
 
     Args:
         call: what to run. On a GPU its work is queued on the work stream, and it blocks the thread, not the stream.
         work: the stream.
-        comm: the communicator that the call uses.
-        after: the flight that must end first.
+        background: the thread; it runs one flight at a time, in order.
 
     Example:
         >>> import torch
-        >>> from thinwire.comm import LocalWorld
-        >>> def second(comm):
-        ...     work = WorkStream(torch.device("cpu"))
-        ...     first = Flight(lambda: 1, work, comm)
-        ...     return Flight(lambda: 2, work, comm, after=first).wait()
-        >>> LocalWorld(1).run(second)
-        [2]
+        >>> work, background = WorkStream(torch.device("cpu")), Background("rounds")
+        >>> first, second = (Flight(lambda n=n: n, work, background) for n in (1, 2))
+        >>> second.wait(), first.wait()
+        (2, 1)
     """
 
-    def __init__(self, call: Callable[[], T], work: WorkStream, comm: Communicator, after: Flight[T] | None = None):
-        self._call, self._work, self._comm, self._after = call, work, comm, after
-        self._begun = comm.mark()
-        self.landed: int | None = None
-        """The communicator's mark at its end, once it has ended."""
-        self._error: BaseException | None = None
-        self._result: list[T] = []
-        self._thread = threading.Thread(target=self._run, name="thinwire-round", daemon=True)
-        self._thread.start()
+    def __init__(self, call: Callable[[], T], work: WorkStream, background: Background):
+        self._call, self._work = call, work
+        self._outcome: Future[T] = Future()
+        self._handle = background.submit(self._run)
+
+    def settle(self) -> T:
+        """As `wait`, for callers that only need the communicator to be free: the training does not go on from here."""
+        try:
+            return self._outcome.result()
+        finally:
+            self._work.join()
 
     def wait(self) -> T:
         """Block until the call has ended, as far as the host sees, and return its result. Raises its error, if it had one."""
-        self._thread.join()
-        self._work.join()
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-    def _run(self) -> None:
         try:
-            self._comm.after(self._begun)
+            result: T = self._handle.wait()
+        finally:
+            self._work.join()
+        return result
+
+    def _run(self) -> T:
+        try:
             with self._work.continued():
-                if self._after is not None:
-                    self._after.wait()
-                    self._comm.after(self._after.landed)
-                self._result.append(self._call())
-            self.landed = self._comm.mark()
-        except BaseException as error:  # for `wait`
-            self._error = error
-        self._after = None  # no chain of all flights so far stays in memory
+                self._outcome.set_result(self._call())
+        except BaseException as error:
+            self._outcome.set_exception(error)
+            raise
+        return self._outcome.result()

@@ -59,7 +59,7 @@ def divide(names: Sequence[str], fragments: Fragments) -> list[list[str]]:
         layers = list(dict.fromkeys(layer_of(name) for name in names))
         require(
             1 <= fragments <= len(layers),
-            f"local_updates: fragments must be 1 to {len(layers)}, the number of layers, got {fragments}",
+            f"Local: fragments must be 1 to {len(layers)}, the number of layers, got {fragments}",
         )
         place = {layer: i % fragments for i, layer in enumerate(layers)}
         return [[name for name in names if place[layer_of(name)] == i] for i in range(fragments)]
@@ -69,12 +69,12 @@ def divide(names: Sequence[str], fragments: Fragments) -> list[list[str]]:
         owner = next((i for i, some in enumerate(patterns) if any(fnmatchcase(name, p) for p in some)), None)
         require(
             owner is not None,
-            f"local_updates: no pattern of fragments matches parameter {name!r}; add one, such as '*' at the end",
+            f"Local: no pattern of fragments matches parameter {name!r}; add one, such as '*' at the end",
         )
         assert owner is not None
         divided[owner].append(name)
     for some, found in zip(patterns, divided, strict=True):
-        require(bool(found), f"local_updates: the patterns {some} of a fragment match no parameter that is left")
+        require(bool(found), f"Local: the patterns {some} of a fragment match no parameter that is left")
     return divided
 
 
@@ -100,9 +100,8 @@ class Fragment:
         pulled: copies of the anchors that are averaged too; empty without `pull`.
         state: of the averager.
         statistics: of the norms of its changes.
-        flight: the round in flight; its result is whether it was finite. None if the last round is merged.
+        flight: the round in flight; its result is whether it was finite. None if the last round is merged, or was loaded.
         finite: the result of the flight, once it has ended and was waited for.
-        landed: the communicator's mark at the end of the last flight.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
         gave_up: under gossip, whether this worker's changes in the present round were not finite.
@@ -116,7 +115,6 @@ class Fragment:
     state: Any = None
     statistics: NormStatistics = field(default_factory=NormStatistics)
     flight: Flight[bool] | None = None
-    landed: int | None = None
     finite: bool | None = None
     steps_to_merge: int = 0
     has_moved: bool = False
@@ -130,8 +128,7 @@ class Fragment:
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""
         if self.flight is not None:
-            self.finite = self.flight.wait()
-            self.landed, self.flight = self.flight.landed, None
+            self.finite = self.flight.settle()
 
     def named_changes(self) -> NamedTensors:
         """The pseudo-gradients by parameter name."""

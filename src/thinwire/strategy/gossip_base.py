@@ -10,13 +10,13 @@ import torch
 
 from ..algorithm import require
 from ..comm import Communicator
-from .base import Strategy
+from .base import AveragerAttachment
 from .live_parameters import LiveParameters
 from .mean_model import consensus_distance, holding_mean
 
 
-class GossipStrategy(Strategy):
-    """A strategy whose workers have models of their own: what one can look at, and when the optimizer may step.
+class GossipAttachment(AveragerAttachment):
+    """A strategy at work whose workers have models of their own: what one can look at, and when the optimizer may step.
 
     A derived class sets `_optimizer` and `_live`, and says how to get ready for a look at the model (`_before_look`).
     """

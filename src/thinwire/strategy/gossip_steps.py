@@ -15,71 +15,61 @@ Outside of `optimizer.step` the model always holds z, so that evaluation and `st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator, Group
-from .gossip_base import GossipStrategy
+from ..comm import Communicator
+from .gossip_base import GossipAttachment
 from .live_parameters import LiveParameters
-from .models import NamedParameters, make_equal, refuse_ddp, updated_by
+from .models import NamedParameters, make_equal, refuse_ddp, refuse_ddp_around, trained_by, updated_by
 from .optimizer_step import Arguments, ScalerWatch, closure_of, stepping_optimizer, with_closure
 from .own_gradients import OwnGradients
 from .rounds import ParameterRounds
+from .strategy import Runtime
 
-ORDERS = ("combine_then_adapt", "adapt_then_combine")
+if TYPE_CHECKING:
+    from .gossip import Gossip
 
 
-class ParameterGossip(GossipStrategy):
-    """What `gossip_parameters` returns, and what its arguments are explained at."""
+class ParameterGossip(GossipAttachment):
+    """What `Gossip` attaches, which explains the configuration."""
 
-    call = "gossip_parameters"
+    call = "Gossip"
+    strategy: Gossip
     averager: Averager
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        averager: Averager,
-        *,
-        comm: Communicator | None,
-        overlap: bool,
-        staleness: int,
-        order: str,
-        scaler: Any,
-        on_nonfinite: str,
-        max_nonfinite: int,
-        seed: int,
-        replicas: Group | None,
-    ):
+    def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         refuse_ddp(self.call, model)
         optimizer = stepping_optimizer(self.call, optimizer)
-        parameters = _taking_part(model, optimizer)
-        _require_exact(averager, parameters)
-        super().__init__(model, parameters, averager, comm, on_nonfinite, max_nonfinite, replicas)
+        parameters = updated_by(self.call, optimizer, model)
+        _require_exact(strategy.averager, parameters)
+        super().__init__(strategy, model, parameters, runtime)
         self._optimizer = optimizer
-        self._overlap, self._staleness, self._combines_first = overlap, staleness, order == ORDERS[0]
         self._steps_since_begin = 0
         self._was_updated = False  # before the first update all workers agree: there is nothing to average
         with self._attaching() as comm:
             names = [name for name, _ in parameters]
-            make_equal(
-                model, comm, averager=averager, overlap=overlap, staleness=staleness, order=order, parameters=names
-            )
-            self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: _trained(optimizer))
+            make_equal(model, comm, parameters=names)
+            self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: trained_by(optimizer))
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
-            self._rounds = ParameterRounds(self._live, averager, comm, seed, self._shards)
+            self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
             self._state = self._rounds.state
-            require(not overlap or not comm.is_elastic, f"{self.call}: overlap needs a fixed number of workers")
-            self._begin_rounds(averager)
+            self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(self._rounds.to_debiased)
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
-            self._watch = ScalerWatch(scaler, self._take_part)
+            self._watch = ScalerWatch(runtime.scaler, self._take_part)
             self._on_detach(self._watch.remove)
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """With overlap, a thread waits and decodes."""
+        return ("encode",) if self.strategy.overlap else ("encode", "wait", "decode")
 
     def synchronize(self) -> None:
         """Absorb the round in flight, if there is one; all workers call it after the same step."""
@@ -87,31 +77,25 @@ class ParameterGossip(GossipStrategy):
         self._rounds.absorb()
         self._rounds.to_debiased()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state (memory, push-sum weight, rounds done), under a key that names its rank.
-
-        It first absorbs the round in flight, which changes the parameters: copy the model after this call, not before it.
-
-        Returns:
-            `{"rank3": {"identity": ..., ...}}`: tensors by parameter name, and plain values.
-        """
-        self.synchronize()
-        return super().state_dict()
-
     # ---- what the base asks for ----
 
     def _own_state(self) -> dict[str, Any]:
-        return {"averager": self._rounds.state.state_dict(), "was_updated": self._was_updated}
+        """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed."""
+        counts = {"was_updated": self._was_updated, "steps_since_begin": self._steps_since_begin}
+        return counts | self._rounds.state_dict()
 
     def _load_own(self, saved: dict[str, Any]) -> None:
-        self._rounds.load_state_dict(saved["averager"])
-        self._was_updated = saved["was_updated"]
+        self._rounds.load_state_dict(saved)
+        self._was_updated, self._steps_since_begin = saved["was_updated"], saved["steps_since_begin"]
 
     def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every worker goes on from the mean model, which rounds in flight do not move, so that they are dropped."""
         averager = self.averager.deal(
             [one["averager"] for one in saved], self._live.tensors(), self.comm.rank, self.comm.size
         )
-        return {"averager": averager, "was_updated": any(one["was_updated"] for one in saved)}
+        was_updated = any(one["was_updated"] for one in saved)
+        rounds = {"averager": averager, "change": None, "debias_factor": 1.0}
+        return {"was_updated": was_updated, "steps_since_begin": 0} | rounds
 
     def begin_round(self) -> None:
         super().begin_round()
@@ -185,16 +169,16 @@ class ParameterGossip(GossipStrategy):
 
     def _before_update(self) -> None:
         self._rounds.to_biased()
-        if self._combines_first:
+        if self.strategy.combines_first:
             self._combine()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._was_updated = True
         self._watch.stepped()
         self._steps_since_begin += 1
-        if not self._combines_first:
+        if not self.strategy.combines_first:
             self._combine()
-        if self._overlap and not self._rounds.in_flight:
+        if self.strategy.overlap and not self._rounds.in_flight:
             self._rounds.begin()
             self._steps_since_begin = 0
         self._rounds.to_debiased()
@@ -205,28 +189,11 @@ class ParameterGossip(GossipStrategy):
         self._after_step(self._optimizer, (), {})
 
     def _combine(self) -> None:
-        if not self._overlap:
+        if not self.strategy.overlap:
             if self._was_updated:
                 self._rounds.run()
-        elif self._steps_since_begin >= self._staleness:
+        elif self._steps_since_begin >= self.strategy.staleness:
             self._rounds.absorb()
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _taking_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedParameters:
-    """The trainable parameters of the model that the optimizer updates; it may update no others."""
-    named = updated_by(optimizer, model)
-    own = {id(p) for _, p in named}
-    others = [p for p in _trained(optimizer) if id(p) not in own]
-    require(
-        not others,
-        f"gossip_parameters: {len(others)} of the optimizer's parameters are not the model's and would drift apart; put "
-        "them into one module with it",
-    )
-    return named
 
 
 def _require_exact(averager: Averager, parameters: NamedParameters) -> None:
@@ -234,6 +201,6 @@ def _require_exact(averager: Averager, parameters: NamedParameters) -> None:
     double = [name for name, p in parameters if p.dtype in (torch.float64, torch.complex128)]
     require(
         not averager.gives_one_mean or not double,
-        f"gossip_parameters: {averager} sends float32, and would round {'parameter ' + repr(double[0]) if double else ''} of "
+        f"Gossip: {averager} sends float32, and would round {'parameter ' + repr(double[0]) if double else ''} of "
         "float64; use Mix(Complete()), which carries float64 and has the same mean",
     )

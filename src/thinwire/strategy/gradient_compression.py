@@ -1,7 +1,7 @@
 """The strategy for gradients: average them while the backward pass still runs.
 
-`gradients.py` has the public functions. This module attaches an averager to a model: to one in `DistributedDataParallel`
-through its communication hook, or to a plain module through our own buckets and hooks (`buckets.py`).
+`gradients.py` has the configuration. This module attaches it to a model: to one in `DistributedDataParallel` through its
+communication hook, or to a plain module through our own buckets and hooks (`buckets.py`).
 `gradient_rounds.py` describes a backward pass.
 
 Before each step of an optimizer over these parameters, a hook checks that all trainable parameters take part and that
@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -23,65 +23,49 @@ from torch.nn.parallel import DistributedDataParallel
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..codec import Codec
-from ..comm import Communicator, Group
-from .base import Strategy
-from .buckets import GradientBuckets
+from ..comm import Communicator
+from .base import AveragerAttachment
+from .buckets import BUCKET_BYTES, GradientBuckets
 from .dgc_sgd import check_optimizer
 from .gradient_rounds import GradientRounds
 from .mean_model import holding_mean
-from .models import kind_of, make_equal, refuse_ddp, trainable, values_of
+from .models import kind_of, make_equal, refuse_ddp, refuse_ddp_around, trainable, values_of, wrapped_ddp
 from .optimizer_step import Arguments, once_gradients_are_there
 from .shards import is_sharded
+from .strategy import Runtime
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
 
 
-class GradientCompression(Strategy):
-    """What `compress_gradients` returns, and the state of `gradient_hook`.
+class GradientCompression(AveragerAttachment):
+    """What `Gradients` attaches, and the state of `gradient_hook`.
 
     Args:
+        strategy: the configuration.
         model: a module, or one in DDP.
-        averager: gives all workers one mean.
-        comm: how to communicate; None makes a process group.
-        replicas: the workers to average with, if `comm` is None; None for those of DDP, or for all.
-        scaler: the `torch.amp.GradScaler` in use, or None.
-        seed: seed of the codec's random numbers.
-        on_nonfinite: "skip", "raise" or "apply".
-        max_nonfinite: with "skip", how many steps in a row may be skipped before an error.
+        runtime: without a communicator and replicas, the workers are those of DDP, or all.
     """
 
-    call = "compress_gradients"
+    call = "Gradients"
+    strategy: Gradients
     averager: Averager
 
-    def __init__(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        comm: Communicator | None,
-        scaler: Any,
-        seed: int,
-        on_nonfinite: str,
-        max_nonfinite: int,
-        replicas: Group | None = None,
-    ):
-        require(
-            isinstance(averager, Averager) and averager.gives_one_mean,
-            f"{averager} moves tensors towards their neighbours', which suits parameters; gradients need an averager "
-            "that gives all workers one mean, such as Mean or PowerSGD",
-        )
-        ddp = model if isinstance(model, DistributedDataParallel) else None
+    def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime):
+        ddp = wrapped_ddp(model)
         module = model if ddp is None else ddp.module
         refuse_ddp(self.call, module)
         require(
-            ddp is None or replicas is None,
-            f"{self.call}: replicas={replicas} and a model in DistributedDataParallel, which has workers of its own; give one",
+            ddp is None or runtime.replicas is None,
+            f"{self.call}: replicas={runtime.replicas} and a model in DistributedDataParallel, which has workers of its own; "
+            "give one",
         )
         self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
-        super().__init__(
-            module, trainable(module, self._ignored), averager, comm, on_nonfinite, max_nonfinite, replicas
-        )
+        super().__init__(strategy, module, trainable(module, self._ignored), runtime)
         self._names = {id(p): name for name, p in self.parameters}
         self._sharded = {name for name, p in self.parameters if is_sharded(p)}
         self._kinds = {name: kind_of(p) for name, p in self.parameters}
-        self._scaler, self._seed, self._ddp = scaler, seed, ddp
+        self._scaler, self._ddp = runtime.scaler, ddp
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
         self._saved: dict[str, Any] | None = None
@@ -94,6 +78,11 @@ class GradientCompression(Strategy):
         Waiting and decoding run beside the backward pass. `blocked` is how long backward waited for them at its end.
         """
         return super().seconds
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """Waiting and decoding run beside the backward pass, which is "blocked" at its end."""
+        return ("compensate", "encode", "exchange", "blocked")
 
     @property
     def codec(self) -> Codec | None:
@@ -137,7 +126,7 @@ class GradientCompression(Strategy):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what this worker's `state_dict` returned: now, or as soon as the first bucket connects the workers.
 
-        The states of all workers together, in one dictionary, go on on another number of workers; see `Strategy`.
+        The states of all workers together, in one dictionary, go on on another number of workers; see `AveragerAttachment`.
 
         Raises:
             ValueError: a state is missing, or of another worker or another configuration.
@@ -172,14 +161,10 @@ class GradientCompression(Strategy):
             self.load_state_dict(self._saved)
             self._saved = None
 
-    def attach(self, bucket_bytes: int) -> None:
-        """Connect the workers, and set the hooks of DDP or of a plain module.
-
-        Args:
-            bucket_bytes: size of the buckets of a plain module.
-        """
+    def attach(self) -> None:
+        """Connect the workers, and set the hooks of DDP or of a plain module."""
         if self._ddp is None:
-            self._attach_plain(bucket_bytes)
+            self._attach_plain()
         else:
             self._attach_ddp(self._ddp)
 
@@ -188,16 +173,21 @@ class GradientCompression(Strategy):
             self._comm is None or not self._comm.is_elastic,
             f"{self.call}: DistributedDataParallel has a fixed number of workers; pass the plain module",
         )
+        require(
+            self.strategy.bucket_bytes is None,
+            f"{self.call}: bucket_bytes={self.strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has "
+            "buckets of its own; give it bucket_cap_mb",
+        )
         with self._attaching(ddp.process_group) as comm:
             self._begin(comm)
             ddp.register_comm_hook(self, ddp_hook)
 
-    def _attach_plain(self, bucket_bytes: int) -> None:
-        require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
+    def _attach_plain(self) -> None:
         with self._attaching() as comm:
-            make_equal(self._model, comm, bucket_bytes=bucket_bytes)
+            make_equal(self._model, comm)
             self._begin(comm)
-            self._buckets = GradientBuckets(self.parameters, self._launch, bucket_bytes)
+            self._on_detach(refuse_ddp_around(self.call, self._model).remove)
+            self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
             self._on_detach(self._buckets.remove)
 
     # ---- at work ----

@@ -18,11 +18,10 @@ it. Where no other follows, nothing waits for it: the finishing thread is a daem
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator, Handle
 from ..streams import WorkStream, has_streams, refuse_capture
 from .nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
-from .shards import Shards
+from .shards import Replica
 from .transaction import Transaction
 
 Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
@@ -56,22 +55,21 @@ class GradientRounds:
         comm: Communicator,
         scaler: Any,
         nonfinite: NonfiniteSteps,
-        shards: Shards,
+        shards: Replica,
         transaction: Transaction,
     ):
         self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
-        self._finisher = Finisher()
+        self._finisher = comm.background("thinwire-finish")
         self._work = WorkStream(torch.device("cpu"))
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
-        self._finishing: list[Future[int | None]] = []
+        self._finishing: list[Handle] = []
+        self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
         self._scale = 1.0
-        self._is_open = self._is_broken = self._is_abandoned = False
+        self._is_open = self._is_broken = self._is_abandoned = self._is_in_backward = False
         self._is_finite = True
         self._has_all = False
-        self._all_sent = threading.Event()
-        self._last_mark: int | None = None
         self._culprit: str | None = None
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
@@ -79,7 +77,8 @@ class GradientRounds:
     def launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average a bucket; the future completes with `buffer` when `tensors` hold the mean.
 
-        Called during backward only: when it ends, it waits for the round and raises what went wrong.
+        When the backward pass ends, it waits for the round and raises what went wrong. Outside of one, as where DDP's `join`
+        takes part for a worker without inputs left, the last bucket does.
         """
         if first:
             self._open(buffer.device)
@@ -89,6 +88,8 @@ class GradientRounds:
         self._held.append((tensors, future, buffer))
         if last or not self._averager.whole_model:
             self._step(last)
+        if last and not self._is_in_backward:
+            self._end_backward()
         return future
 
     def close(self) -> None:
@@ -102,13 +103,15 @@ class GradientRounds:
     def abandon(self) -> None:
         """Give up the round that is open, without waiting for other workers."""
         self._is_abandoned = True
-        self._all_sent.set()
+        self._finish_late()
 
     def _open(self, device: torch.device) -> None:
         refuse_capture(device)
         if self._is_open:  # an error broke off the last backward pass
-            self._all_sent.set()
-            wait(self._finishing)
+            self._finish_late()
+            for handle in self._finishing:
+                with suppress(Exception):  # `_end_backward` has raised it, if it came to that
+                    handle.wait()
             self._work.join()
             self._averager.discard(self._state)
         healed = self._transaction.begin()
@@ -118,9 +121,10 @@ class GradientRounds:
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
-        self._all_sent = threading.Event()
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._is_in_backward = torch._C._current_graph_task_id() != -1
+        if self._is_in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
@@ -136,23 +140,22 @@ class GradientRounds:
             for _, future, buffer in held:
                 future.set_result(buffer)
             if last:
-                self._all_sent.set()
+                self._finish_late()
             return
-        self._finishing.append(self._finisher.submit(self._finish, handle, held, last, self._comm.mark()))
-        if last:
-            self._last_mark = self._comm.mark()
-            self._all_sent.set()
+        self._late.append(partial(self._finish, handle, held, last))
+        if last or not (self._averager.sends_at_once(self._state) and self._waits_late()):
+            self._finish_late()
 
-    def _finish(self, handle: Handle, held: list[Bucket], last: bool, mark: int | None) -> int | None:
-        """In the finishing thread, after `mark`: decode a step; after the last one, commit. Returns a mark at its end."""
-        self._comm.after(mark)
+    def _finish_late(self) -> None:
+        late, self._late = self._late, []
+        self._finishing += [self._finisher.submit(finish) for finish in late]
+
+    def _finish(self, handle: Handle, held: list[Bucket], last: bool) -> None:
+        """In the finishing thread: decode a step; after the last one, commit."""
         with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
             try:
-                if self._averager.sends_at_once(self._state) and self._waits_late():
-                    self._all_sent.wait()
-                    self._comm.after(self._last_mark)
                 if self._is_abandoned:
-                    return None
+                    return
                 handle.wait()
                 if last and self._comm.is_elastic:
                     self._has_all = not self._is_broken
@@ -165,14 +168,13 @@ class GradientRounds:
             finally:  # DDP must not wait for ever; `_end_backward` raises the error
                 for _, future, buffer in held:
                     future.set_result(buffer)
-        return self._comm.mark()
 
     def _waits_late(self) -> bool:
         """Whether waiting begins when all buckets are sent: to spare CPUs, or to keep the order of collectives."""
         return not has_streams(self._device) or self._averager.sends_while_waiting(self._state)
 
     def _end_backward(self) -> None:
-        self._all_sent.set()  # also where the last bucket was never launched: DDP raises that in its next forward
+        self._finish_late()  # also where the last bucket was never launched: DDP raises that in its next forward
         with self._state.clock("blocked"):
             try:
                 for task in self._finishing:
@@ -191,10 +193,10 @@ class GradientRounds:
         if action == "raise":  # on all workers, at the same point
             raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
 
-    def _take(self, task: Future[int | None]) -> None:
-        """The result of a task; a worker that has died breaks an elastic round only."""
+    def _take(self, task: Handle) -> None:
+        """Wait for a task; a worker that has died breaks an elastic round only."""
         try:
-            self._comm.after(task.result())
+            task.wait()
         except CommunicationError:
             if not self._comm.is_elastic:
                 raise
@@ -212,35 +214,3 @@ def require_whole(comm: Communicator, is_broken: bool) -> None:
     """Raise a CommunicationError if an elastic round has failed already, so that nothing more is sent in it."""
     if comm.is_elastic and is_broken:
         raise CommunicationError(f"rank {comm.rank}: the round has failed")
-
-
-class Finisher:
-    """One daemon thread that runs tasks in order; it ends when closed, or when nobody refers to this object any more."""
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Any] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.close = finalize(self, self._tasks.put, None)
-
-    def submit(self, task: Any, *args: Any) -> Future[Any]:
-        """Run `task(*args)` after those before it; the future has its result or error."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._tasks,), name="thinwire-finish", daemon=True)
-            self._thread.start()
-        future: Future[Any] = Future()
-        self._tasks.put((future, task, args))
-        return future
-
-    def join(self) -> None:
-        """Wait until the thread has ended, after `close`."""
-        if self._thread is not None:
-            self._thread.join()
-
-
-def _run(tasks: SimpleQueue[Any]) -> None:
-    for future, task, args in iter(tasks.get, None):
-        try:
-            future.set_result(task(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        del future, task, args  # so that an idle thread keeps nothing alive

@@ -1,12 +1,13 @@
-"""The public calls for gradients: `compress_gradients`, and `gradient_hook` for trainers that wrap models in DDP.
+"""The strategy for gradients as data: `Gradients`, and `gradient_hook` for trainers that wrap models in DDP themselves.
 
-`gradient_compression.py` has the strategy, `gradient_rounds.py` what happens in a backward pass.
+`gradient_compression.py` attaches it, `gradient_rounds.py` has what happens in a backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,83 @@ from ..average.base import Averager
 from ..comm import Communicator, Group
 from .gradient_compression import GradientCompression, ddp_hook
 from .models import refuse_ddp
+from .strategy import Averaging, Rhythm, Runtime
+
+
+@dataclass(frozen=True, repr=False)
+class Gradients(Averaging[GradientCompression]):
+    """Average the gradients of a model over all workers, during every backward pass.
+
+    When `loss.backward()` returns, `param.grad` holds the averaged gradient, with the same bits on every worker. Frozen
+    parameters take no part.
+
+    A model in `DistributedDataParallel` keeps its buckets; `no_sync`, `find_unused_parameters`, `static_graph` and
+    `gradient_as_bucket_view` work as usual. A plain module gets our own buckets, and its parameters and buffers are first
+    made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others.
+
+    Of a model under `fully_shard(model, mesh=mesh["shard"])` each worker averages the shards of its gradients with those of
+    the other replicas, `replicas=mesh["replicate"]`: HSDP with a thin wire between replicas. Memory has the size of a shard.
+
+    Attached, it has `ledger`, `seconds`, `num_skipped`, `no_sync`, `set_epoch`, `check_optimizer`, `state_dict`,
+    `load_state_dict` and `detach`. In backward and in the optimizer's step, a parameter that was added, replaced or unfrozen is
+    a ValueError.
+
+    Args:
+        averager: one that gives all workers one mean, such as `Mean(TopK(0.01), ErrorFeedback())`.
+        bucket_bytes: size of the buckets of a plain module, before encoding; smaller => sending starts earlier, with more
+            messages. None is 10 MiB.
+        on_nonfinite: what to do if the averaged gradient is infinite or NaN, which all workers see together. "skip": no
+            optimizer updates these parameters, and memory stays as it was. "raise": backward raises a FloatingPointError, which
+            names the first worker and parameter. "apply": nothing.
+        max_nonfinite: with "skip", this many such backward passes in a row raise a FloatingPointError.
+
+    Raises:
+        ValueError: an averager of parameters, or a value out of range.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> strategy = tw.Gradients(tw.Mean(tw.QSGD(bits=8)))
+        >>> strategy
+        Gradients(Mean(QSGD(bits=8)))
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     with tw.attach(model, optimizer, strategy, comm=comm):
+        ...         model(torch.full((1, 2), float(comm.rank))).sum().backward()
+        ...     return model.weight.grad.tolist()
+        >>> tw.LocalWorld(2).run(worker)
+        [[[0.5, 0.5]], [[0.5, 0.5]]]
+    """
+
+    averager: Averager
+    _: KW_ONLY
+    bucket_bytes: int | None = None
+
+    models_differ: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            self.averager.gives_one_mean,
+            f"{self.averager!r} moves tensors towards their neighbours', which suits parameters; gradients need an averager "
+            "that gives all workers one mean, such as Mean or PowerSGD",
+        )
+        if self.bucket_bytes is not None:
+            self._require_integer("bucket_bytes", self.bucket_bytes, 1)
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """A round in every backward pass."""
+        return Rhythm(in_backward=True)
+
+    def _attached(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+    ) -> GradientCompression:
+        attachment = GradientCompression(self, model, runtime)
+        if optimizer is not None:
+            attachment.check_optimizer(optimizer)
+        attachment.attach()
+        return attachment
 
 
 def compress_gradients(
@@ -25,73 +103,25 @@ def compress_gradients(
     replicas: Group | None = None,
     scaler: Any = None,
     seed: int = 0,
-    bucket_bytes: int = 10 * 2**20,
-    on_nonfinite: str = "skip",
-    max_nonfinite: int = 100,
+    **options: Any,
 ) -> GradientCompression:
-    """Average the gradients of `model` over all workers with `averager`, during every backward pass.
-
-    Add one line to an ordinary training loop. When `loss.backward()` returns, `param.grad` holds the averaged gradient,
-    with the same bits on every worker. Frozen parameters take no part.
-
-    A model in `DistributedDataParallel` keeps its buckets; `no_sync`, `find_unused_parameters`, `static_graph` and
-    `gradient_as_bucket_view` work as usual. A plain module gets our own buckets, and its parameters and buffers are first
-    made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others.
-
-    Of a model under `fully_shard(model, mesh=mesh["shard"])` each worker averages the shards of its gradients with those of
-    the other replicas, `replicas=mesh["replicate"]`: HSDP with a thin wire between replicas. Memory has the size of a shard.
-
-    Args:
-        model: a `DistributedDataParallel` model without another communication hook, or any module.
-        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
-        comm: how to communicate; by default a new process group, over DDP's workers or over all.
-        replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
-            `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
-        scaler: the `torch.amp.GradScaler` in use, so that memory stays in unscaled units.
-        seed: seed of the codec's random numbers; the same on all workers.
-        bucket_bytes: size of the buckets of a plain module, before encoding; smaller => sending starts earlier, with more
-            messages.
-        on_nonfinite: what to do if the averaged gradient is infinite or NaN, which all workers see together. "skip": no
-            optimizer updates these parameters, and memory stays as it was. "raise": backward raises. "apply": nothing.
-        max_nonfinite: with "skip", this many such backward passes in a row raise a FloatingPointError.
-
-    Returns:
-        A handle with `ledger`, `seconds`, `num_skipped`, `no_sync`, `set_epoch`, `check_optimizer`, `state_dict`,
-        `load_state_dict` and `detach`; also a context manager that detaches at its end.
-
-    Raises:
-        ValueError: a parameter takes part in another strategy, the model is on the meta device, or it is sharded
-            without `replicas`. On all workers together: averagers, tensor shapes, their order, the layouts of shards or
-            `bucket_bytes` differ. In backward and in the
-            optimizer's step: a parameter was added, replaced or unfrozen.
-        FloatingPointError: in backward, on all workers, as `on_nonfinite` says; it names the first worker and parameter.
+    """Attach `Gradients(averager, **options)` to a model; any optimizer may step on it. See `attach` for the arguments.
 
     Example:
         >>> import torch, thinwire as tw
         >>> def worker(comm):
-        ...     model = torch.nn.Linear(2, 1, bias=False)
-        ...     handle = tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8)), comm=comm)
-        ...     model(torch.full((1, 2), float(comm.rank))).sum().backward()
-        ...     handle.detach()
-        ...     return model.weight.grad.tolist()
-        >>> tw.LocalWorld(2).run(worker)
-        [[[0.5, 0.5]], [[0.5, 0.5]]]
+        ...     with tw.compress_gradients(torch.nn.Linear(2, 1), tw.Mean(), comm=comm, bucket_bytes=2**20) as handle:
+        ...         return handle.strategy
+        >>> tw.LocalWorld(1).run(worker)
+        [Gradients(Mean(), bucket_bytes=1048576)]
     """
-    strategy = GradientCompression(model, averager, comm, scaler, seed, on_nonfinite, max_nonfinite, replicas)
-    strategy.attach(bucket_bytes)
-    return strategy
+    return Gradients(averager, **options).attach(model, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
 
 
 def gradient_hook(
-    model: nn.Module,
-    averager: Averager,
-    *,
-    scaler: Any = None,
-    seed: int = 0,
-    on_nonfinite: str = "skip",
-    max_nonfinite: int = 100,
+    model: nn.Module, averager: Averager, *, scaler: Any = None, seed: int = 0, **options: Any
 ) -> tuple[GradientCompression, Callable[[GradientCompression, Any], torch.futures.Future[Tensor]]]:
-    """The same as a `(state, hook)` pair of DDP, for trainers that wrap the model in DDP themselves.
+    """`Gradients(averager, **options)` as a `(state, hook)` pair of DDP, for trainers that wrap the model in DDP themselves.
 
     Lightning takes it as `DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)`. After Accelerate's `prepare`, call
     `model.register_comm_hook(state, hook)`. It may be built before the process group exists: the first bucket connects the
@@ -100,12 +130,13 @@ def gradient_hook(
 
     Args:
         model: the module itself, before it is wrapped.
-        averager, scaler, seed, on_nonfinite, max_nonfinite: as in `compress_gradients`.
+        averager, options: of `Gradients`.
+        scaler, seed: as in `attach`.
 
     Returns:
         The state, which is what `compress_gradients` returns, and the hook.
     """
     refuse_ddp(GradientCompression.call, model)
-    strategy = GradientCompression(model, averager, None, scaler, seed, on_nonfinite, max_nonfinite)
+    strategy = GradientCompression(Gradients(averager, **options), model, Runtime(scaler=scaler, seed=seed))
     strategy.expect_buckets()
     return strategy, ddp_hook

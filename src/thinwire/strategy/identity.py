@@ -28,8 +28,8 @@ def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> lis
     """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to deal out.
 
     Args:
-        call: the strategy's public function, for messages.
-        saved: what `Strategy.state_dict` returned, of this worker or of several.
+        call: the strategy's name, for messages.
+        saved: what `AveragerAttachment.state_dict` returned, of this worker or of several.
         own: this worker's identity.
 
     Returns:

@@ -25,7 +25,7 @@ class LiveParameters:
     """Named parameters of one model; see the module's text.
 
     Args:
-        call: the strategy's public function, for messages.
+        call: the strategy's name, for messages.
         rank: of this worker, for messages.
         model: the module that holds the parameters.
         parameters: those that take part, by name.
@@ -34,14 +34,14 @@ class LiveParameters:
     Example:
         >>> import torch
         >>> model = nn.Linear(2, 1, bias=False)
-        >>> live = LiveParameters("local_updates", 0, model, [("weight", model.weight)], model.parameters)
+        >>> live = LiveParameters("Local", 0, model, [("weight", model.weight)], model.parameters)
         >>> model.weight.data = torch.zeros(1, 2)
         >>> live.tensors()
         [('weight', tensor([[0., 0.]]))]
         >>> _ = model.double()
         >>> live.check()
         Traceback (most recent call last):
-        ValueError: local_updates: rank 0: parameter 'weight' was (1, 2) torch.float32 on cpu and is now ...
+        ValueError: Local: rank 0: parameter 'weight' was (1, 2) torch.float32 on cpu and is now ...
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rounds of `local_updates`: workers train alone for H steps, and then average what they changed.
+"""The rounds of `Local`: workers train alone for H steps, and then average what they changed.
 
 Every worker keeps an *anchor*: its parameters after the last round, in float32 (float64 for float64 parameters). The model is
 divided into *fragments* (`fragments.py`), one by default. A fragment is exchanged every H steps of the optimizer, inside the
@@ -36,8 +36,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,80 +44,69 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import kernels
 from ..algorithm import require
-from ..average.base import Averager
+from ..average.outer_sgd import OuterSGD
 from ..clock import Clock
-from ..comm import CommunicationError, Communicator, Group
+from ..comm import CommunicationError, Communicator
 from ..streams import WorkStream, refuse_capture
 from .dgc_sgd import check_optimizer
 from .flight import Flight
 from .fragments import Fragment, make_fragments
 from .live_parameters import LiveParameters
-from .local_options import LocalOptions
 from .local_state import LocalState
 from .local_tensors import anchor_of, average_exactly, states_of
-from .models import make_equal, refuse_ddp, trainable, unexpanded, values_of
+from .models import make_equal, refuse_ddp, refuse_ddp_around, trainable, unexpanded, updated_by, values_of
 from .optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from .own_gradients import OwnGradients
+from .strategy import Runtime
 
-OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
+if TYPE_CHECKING:
+    from .local_updates import Local
+
+PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
 class LocalUpdates(LocalState):
-    """What `local_updates` returns: the rounds of one model."""
+    """What `Local` attaches: the rounds of one model."""
 
-    call = "local_updates"
+    call = "Local"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        averager: Averager,
-        options: LocalOptions,
-        outer: OuterOptimizer,
-        *,
-        comm: Communicator | None,
-        scaler: Any,
-        on_nonfinite: str,
-        max_nonfinite: int,
-        seed: int,
-        replicas: Group | None,
-    ):
+    def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         refuse_ddp(self.call, model)
-        super().__init__(model, trainable(model), averager, comm, on_nonfinite, max_nonfinite, replicas)
-        self._optimizer, self._options = stepping_optimizer(self.call, optimizer), options
+        super().__init__(strategy, model, trainable(model), runtime)
+        self._optimizer = stepping_optimizer(self.call, optimizer)
+        updated_by(self.call, self._optimizer, model)
         require(
-            not self._shards or options.weights is None,
+            not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._step = self._num_steps = 0
         self._clock = Clock()
-        self._last_flight: Flight[bool] | None = None
         with self._attaching() as comm:
             names = [name for name, _ in self.parameters]
-            make_equal(model, comm, averager=averager, **options.as_dict(), parameters=names)
+            make_equal(model, comm, parameters=names)
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._device, self._clock.device = WorkStream(device), device, device
-            made = outer([anchor for _, anchor in self._anchors])
+            self._background = comm.background("thinwire-round")
+            made = (strategy.outer or PLAIN_AVERAGING)([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             comm.check_agreement({"outer optimizer": repr(self._outer)})
-            if averager.has_momentum:
+            if self.averager.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
-            self._fragments = make_fragments(self._anchors, options.fragments, options.every, options.pull is not None)
-            for fragment in self._fragments:
-                tensors = fragment.anchors if options.pull is None else fragment.named_pulled()
-                fragment.state = averager.init(tensors, comm, seed)
-                fragment.state.clock.device = device
-            require(
-                not comm.is_elastic or not (options.delay or options.state_every),
-                f"{self.call}: delay and state_every need a fixed number of workers",
+            self._fragments = make_fragments(
+                self._anchors, strategy.fragments, strategy.every, strategy.pull is not None
             )
-            self._begin_rounds(averager)
+            for fragment in self._fragments:
+                tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
+                fragment.state = self.averager.init(tensors, comm, self._seed)
+                fragment.state.clock.device = device
+            self._begin_rounds(self.averager)
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
-            self._watch = ScalerWatch(scaler, lambda: self._after_step(self._optimizer, (), {}))
+            self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)
 
     @property
@@ -131,6 +119,11 @@ class LocalUpdates(LocalState):
         for clock in (self._clock, *(fragment.state.clock for fragment in self._fragments)):
             total.update(clock.seconds)
         return dict(total)
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """With a delay, a thread does the averager's part."""
+        return ("measure", "outer", *(("blocked",) if self.strategy.delay else super().phases_in_step))
 
     @property
     def num_fragments(self) -> int:
@@ -163,10 +156,6 @@ class LocalUpdates(LocalState):
         buffers = [values_of(b) for b in self._model.buffers()]
         average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
-    def settle(self) -> None:
-        """Wait until the messages of all rounds in flight have come. Merges nothing."""
-        self._ready()
-
     # ---- what the base asks for ----
 
     @property
@@ -183,7 +172,6 @@ class LocalUpdates(LocalState):
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
-        self._last_flight = None
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -198,6 +186,7 @@ class LocalUpdates(LocalState):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
+        self._require_own_optimizer(optimizer)
         self._require_own_model("optimizer.step()")
         self._live.check()
         return self._own_gradients.guard(optimizer, args, kwargs)
@@ -214,17 +203,17 @@ class LocalUpdates(LocalState):
             if fragment.in_flight:
                 fragment.steps_to_merge -= 1
                 if fragment.steps_to_merge == 0:
-                    self._merge(fragment, self._options.alpha)
+                    self._merge(fragment, self.strategy.alpha)
         for fragment in self._fragments:
             if fragment.offset == self._step:
-                self._begin(fragment, self._options.delay)
-                if self._options.delay == 0:
-                    self._merge(fragment, self._options.alpha)
-        self._step %= self._options.every
+                self._begin(fragment, self.strategy.delay)
+                if self.strategy.delay == 0:
+                    self._merge(fragment, self.strategy.alpha)
+        self._step %= self.strategy.every
 
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
-        due = [key for key, every in self._options.state_every.items() if self._num_steps % every == 0]
+        due = [key for key, every in self.strategy.state_every.items() if self._num_steps % every == 0]
         if due:
             self._ready()
         for key in due:
@@ -247,8 +236,7 @@ class LocalUpdates(LocalState):
         refuse_capture(self._device)
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
-        flight = Flight(lambda: self._exchange(fragment), self._work, self.comm, after=self._last_flight)
-        fragment.flight = self._last_flight = flight
+        fragment.flight = Flight(lambda: self._exchange(fragment), self._work, self._background)
         fragment.steps_to_merge = delay
 
     def _measure(self, fragment: Fragment) -> None:
@@ -267,7 +255,7 @@ class LocalUpdates(LocalState):
             self._warn()
             for gradient in fragment.changes:
                 gradient.zero_()
-        elif self._options.pull is None:
+        elif self.strategy.pull is None:
             self._apply(fragment)
 
     def _exchange_until_committed(self, fragment: Fragment) -> bool:
@@ -299,10 +287,10 @@ class LocalUpdates(LocalState):
 
     def _send(self, fragment: Fragment) -> None:
         comm, before = self.comm, self.comm.ledger.bytes_sent
-        if self._options.weights is not None:
-            self._options.weights.scale(fragment.changes, fragment.statistics, comm)
+        if self.strategy.weights is not None:
+            self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
         tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
-        tensors = tensors if self._options.pull is None else fragment.named_pulled()
+        tensors = tensors if self.strategy.pull is None else fragment.named_pulled()
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
@@ -310,10 +298,9 @@ class LocalUpdates(LocalState):
         """Phases 3 and 4."""
         if fragment.flight is not None:
             with self._clock("blocked"):
-                fragment.settle()
-        self.comm.after(fragment.landed)
+                fragment.finite, fragment.flight = fragment.flight.wait(), None
         finite, fragment.finite = bool(fragment.finite), None
-        if self.averager.gives_one_mean or self._options.pull is not None:
+        if self.averager.gives_one_mean or self.strategy.pull is not None:
             if finite:
                 self._apply(fragment)
             else:
@@ -326,13 +313,13 @@ class LocalUpdates(LocalState):
     def _merge_all(self) -> None:
         for fragment in self._fragments:
             if fragment.in_flight:
-                self._merge(fragment, self._options.alpha)
+                self._merge(fragment, self.strategy.alpha)
 
     def _apply(self, fragment: Fragment) -> None:
         """The outer optimizer's step on the anchors of one fragment."""
         with self._clock("outer"):
             for copied, (_, anchor), gradient in zip(fragment.pulled, fragment.anchors, fragment.changes, strict=False):
-                gradient.add_(anchor - copied, alpha=self._options.pull or 0.0)
+                gradient.add_(anchor - copied, alpha=self.strategy.pull or 0.0)
             for (_, anchor), gradient in zip(fragment.anchors, fragment.changes, strict=True):
                 anchor.grad = gradient
             self._outer.step()

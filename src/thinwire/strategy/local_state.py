@@ -1,10 +1,10 @@
-"""What `local_updates` saves and restores, deals out to more or fewer workers, and hands to a worker that joins."""
+"""What `LocalUpdates` saves and restores, deals out to more or fewer workers, and hands to a worker that joins."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,19 @@ from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..membership import mean_of
 from .fragments import Fragment
-from .gossip_base import GossipStrategy
+from .gossip_base import GossipAttachment
 from .live_parameters import LiveParameters
-from .local_options import LocalOptions
 from .local_tensors import renamed
 
+if TYPE_CHECKING:
+    from .local_updates import Local
 
-class LocalState(GossipStrategy):
+
+class LocalState(GossipAttachment):
     """The state of `LocalUpdates`, which sets it up and changes it."""
 
     averager: Averager
-    _options: LocalOptions
+    strategy: Local
     _live: LiveParameters
     _anchors: list[tuple[str, nn.Parameter]]
     _outer: torch.optim.Optimizer
@@ -52,7 +54,7 @@ class LocalState(GossipStrategy):
     @torch.no_grad()
     def _load_own(self, saved: dict[str, Any]) -> None:
         there, here = len(saved["fragments"]), len(self._fragments)
-        require(there == here, f"local_updates: the saved state has {there} fragments, expected {here}")
+        require(there == here, f"Local: the saved state has {there} fragments, expected {here}")
         for name, anchor in self._anchors:
             anchor.data.copy_(saved["anchor"][name])
         indices = {name: i for i, name in enumerate(self._outer_names())}
@@ -75,14 +77,14 @@ class LocalState(GossipStrategy):
         fragments = []
         for i, fragment in enumerate(self._fragments):
             states = [one["fragments"][i] for one in saved]
-            tensors = fragment.anchors if self._options.pull is None else fragment.named_pulled()
+            tensors = fragment.anchors if self.strategy.pull is None else fragment.named_pulled()
             averager = self.averager.deal([s["averager"] for s in states], tensors, self.comm.rank, self.comm.size)
             landed = {} if self.averager.gives_one_mean else {"landed": None, "finite": None, "steps_to_merge": 0}
             fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
         return saved[0] | agreed | {"fragments": fragments, "restarts": True}
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
-        pulls = self._options.pull is not None
+        pulls = self.strategy.pull is not None
         return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
 
     def _shared(self) -> dict[str, Any]:

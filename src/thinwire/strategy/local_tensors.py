@@ -1,4 +1,4 @@
-"""What the rounds of `local_updates` do with tensors: anchors, states of optimizers, exact means."""
+"""What the rounds of `Local` do with tensors: anchors, states of optimizers, exact means."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], ke
     known = {name for state in states for name in state}
     require(
         not known or key in known,
-        f"local_updates: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
+        f"Local: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
     )
     return [state[key] if key in state else torch.zeros_like(p) for p, state in zip(parameters, states, strict=True)]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..comm import Communicator
 from .models import broadcast_from_zero, unexpanded, values_of
-from .shards import Shards
+from .shards import Replica
 
 
 def consensus_distance(
-    tensors: Sequence[Tensor], weight: float, comm: Communicator, shards: Shards | None = None
+    tensors: Sequence[Tensor], weight: float, comm: Communicator, shards: Replica | None = None
 ) -> float:
     """How far workers are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`, with `mean = 1/W sum_i w_i z_i`.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from ..algorithm import require
 from ..comm import Communicator
@@ -51,24 +54,39 @@ def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParamete
     return named
 
 
-def updated_by(optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
-    """The trainable parameters of the module, with their names, that the optimizer updates.
+def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
+    """The trainable parameters of the module, with their names, that the optimizer updates; it may update no others.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or others.
     """
     reshard(module)
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in updated]
-    require(bool(named), "the optimizer has no trainable parameter of the model; there is nothing to average")
+    require(
+        bool(named),
+        f"{call}: the optimizer has no trainable parameter of the model; there is nothing to average. Is it another model's?",
+    )
+    own = {id(p) for _, p in named}
+    others = [p for p in trained_by(optimizer) if id(p) not in own]
+    require(
+        not others,
+        f"{call}: {len(others)} of the optimizer's parameters are not the model's and would drift apart; put them into one "
+        "module with it",
+    )
     return named
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer that require a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 
     Raises:
-        ValueError: a tensor has no storage (meta device), or a parameter's elements share memory.
+        ValueError: a tensor has no storage (meta device) or is a conjugate view, or a parameter's elements share memory.
     """
     for name, t in _tensors(model):
         require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
@@ -76,6 +94,11 @@ def check_model(call: str, model: nn.Module) -> None:
             t.device.type != "meta",
             f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
             "model.to_empty(device=...)",
+        )
+        require(
+            not t.is_conj(),
+            f"{call}: {name!r} is a conjugate view, whose numbers cannot be averaged in place; make the tensor from "
+            ".resolve_conj()",
         )
     for name, p in model.named_parameters():
         require(
@@ -91,7 +114,7 @@ def refuse_shards(call: str, model: nn.Module) -> None:
         require(
             not is_sharded(t),
             f"{call}: {name!r} is a DTensor, and {call} needs workers that hold whole parameters, as shards of a "
-            "model must be averaged at the same step; use gossip_parameters or local_updates, with replicas=mesh['replicate']",
+            "model must be averaged at the same step; use Gossip or Local, with replicas=mesh['replicate']",
         )
 
 
@@ -103,6 +126,36 @@ def refuse_ddp(call: str, model: nn.Module) -> None:
             not isinstance(module, DistributedDataParallel),
             f"{call}: {where} is wrapped in DistributedDataParallel, which would average its gradients densely besides; pass "
             "the plain module",
+        )
+
+
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
+)
+"""Wrappers of a whole model: the library, its class, and where that keeps what it wraps."""
+
+
+def wrapped_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The model in DDP, also inside of what torch.compile or Fabric's `setup` makes of it; None for another model."""
+    for name, kind, inner in _WRAPPERS:
+        library = sys.modules.get(name)  # no such wrapper exists unless somebody imported it
+        if library is not None and isinstance(model, getattr(library, kind)):
+            return wrapped_ddp(getattr(model, inner))
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def refuse_ddp_around(call: str, model: nn.Module) -> RemovableHandle:
+    """Make the model's forward pass raise a ValueError inside of DDP, whose own average would replace ours."""
+    return model.register_forward_pre_hook(partial(_require_outside_ddp, call))
+
+
+def _require_outside_ddp(call: str, module: nn.Module, args: object) -> None:
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and any(part is module for part in ddp.modules()):
+        raise ValueError(
+            f"{call}: the model runs inside of DistributedDataParallel, which averages its gradients densely besides, so that "
+            f"nothing is saved; train the plain model, or give the wrapped one to compress_gradients"
         )
 
 

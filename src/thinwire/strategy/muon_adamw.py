@@ -14,6 +14,8 @@ from ..algorithm import require
 class MuonAdamW(torch.optim.Optimizer):
     """PyTorch's `Muon` on parameters of two dimensions, and its `AdamW` on the others, in one optimizer.
 
+    Its momentum is MuLoCo's: 0.9, not Nesterov's. Embeddings and the output layer are usually left to AdamW.
+
     Muon's update of a matrix has about equal singular values. `match_rms` scales it to the size of AdamW's, so that both take
     the same learning rate.
 
@@ -22,18 +24,20 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: learning rate of both.
         weight_decay: decoupled, of matrices only.
         momentum: Muon's.
+        adamw: parameters of two dimensions that take AdamW too, such as embeddings and the output layer.
         betas: AdamW's.
         eps: AdamW's.
 
     Raises:
         ValueError: no parameter, or a value that Muon or AdamW refuses.
 
-    Source: Jordan et al. 2024, Muon; Liu et al. 2025, Muon is scalable for LLM training, arXiv 2502.16982 (`match_rms`).
+    Source: Jordan et al. 2024, Muon; Liu et al. 2025, Muon is scalable for LLM training, arXiv 2502.16982 (`match_rms`);
+        Therien et al. 2025, MuLoCo, arXiv 2505.23725.
 
     Example:
         >>> import torch, thinwire as tw
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = tw.MuonAdamW(model.parameters(), lr=0.1)
+        >>> optimizer = tw.strategy.MuonAdamW(model.parameters(), lr=0.1)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model.weight]), sorted(optimizer.state[model.bias])
@@ -45,17 +49,25 @@ class MuonAdamW(torch.optim.Optimizer):
         params: Iterable[nn.Parameter],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
+        adamw: Iterable[torch.Tensor] = (),
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):
-        held = list(params)
-        matrices, others = [p for p in held if p.ndim == 2], [p for p in held if p.ndim != 2]
+        held, spared = list(params), {id(p) for p in adamw}
+        is_matrix = [p.ndim == 2 and id(p) not in spared for p in held]
+        matrices = [p for p, yes in zip(held, is_matrix, strict=True) if yes]
+        others = [p for p, yes in zip(held, is_matrix, strict=True) if not yes]
         require(bool(held), "MuonAdamW: there are no parameters")
         self._parts: list[tuple[bool, torch.optim.Optimizer]] = []
         if matrices:
             muon = torch.optim.Muon(
-                matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+                matrices,
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=False,
+                adjust_lr_fn="match_rms_adamw",
             )
             self._parts.append((True, muon))
         if others:
@@ -72,5 +84,5 @@ class MuonAdamW(torch.optim.Optimizer):
             # The groups and states are this optimizer's, so that schedulers and checkpoints see one optimizer.
             part.param_groups = [group for group in self.param_groups if group["is_muon"] == kind]
             part.state = self.state
-            part.step()
+            vars(type(part).step)["__wrapped__"](part)  # without hooks: one optimizer steps here, not two
         return loss

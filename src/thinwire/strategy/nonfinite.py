@@ -15,9 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..algorithm import require
 from ..comm import Communicator
-from .shards import Shards
+from .shards import Replica
 
 POLICIES = ("skip", "raise", "apply")
 
@@ -26,15 +25,12 @@ class NonfiniteSteps:
     """Counts the steps that were not finite, and says what follows from each.
 
     Args:
-        call: the strategy's public function, for messages.
+        call: the strategy's name, for messages.
         policy: "skip", "raise" or "apply"; see the module's text.
         limit: with "skip", how many such steps in a row end in an error.
 
-    Raises:
-        ValueError: an unknown policy, or a limit below 1.
-
     Example:
-        >>> steps = NonfiniteSteps("compress_gradients", "skip", limit=2)
+        >>> steps = NonfiniteSteps("Gradients", "skip", limit=2)
         >>> steps.record(True), steps.record(False, warn=False), steps.is_last_chance, steps.record(False)
         ('apply', 'skip', True, 'raise')
         >>> steps.num_skipped
@@ -42,10 +38,6 @@ class NonfiniteSteps:
     """
 
     def __init__(self, call: str, policy: str, limit: int):
-        require(policy in POLICIES, f"{call}: on_nonfinite must be one of {', '.join(POLICIES)}, got {policy!r}")
-        require(
-            isinstance(limit, int) and limit >= 1, f"{call}: max_nonfinite must be an integer, 1 or more, got {limit!r}"
-        )
         self._call, self._policy, self._limit = call, policy, limit
         self._num_in_row = 0
         self._has_warned = False
@@ -99,7 +91,7 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, t in tensors if not bool(torch.isfinite(t).all())), None)
 
 
-def first_culprit(own: str | None, comm: Communicator, shards: Shards | None = None) -> str:
+def first_culprit(own: str | None, comm: Communicator, shards: Replica | None = None) -> str:
     """The first worker, and its first parameter, that was not finite. All workers call it and get the same.
 
     Args:

@@ -14,25 +14,42 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
 
 
-def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     """The optimizer whose `step` updates the parameters and runs hooks: the given one, or the one that Accelerate wrapped.
 
     Args:
-        call: the public function that attaches to it; for the message.
+        call: the name of the strategy that attaches to it; for the message.
         optimizer: what the user steps.
 
     Raises:
-        ValueError: it is another wrapper, which has no step hooks.
+        ValueError: there is none, or it is another wrapper, which has no step hooks, or one that makes parameters equal itself.
     """
+    require(optimizer is not None, f"{call}: averaging follows the steps of an optimizer; give the model's")
+    assert optimizer is not None
     library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
     if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
         return stepping_optimizer(call, optimizer.optimizer)
+    library = sys.modules.get("torch.distributed.optim")
+    require(
+        library is None or not isinstance(optimizer, library.ZeroRedundancyOptimizer),
+        f"{call}: ZeroRedundancyOptimizer sends every worker's share of the parameters to all others in each step, and here "
+        "workers' models differ; pass a plain optimizer, or average gradients with compress_gradients",
+    )
     require(
         "_optimizer_step_post_hooks" in vars(optimizer),
         f"{call}: {type(optimizer).__name__} has no step hooks, so no averaging would follow its steps; pass the "
         "torch.optim optimizer that it wraps, or call its base class's __init__",
     )
     return optimizer
+
+
+def refuse_in_backward(call: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if a backward pass is under way: its gradients are this worker's own still."""
+    require(
+        torch._C._current_graph_task_id() == -1,
+        f"{call}: {type(optimizer).__name__} steps during the backward pass, such as from a hook of a gradient, before workers "
+        "have averaged; step once backward has returned",
+    )
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -17,7 +17,7 @@ from .. import kernels
 from .models import values_of
 from .nonfinite import NonfiniteSteps, first_nonfinite
 from .optimizer_step import Arguments, once_gradients_are_there
-from .shards import Shards
+from .shards import Replica
 
 
 class OwnGradients:
@@ -33,17 +33,19 @@ class OwnGradients:
         >>> import torch
         >>> p = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([p], lr=1.0)
-        >>> shards = Shards("local_updates", torch.nn.Linear(1, 1))  # not sharded
-        >>> own = OwnGradients(NonfiniteSteps("local_updates", "raise", 1), 0, [("p", p)], shards)
+        >>> shards = Replica("Local", torch.nn.Linear(1, 1))  # not sharded
+        >>> own = OwnGradients(NonfiniteSteps("Local", "raise", 1), 0, [("p", p)], shards)
         >>> p.grad = torch.tensor([float("nan"), 0.0])
         >>> own.check(optimizer)
         Traceback (most recent call last):
-        FloatingPointError: local_updates: a step was not finite; first on rank 0, parameter 'p'. Lower ...
+        FloatingPointError: Local: a step was not finite; first on rank 0, parameter 'p'. Lower ...
     """
 
-    def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]], shards: Shards):
+    def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]], shards: Replica):
         self._steps, self._rank, self._shards = steps, rank, shards
         self._names = {id(p): name for name, p in names}
+        self.culprit: str | None = None
+        """What of this worker's own was not finite before all workers' was added up, where gradients are sums already."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the optimizer's gradients if any of them is not finite, as the policy says.
@@ -55,8 +57,10 @@ class OwnGradients:
         values = [(self._names.get(id(p), "(not of this model)"), _values(p.grad)) for p in held]
         action = self._steps.record(self._shards.all(kernels.flags.read(kernels.all_finite([v for _, v in values]))))
         if action == "raise":
-            name = first_nonfinite(values)
-            found = self._shards.first(None if name is None else f"first on rank {self._rank}, parameter {name!r}")
+            name, culprit, self.culprit = first_nonfinite(values), self.culprit, None
+            found = self._shards.first(culprit and f"first on rank {self._rank}, {culprit}") or self._shards.first(
+                name and f"first on rank {self._rank}, parameter {name!r}"
+            )
             raise self._steps.error(found)
         if action == "skip":
             for p in held:
@@ -68,4 +72,4 @@ class OwnGradients:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return values_of(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return values_of((gradient.coalesce().values() if gradient.is_sparse else gradient).resolve_conj())

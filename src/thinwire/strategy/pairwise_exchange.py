@@ -144,7 +144,9 @@ class PairwiseExchange:
             for peer in self._partners:
                 with contextlib.suppress(CommunicationError):
                     self._channel.send(
-                        peer, Kind.FAILURE, torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8)
+                        peer,
+                        Kind.FAILURE,
+                        torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8, device="cpu"),
                     )
             self._channel.linger(LINGER_SECONDS)
             if self._is_dropped:

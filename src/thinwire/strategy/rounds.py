@@ -8,8 +8,10 @@
 In flight on a GPU, a stream of its own (`thinwire.streams`) encodes a copy of the parameters, so that the training does not
 wait, and decodes into that copy, which `absorb` adds.
 
-Both ways add the same bits. The thread lives for one round. Half steps after the first (`PowerGossip`) and the exchange in a
-node (`Hierarchical`) also run in it. It is a daemon, so that a process can exit while its neighbours are silent.
+To be saved in flight, a round is held: decoded into a change that `absorb` adds when it is due. So saving changes nothing.
+
+All ways add the same bits. Half steps after the first (`PowerGossip`) and the exchange in a node (`Hierarchical`) also run in
+the thread.
 
 Push-sum. While a round or the optimizer works on them, the parameters are the biased x. At all other times they are
 `z = x / w`. `to_biased` and `to_debiased` convert between the two in place. w includes all rounds absorbed so far.
@@ -28,7 +30,7 @@ from ..comm import CommunicationError, Communicator
 from ..streams import WorkStream, has_streams, refuse_capture
 from .flight import Flight
 from .live_parameters import LiveParameters
-from .shards import Shards
+from .shards import Replica
 from .transaction import Transaction
 
 
@@ -43,21 +45,23 @@ class ParameterRounds:
         shards: the workers that hold the other shards of the model.
     """
 
-    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int, shards: Shards):
+    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int, shards: Replica):
         self.live, self.averager, self.comm, self._shards = live, averager, comm, shards
         tensors = live.tensors()
         self.state = averager.init(tensors, comm, seed)
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
+        self._background = comm.background("thinwire-round")
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
+        self._is_held = False
         self._debias_factor, self._is_biased = 1.0, False
         self.transaction: Transaction
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and has not been absorbed."""
-        return self._flight is not None
+        return self._flight is not None or self._is_held
 
     @property
     def weight(self) -> float:
@@ -95,19 +99,14 @@ class ParameterRounds:
         refuse_capture(self._device)
         self.to_biased()
         departed = self._copy_departed if has_streams(self._device) else self._departed
-        self._flight = Flight(departed(), self._work, self.comm)
+        self._flight = Flight(departed(), self._work, self._background)
 
     def _departed(self) -> Departed:
         return self.averager.depart(self.state, self.live.tensors(), self.comm)
 
     def _copy_departed(self) -> Departed:
         """The round of a copy, which becomes the change; the stream must not read parameters that the training changes."""
-        parameters = self.live.tensors()
-        if not self._changes:
-            self._changes = [
-                (name, debug.empty(*p.shape, dtype=_wide(p.dtype), device=p.device)) for name, p in parameters
-            ]
-        for (_, change), (_, p) in zip(self._changes, parameters, strict=True):
+        for (_, change), (_, p) in zip(self._change_buffers(), self.live.tensors(), strict=True):
             change.copy_(p)
         with self._work.after_caller():
             handle = self.averager.step(self.state, self._changes, self.comm)
@@ -120,6 +119,14 @@ class ParameterRounds:
 
         return arrive
 
+    def _change_buffers(self) -> NamedTensors:
+        if not self._changes:
+            self._changes = [
+                (name, debug.empty(*p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device))
+                for name, p in self.live.tensors()
+            ]
+        return self._changes
+
     def _add_changes(self, tensors: NamedTensors) -> None:
         for (_, p), (_, change) in zip(tensors, self._changes, strict=True):
             p.copy_(p + change)  # the sum of half precision and float32 is float32
@@ -127,19 +134,34 @@ class ParameterRounds:
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
         if self._flight is not None:
-            self._flight.wait()
+            self._flight.settle()
 
     def absorb(self) -> None:
         """Add the change of the round in flight, if there is one, to the parameters."""
-        if self._flight is None:
+        if not self.in_flight:
             return
-        with self.state.clock("blocked"):
-            add_change = self._flight.wait()
-        self.comm.after(self._flight.landed)
+        add_change = self._add_changes if self._is_held else self._landed()
         self.to_biased()
         add_change(self.live.tensors())
-        self._flight = None
+        self._flight, self._is_held = None, False
         self._commit()
+
+    def _landed(self) -> Callable[[NamedTensors], None]:
+        """Wait for the round in flight; what is returned adds its change."""
+        assert self._flight is not None
+        with self.state.clock("blocked"):
+            return self._flight.wait()
+
+    def _hold(self) -> None:
+        """Wait for the round in flight, and decode it into the change that `absorb` adds."""
+        if self._flight is None:
+            return
+        add_change = self._landed()
+        if not has_streams(self._device):  # there the round has decoded it into the buffers already
+            for _, change in self._change_buffers():
+                change.zero_()
+            add_change(self._changes)
+        self._flight, self._is_held = None, True
 
     def to_biased(self) -> None:
         """z -> x = w z, for the optimizer."""
@@ -153,12 +175,21 @@ class ParameterRounds:
             self._multiply(self._debias_factor)
         self._is_biased = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's state and the change of the round in flight; changes no parameters."""
+        self._hold()
+        change = {name: t.clone() for name, t in self._changes} if self._is_held else None
+        return {"averager": self.state.state_dict(), "change": change, "debias_factor": self._debias_factor}
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the averager's state. Drops the round in flight, because the parameters are replaced too."""
+        """Restore what `state_dict` returned. Drops the round in flight, because the parameters are replaced too."""
         self.settle()
-        self._flight = None
-        self.averager.rewind(self.state, saved)
-        self._debias_factor, self._is_biased = self.averager.debias_factor(self.state), False
+        self._flight, self._is_held = None, saved["change"] is not None
+        self.averager.rewind(self.state, saved["averager"])
+        self._debias_factor, self._is_biased = saved["debias_factor"], False
+        if self._is_held:
+            for name, change in self._change_buffers():
+                change.copy_(saved["change"][name])
 
     def regrouped(self) -> None:
         """Read push-sum's weight anew, after other workers have joined; the model holds z."""
@@ -172,7 +203,3 @@ class ParameterRounds:
         if factor != 1.0:
             for _, p in self.live.tensors():
                 p.mul_(factor)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

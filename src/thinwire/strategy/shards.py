@@ -8,11 +8,11 @@ that hold the same elements:
     shard 0      worker 0     worker 2      these two average their shard
     shard 1      worker 1     worker 3      and so do these two
 
-The workers of one replica decide together whether a step is finite (`Shards.all`), so that a step is applied, and memory
+The workers of one replica decide together whether a step is finite (`Replica.all`), so that a step is applied, and memory
 commits, on all shards of the model or on none.
 
 FSDP replaces a module's parameters by gathered ones during forward and backward, and leaves those of the root in place after a
-forward pass without a backward pass. `Shards.reshard` puts the shards back.
+forward pass without a backward pass. `Replica.reshard` puts the shards back.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def layout_of(t: Any) -> str:
     )
 
 
-class Shards:
+class Replica:
     """The workers that together hold one replica of a model, this one among them.
 
     Args:
-        call: the strategy's public function, for messages.
+        call: the strategy's name, for messages.
         model: the model; no replica is sharded if none of its tensors is a DTensor.
 
     Raises:
@@ -95,7 +95,7 @@ class Shards:
             raise ValueError(
                 f"{self._call}: {self._first!r} is a DTensor over a mesh of {tuple(mesh.shape)}, so the model is sharded; say "
                 "which workers hold the same shard of other replicas: replicas=mesh['replicate'], where the model was sharded "
-                "by fully_shard(model, mesh=mesh['shard']). For a model with one replica use compress_shards"
+                "by fully_shard(model, mesh=mesh['shard']). For a model with one replica use Shards()"
             )
 
     def connect(self, comm: Communicator) -> None:
@@ -125,10 +125,17 @@ class Shards:
                 f"{self._call}: shards of the replicas do not correspond; shard every replica alike, and let `replicas` be the "
                 f"workers at the same place of each: {error}"
             ) from None
+        self.connect_replica()
         for mesh in self._meshes:
-            groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-            self._comms[mesh] = [ProcessGroupCommunicator(group) for group in groups]
-            self._round_comms += [ProcessGroupCommunicator(group) for group in groups]
+            self._round_comms += [self._communicator(group) for group in _groups_of(mesh)]
+
+    def connect_replica(self) -> None:
+        """Connect the workers of this replica alone, without rounds. All of them call it."""
+        for mesh in self._meshes:
+            self._comms[mesh] = [self._communicator(group) for group in _groups_of(mesh)]
+
+    def _communicator(self, group: Any) -> ProcessGroupCommunicator:
+        return ProcessGroupCommunicator(group, device=local(self._tensors[0][1]).device)
 
     def close(self) -> None:
         """Close the connections between the workers of this replica."""
@@ -189,6 +196,10 @@ def reshard(model: nn.Module) -> list[Any]:
     for module in modules:
         module.reshard()
     return modules
+
+
+def _groups_of(mesh: Any) -> list[Any]:
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 
 def _all_of(comms: Sequence[Communicator], flag: bool) -> bool:

@@ -46,6 +46,7 @@ class Transaction:
             CommunicationError: not enough workers came, or the Lighthouse does not answer.
         """
         comm, healed = self._comm, False
+        comm.progressed()
         while comm.is_elastic and not comm.in_round:
             members = comm.form_round()
             before: list[tuple[Any, Any]] = []

@@ -5,7 +5,7 @@ need only PyTorch, so they work with any test runner. `gossip_in_lockstep` runs 
 """
 
 from .averager import check_averager
-from .codec import check_codec, check_encoding
+from .codec import check_codec, check_encoding, check_traits
 from .communicator import check_communicator
 from .fuzz import fuzz_codec
 from .lockstep import gossip_in_lockstep
@@ -17,6 +17,7 @@ __all__ = [
     "check_communicator",
     "check_encoding",
     "check_memory",
+    "check_traits",
     "fuzz_codec",
     "gossip_in_lockstep",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
 GUARD, NUM_CORRUPT = 3.0, 30
 
 
-def check_codec(codec: Codec, named: bool = True) -> None:
+def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "cpu") -> None:
     """Check that a codec fulfils the contract of `thinwire.codec.base`.
 
     Sizes are exact or bounds; the input is not changed; the residual is `x - decode(encode(x))` and may be `x` itself;
@@ -25,11 +25,10 @@ def check_codec(codec: Codec, named: bool = True) -> None:
     accumulate; segments are independent; infinite and NaN elements are never lost; a payload may start at any address;
     a payload of a wrong size is an error; a corrupt payload changes nothing outside the output.
 
-    The tensors are on PyTorch's default device: `with torch.device("cuda"): check_codec(codec)` checks on a GPU.
-
     Args:
         codec: the codec to check.
         named: whether `parse(repr(codec))` must equal it, as for a registered codec.
+        device: of the tensors; "cuda" checks on a GPU.
 
     Raises:
         AssertionError: the codec breaks the contract.
@@ -42,19 +41,21 @@ def check_codec(codec: Codec, named: bool = True) -> None:
     if named:
         again = parse(repr(codec))
         assert again == codec and hash(again) == hash(codec), f"parse({codec!r}) gives another codec"
+    device = torch.empty(0, device=device).device  # with its index
     for i, shape in enumerate(SHAPES):
-        check_encoding(codec, _normal(shape, seed=i), Key(seed=i))
+        check_encoding(codec, _normal(shape, i, device), Key(seed=i))
     for i, x in enumerate(_hard_values()):
-        check_encoding(codec, x, Key(seed=i))
-    _check_input(codec)
+        check_encoding(codec, x.to(device), Key(seed=i))
+    _check_input(codec, device)
     for bad in (None, math.inf, math.nan):
-        _check_sums(codec, bad)
-    _check_weight(codec)
-    _check_segments(codec)
-    _check_not_finite(codec)
-    _check_addresses(codec)
-    _check_wrong_size(codec)
-    _check_corrupt(codec)
+        _check_sums(codec, bad, device)
+    _check_weight(codec, device)
+    _check_segments(codec, device)
+    check_traits(codec, device)
+    _check_not_finite(codec, device)
+    _check_addresses(codec, device)
+    _check_wrong_size(codec, device)
+    _check_corrupt(codec, device)
 
 
 def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
@@ -94,14 +95,67 @@ def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
         assert isinstance(again, Tensor) and _same_bits(again, decoded), f"{where}: other values from the reference"
 
 
+def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
+    """Check what a codec says of itself in `traits`, but for `unbiased`, which needs many keys.
+
+    Args:
+        codec: the codec to check.
+        device: of the tensors.
+
+    Raises:
+        AssertionError: a claim does not hold, or a demand is not needed.
+
+    Example:
+        >>> import thinwire as tw
+        >>> from thinwire.testing import check_traits
+        >>> check_traits(tw.chain(tw.RandomK(0.1, shared=True), tw.Cast()))
+    """
+    device = torch.empty(0, device=device).device  # with its index
+    traits, key, xs = codec.traits, Key(seed=5), [_normal((30, 20), i, device) for i in range(2)]
+    payloads = [codec.encode(x, key) for x in xs]
+    decoded = [_decoded(codec, payload, x.shape, key) for payload, x in zip(payloads, xs, strict=True)]
+    _check_size(codec, payloads[0], codec.nbytes(xs[0].shape), f"{codec}")
+    assert not traits.lossless or _same_bits(decoded[0], xs[0]), f"{codec} is not lossless"
+    sends_floats = payloads[0].numel() == 4 * 600 and torch.equal(payloads[0], xs[0].view(-1).view(torch.uint8))
+    assert not traits.sends_floats or sends_floats, f"{codec} does not send its elements as they are"
+    if not traits.needs_shape:
+        assert torch.equal(codec.encode(xs[0].view(-1), key), payloads[0]), (
+            f"{codec} depends on shapes: set needs_shape"
+        )
+        assert codec.nbytes(torch.Size([30, 20])) == codec.nbytes(600), f"{codec} is not sized by numbers of elements"
+    if traits.sum_dtype is not None:
+        _check_summed(codec, payloads, decoded, key)
+    if traits.shared_key:
+        assert _refuses(lambda: codec.decode(payloads[0], xs[0].shape), device), (
+            f"{codec} decodes without its shared key"
+        )
+    if traits.votes:
+        zeros = [torch.zeros(30, 20, device=device)]
+        codec.combine(zeros)
+        assert not zeros[0].any(), f"{codec}: a vote of nobody is not zero"
+    if traits.agreement is not None:
+        assert traits.agreement.combined_by in ("sum", "max"), f"{codec}: unknown {traits.agreement.combined_by}"
+
+
+def _check_summed(codec: Codec, payloads: list[Tensor], decoded: list[Tensor], key: Key) -> None:
+    """Payloads that are added decode to the sum, but for two roundings in the type in which they are added."""
+    dtype = codec.traits.sum_dtype
+    assert dtype is not None
+    total = (payloads[0].view(dtype) + payloads[1].view(dtype)).view(torch.uint8)
+    error = (_decoded(codec, total, decoded[0].shape, key) - sum(decoded)).abs()
+    rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    bound = rounding * sum(d.abs() for d in decoded)
+    assert bool((error <= bound).all()), f"{codec}: added payloads do not decode to the sum"
+
+
 def _check_size(codec: Codec, payload: Tensor, expected: int, where: str) -> None:
-    fits = payload.numel() == expected if codec.fixed_size else payload.numel() <= expected
+    fits = payload.numel() == expected if codec.traits.fixed_size else payload.numel() <= expected
     assert fits, f"{where}: the payload has {payload.numel()} bytes, nbytes says {expected}"
 
 
-def _check_input(codec: Codec) -> None:
+def _check_input(codec: Codec, device: torch.device) -> None:
     """Float types, strides, and the global random state."""
-    key, x = Key(seed=5), _normal((40, 30), seed=3)
+    key, x = Key(seed=5), _normal((40, 30), 3, device)
     state = torch.get_rng_state()
     payload = codec.encode(x, key)
     assert torch.equal(torch.get_rng_state(), state), f"{codec}: encode touched the global random state"
@@ -114,126 +168,140 @@ def _check_input(codec: Codec) -> None:
         assert torch.equal(codec.encode(y, key), expected), f"{codec}: a strided {dtype} is encoded otherwise"
 
 
-def _check_sums(codec: Codec, bad: float | None) -> None:
+def _check_sums(codec: Codec, bad: float | None, device: torch.device) -> None:
     """`decode_sum` of three payloads is `decode_add` of each, and its flag says whether all of it is finite."""
-    key, xs = Key(seed=5), [_normal((30, 20), seed=i) for i in range(3)]
+    key, xs = Key(seed=5), [_normal((30, 20), i, device) for i in range(3)]
     if bad is not None:
         xs[1][7, 7] = bad
     payloads = [codec.encode(x, key) for x in xs]
-    expected, out = torch.zeros(30, 20), torch.full((30, 20), math.nan)
+    expected, out = torch.zeros(30, 20, device=device), torch.full((30, 20), math.nan, device=device)
     for payload in payloads:
         codec.decode_add(payload, expected, 0.25, key)
     finite = kernels.flags.read(codec.decode_sum(payloads, out, 0.25, key))
     assert _same(out, expected), f"{codec}: decode_sum is not the sum of decode_add"
     assert finite == bool(out.isfinite().all()), f"{codec}: decode_sum says finite={finite} of {bad}"
-    assert _refuses(lambda: codec.decode_sum(payloads, out.double(), 0.25, key)), f"{codec}: out may be float64"
+    assert _refuses(lambda: codec.decode_sum(payloads, out.double(), 0.25, key), device), f"{codec}: out may be float64"
 
 
-def _check_weight(codec: Codec) -> None:
-    key, payload = Key(seed=1), codec.encode(_normal((777,), seed=2), Key(seed=1))
-    out, start = torch.arange(777.0), torch.arange(777, dtype=torch.float64)
+def _check_weight(codec: Codec, device: torch.device) -> None:
+    key, payload = Key(seed=1), codec.encode(_normal((777,), 2, device), Key(seed=1))
+    out, start = torch.arange(777.0, device=device), torch.arange(777, dtype=torch.float64, device=device)
     codec.decode_add(payload, out, 0.25, key)
-    expected = start + 0.25 * torch.as_tensor(codec.decode(payload, 777, key)).double()
+    expected = start + 0.25 * _decoded(codec, payload, (777,), key).double()
     # Two roundings, of the product and of the sum: half a unit in the last place of numbers below 1024 each.
     error = (out.double() - expected).abs().max().item()
     assert error <= 2 * 2.0**-14, f"{codec}: decode_add is off by {error} from out + weight * decode"
 
 
-def _check_segments(codec: Codec) -> None:
+def _check_segments(codec: Codec, device: torch.device) -> None:
     """Keys and values of other segments must not change what a segment decodes to."""
-    xs = [_normal(shape, seed=i) for i, shape in enumerate(((1000,), (6, 7), (1,), (0,), (37,)))]
+    xs = [_normal(shape, i, device) for i, shape in enumerate(((1000,), (6, 7), (1,), (0,), (37,)))]
     keys = [Key(7, stream, 2) for stream in range(len(xs))]
     residuals, sizes = [torch.empty_like(x) for x in xs], [x.shape for x in xs]
     payload = codec.encode(xs, keys, residuals)
     _check_size(codec, payload, codec.nbytes(sizes), f"{codec}, {len(xs)} segments")
-    assert codec.nbytes(sizes) == sum(map(codec.nbytes, sizes)) or not codec.fixed_size, f"{codec}: sizes do not add up"
+    assert codec.nbytes(sizes) == sum(map(codec.nbytes, sizes)) or not codec.traits.fixed_size, (
+        f"{codec}: sizes do not add up"
+    )
     together = codec.decode(payload, sizes, keys)
     for x, key, decoded, residual in zip(xs, keys, together, residuals, strict=True):
-        alone = torch.as_tensor(codec.decode(codec.encode(x, key), x.shape, key))
+        alone = _decoded(codec, codec.encode(x, key), x.shape, key)
         assert _same_bits(alone, decoded), f"{codec}: a segment depends on those beside it"
         assert _same_bits(residual, x - alone), f"{codec}: a residual depends on the segments beside it"
 
 
-def _check_not_finite(codec: Codec) -> None:
+def _check_not_finite(codec: Codec, device: torch.device) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         for position in (0, 511, 1499):
-            x, key = _normal((1500,), seed=position), Key(seed=3)
+            x, key = _normal((1500,), position, device), Key(seed=3)
             x[position] = bad
-            decoded = torch.as_tensor(codec.decode(codec.encode(x, key), 1500, key))
+            decoded = _decoded(codec, codec.encode(x, key), x.shape, key)
             assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
 
 
-def _check_addresses(codec: Codec) -> None:
+def _check_addresses(codec: Codec, device: torch.device) -> None:
     """An unaligned payload reads as an aligned one; one that is cut short is refused."""
-    x, key = _normal((30, 20), seed=0), Key(seed=5)
+    x, key = _normal((30, 20), 0, device), Key(seed=5)
     payload = codec.encode(x, key)
 
     def decoded(payload: Tensor) -> list[Tensor]:
-        added, summed = torch.ones(30, 20), torch.empty(30, 20)
+        added, summed = torch.ones(30, 20, device=device), torch.empty(30, 20, device=device)
         codec.decode_add(payload, added, 0.5, key)
         codec.decode_sum([payload], summed, 0.5, key)
         kept = codec.support(payload, x.shape, key)
-        plain = torch.as_tensor(codec.decode(payload, x.shape, key))
+        plain = _decoded(codec, payload, x.shape, key)
         return [plain, added, summed] + ([] if kept is None else [kept.indices])
 
     truth = decoded(payload)
     for offset in (1, 2, 3):
-        unaligned = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
+        memory = torch.empty(payload.numel() + offset, dtype=torch.uint8, device=device)
+        unaligned = memory[offset:].copy_(payload)
         same = all(map(_same_bits, decoded(unaligned), truth))
         assert same, f"{codec}: a payload at an address of {offset} modulo 4 decodes otherwise"
         for short in (unaligned[:offset], unaligned[:-offset], payload[: payload.numel() // 2]):
             _check_refused(codec, short, x.shape, key)
-            with contextlib.suppress(ValueError):  # the support may be whole, or None
-                codec.support(short, x.shape, key)
+            _refuses(partial(codec.support, short, x.shape, key), device)  # it may be whole, or None
 
 
-def _check_wrong_size(codec: Codec) -> None:
+def _check_wrong_size(codec: Codec, device: torch.device) -> None:
     key = Key()
-    payload = codec.encode(torch.ones(100), key)
+    payload = codec.encode(torch.ones(100, device=device), key)
     for wrong in (payload[:-1], torch.cat([payload, payload[:1]])):
         _check_refused(codec, wrong, torch.Size([100]), key)
 
 
 def _check_refused(codec: Codec, payload: Tensor, shape: torch.Size, key: Key) -> None:
-    out = torch.empty(shape)
-    refused = _refuses(lambda: codec.decode(payload, shape, key))
-    refused = refused and _refuses(lambda: codec.decode_sum([payload], out, 1.0, key))
+    out, device = torch.empty(shape, device=payload.device), payload.device
+    refused = _refuses(lambda: codec.decode(payload, shape, key), device)
+    refused = refused and _refuses(lambda: codec.decode_sum([payload], out, 1.0, key), device)
     assert refused, f"{codec}: a payload of {payload.numel()} bytes was accepted for shape {tuple(shape)}"
 
 
-def _check_corrupt(codec: Codec) -> None:
+def _check_corrupt(codec: Codec, device: torch.device) -> None:
     """Random bytes decode to something or raise ValueError, and elements beside the output stay as they were."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(NUM_CORRUPT):
-        payload = torch.randint(0, 256, (codec.nbytes(500),), dtype=torch.uint8, generator=generator)
-        memory = torch.full((700,), GUARD)
-        try:
-            codec.decode_add(payload, memory[100:600], key=Key())
-        except ValueError as error:
+        payload = torch.randint(0, 256, (codec.nbytes(500),), dtype=torch.uint8, generator=generator, device="cpu")
+        memory = torch.full((700,), GUARD, device=device)
+        for error in _errors(partial(codec.decode_add, payload.to(device), memory[100:600], key=Key()), device):
             assert "ind" in str(error) or "payload" in str(error), f"{codec}: {error} names neither payload nor indices"
         outside = torch.cat([memory[:100], memory[600:]])
         assert (outside == GUARD).all(), f"{codec}: a corrupt payload changed elements outside the output"
 
 
-def _refuses(operation: Callable[[], object]) -> bool:
-    try:
-        operation()
-    except ValueError:
-        return True
-    return False
+def _refuses(operation: Callable[[], object], device: torch.device) -> bool:
+    return bool(_errors(operation, device))
+
+
+def _errors(operation: Callable[[], object], device: torch.device) -> list[ValueError]:
+    """What is raised, at once or for the faults that kernels have counted. No fault stays counted."""
+    errors = []
+    for act in (operation, lambda: kernels.flags.check_faults(device)):
+        try:
+            act()
+        except ValueError as error:
+            errors.append(error)
+    return errors
+
+
+def _decoded(codec: Codec, payload: Tensor, shape: tuple[int, ...], key: Key) -> Tensor:
+    """What a payload of one tensor decodes to."""
+    decoded = codec.decode(payload, torch.Size(shape), key)
+    assert isinstance(decoded, Tensor)
+    return decoded
 
 
 def _hard_values() -> list[Tensor]:
     """Zeros of both signs, the smallest and the largest numbers, ties, and one large element among small ones."""
     largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
-    ties = _normal((600,), seed=1).round()
-    outlier = _normal((600,), seed=2) * 1e-30
+    ties = _normal((600,), 1).round()
+    outlier = _normal((600,), 2) * 1e-30
     outlier[100] = largest
     return [
-        torch.zeros(13, 5),
-        torch.tensor([0.0, -0.0, smallest, -smallest, 2.0**-126, largest, -largest, 1.0]),
-        torch.full((1025,), -smallest),
-        torch.full((9,), largest),
+        torch.zeros(13, 5, device="cpu"),
+        torch.tensor([0.0, -0.0, smallest, -smallest, 2.0**-126, largest, -largest, 1.0], device="cpu"),
+        torch.full((1025,), -smallest, device="cpu"),
+        torch.full((9,), largest, device="cpu"),
         ties,
         outlier,
     ]
@@ -245,9 +313,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+    """Whether numbers of four bytes are the same: -0 is not 0, and a NaN equals itself."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
-    return x.to(torch.get_default_device())
+def _normal(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)

@@ -29,26 +29,28 @@ def check_communicator(run: Callable[[Callable[[Communicator], Any]], Any]) -> N
 
 
 def _all_reduce(comm: Communicator) -> None:
-    total = comm.all_reduce(torch.full((5,), float(comm.rank + 1))).wait()
-    assert torch.equal(total, torch.full((5,), comm.size * (comm.size + 1) / 2)), f"all_reduce gave {total}"
+    total = comm.all_reduce(torch.full((5,), float(comm.rank + 1), device="cpu")).wait()
+    assert torch.equal(total, torch.full((5,), comm.size * (comm.size + 1) / 2, device="cpu")), (
+        f"all_reduce gave {total}"
+    )
 
 
 def _all_gather(comm: Communicator) -> None:
-    parts = comm.all_gather(torch.full((4,), comm.rank, dtype=torch.uint8)).wait()
+    parts = comm.all_gather(torch.full((4,), comm.rank, dtype=torch.uint8, device="cpu")).wait()
     assert [part.tolist() for part in parts] == [[rank] * 4 for rank in range(comm.size)], f"all_gather gave {parts}"
-    own = torch.full((comm.rank + 1,), comm.rank, dtype=torch.uint8)
+    own = torch.full((comm.rank + 1,), comm.rank, dtype=torch.uint8, device="cpu")
     parts = comm.all_gather(own, variable=True).wait()
     assert [part.tolist() for part in parts] == [[r] * (r + 1) for r in range(comm.size)], f"all_gather gave {parts}"
 
 
 def _all_to_all(comm: Communicator) -> None:
-    messages = [torch.tensor([comm.rank, peer], dtype=torch.uint8) for peer in range(comm.size)]
+    messages = [torch.tensor([comm.rank, peer], dtype=torch.uint8, device="cpu") for peer in range(comm.size)]
     received = comm.all_to_all(messages, [2] * comm.size).wait()
     assert [m.tolist() for m in received] == [[r, comm.rank] for r in range(comm.size)], f"all_to_all gave {received}"
 
 
 def _broadcast(comm: Communicator) -> None:
-    value = comm.broadcast(torch.full((3,), float(comm.rank + 7))).wait()
+    value = comm.broadcast(torch.full((3,), float(comm.rank + 7), device="cpu")).wait()
     assert value.tolist() == [7.0] * 3, f"broadcast gave {value}"
 
 
@@ -56,5 +58,7 @@ def _exchange(comm: Communicator) -> None:
     if comm.size == 1:
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    received = comm.exchange({after: torch.tensor([comm.rank])}, {before: torch.tensor([-1])}).wait()
+    received = comm.exchange(
+        {after: torch.tensor([comm.rank], device="cpu")}, {before: torch.tensor([-1], device="cpu")}
+    ).wait()
     assert {peer: t.item() for peer, t in received.items()} == {before: before}, f"exchange gave {received}"

@@ -103,7 +103,7 @@ def _check_support(codec: Codec, payload: Tensor, where: str) -> None:
 
 
 def _check_reference(codec: Codec, payload: Tensor, expected: list[Tensor], refused: bool, where: str) -> None:
-    outs = [torch.full(shape, GUARD) for shape in SHAPES]
+    outs = [torch.full(shape, GUARD, device="cpu") for shape in SHAPES]
     with kernels.use_backend("reference"):
         same = _refuses(lambda: codec.decode_add(payload, outs, 0.5, KEYS), codec, where) == refused
     assert same, f"{where}: one of the kernels and their reference refuses it"
@@ -126,7 +126,7 @@ def _refuses(operation: Callable[[], object], codec: Codec, where: str) -> bool:
 
 def _guarded_outputs() -> tuple[Tensor, list[Tensor]]:
     """One buffer, and the outputs inside it with gaps between them."""
-    memory = torch.empty(sum(shape.numel() + GAP for shape in SHAPES) + GAP)
+    memory = torch.empty(sum(shape.numel() + GAP for shape in SHAPES) + GAP, device="cpu")
     outs, at = [], GAP
     for shape in SHAPES:
         outs.append(memory[at : at + shape.numel()].view(shape))
@@ -145,8 +145,8 @@ def _check_guard(memory: Tensor, outs: Sequence[Tensor], where: str) -> None:
 def _valid_payloads(codec: Codec) -> list[Bytes]:
     """Payloads of usual tensors, of zeros, of few values, and of tensors that are not finite; the first is usual."""
     generator = torch.Generator().manual_seed(1)
-    usual = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(4)]
-    zeros = [torch.zeros(shape) for shape in SHAPES]
+    usual = [[torch.randn(shape, generator=generator, device="cpu") for shape in SHAPES] for _ in range(4)]
+    zeros = [torch.zeros(shape, device="cpu") for shape in SHAPES]
     rounded = [x.round() for x in usual[0]]
     infinite = [x.masked_fill(x > 2, torch.inf) for x in usual[1]]
     return [codec.encode(xs, KEYS).numpy() for xs in (*usual, zeros, rounded, infinite)]

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
-from ..average.gossip_base import Gossip
+from ..average.gossip_base import GossipAverager
 from ..average.gossip_round import GossipState
 from ..comm import Communicator, Handle, Ledger, LocalWorld
 
@@ -32,7 +32,11 @@ class _Post:
 
 
 def gossip_in_lockstep(
-    averager: Gossip, values: Tensor, rounds: int, on_round: Callable[[int, Tensor], None] | None = None, seed: int = 0
+    averager: GossipAverager,
+    values: Tensor,
+    rounds: int,
+    on_round: Callable[[int, Tensor], None] | None = None,
+    seed: int = 0,
 ) -> list[GossipState]:
     """Gossip on one tensor of each worker, in place; return the states of all workers.
 

@@ -38,7 +38,7 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -
     plain, state = _rounds(memory, codec, _init(memory), range(6))
 
     before = state.state_dict()
-    _round(memory, codec, state, torch.full((NUMEL,), float("inf")), step=6)
+    _round(memory, codec, state, torch.full((NUMEL,), float("inf"), device="cpu"), step=6)
     assert _equal(state.state_dict(), before), f"{memory}: memory changed before commit"
     memory.discard(state)
     assert _equal(state.state_dict(), before), f"{memory}: a discarded round left a trace"
@@ -56,13 +56,13 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -
 
 
 def _init(memory: Memory) -> Any:
-    return memory.init([("w", torch.zeros(NUMEL))])
+    return memory.init([("w", torch.zeros(NUMEL, device="cpu"))])
 
 
 def _rounds(memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0) -> tuple[list[Tensor], Any]:
     results = []
     for step in steps:
-        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step)) * scale
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step), device="cpu") * scale
         results.append(_round(memory, codec, state, gradient, step, scale))
         memory.commit(state)
     return results, state

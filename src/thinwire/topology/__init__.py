@@ -2,7 +2,7 @@
 
 from .base import Neighbours, Topology
 from .bipartite import BipartiteExponential, BipartiteLinear
-from .circulant import Complete, DirectedRing, Exponential, Linear, Ring
+from .circulant import Complete, DirectedRing, Exponential, Linear, OddExponential, Ring
 from .compose import Hierarchical, Phases
 from .draw import draw
 from .edges import DirectedGraph, Graph, from_networkx
@@ -27,6 +27,7 @@ __all__ = [
     "Linear",
     "MixingMatrix",
     "Neighbours",
+    "OddExponential",
     "RandomPairs",
     "Ring",
     "Phases",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .base import Neighbours, Topology
-from .circulant import Groups, both_signs, check_peers, check_peers_exist, distinct, windows
+from .circulant import Groups, both_signs, check_peers, check_peers_exist, distinct, odd_powers, windows
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,8 +81,7 @@ class BipartiteExponential(Bipartite):
     """
 
     def _distances(self, size: int) -> list[int]:
-        # i = 0 gives distance 2, which joins ranks of the same side.
-        return both_signs([1, *(1 + 2**i for i in range(1, (size - 1).bit_length()))])
+        return both_signs(odd_powers(size))
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import fake_driver
 from helpers.on_triton import DEVICE, gaussian
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,10 +71,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         monkeypatch.setattr(torch.Tensor, name, noted)
     yield counter
     monkeypatch.undo()
-    flags.check_faults(DEVICE)  # kernels found none
+    if not fake_driver.ASKED_FOR:  # else what was decoded had not been written
+        flags.check_faults(DEVICE)  # kernels found none
 
 
-def encode_and_decode(codec: tw.Codec) -> None:
+def encode_and_decode(codec: tw.codec.Codec) -> None:
     xs, keys = [gaussian(640), gaussian(300, seed=1)], [Key(0, i, 0) for i in range(2)]
     payload = codec.encode(xs, keys, [torch.empty_like(x) for x in xs])
     finite = codec.decode_sum([payload, payload], [torch.empty_like(x) for x in xs], 0.5, keys)
@@ -83,17 +85,17 @@ def encode_and_decode(codec: tw.Codec) -> None:
 FIXED_SIZE = [
     tw.TopK(0.1),
     tw.TopK(0.4),
-    tw.BlockwiseTopK(0.1, block=64),
-    tw.BlockwiseTopK(0.002, block=512),
-    tw.CoarseGrainedTopK(0.3, chunk=32),
+    tw.codec.BlockwiseTopK(0.1, block=64),
+    tw.codec.BlockwiseTopK(0.002, block=512),
+    tw.codec.CoarseGrainedTopK(0.3, chunk=32),
     tw.RandomK(0.1),
     tw.RandomK(0.7, scaled=True),
     tw.RandomK(0.1, shared=True),
     tw.QSGD(bits=4),
     tw.QSGD(bits=2, bucket_size=10_000, norm="l2"),
     tw.NUQSGD(bits=3),
-    tw.OneBit(),
-    tw.SignNorm(),
+    tw.codec.OneBit(),
+    tw.codec.SignNorm(),
     tw.TernGrad(),
     tw.Cast("float16"),
     tw.Cast("float8_e4m3fn"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.backends import clones
-from helpers.on_triton import assert_triton_agrees, hard_segments, payload_of
+from helpers.on_triton import DEVICE, assert_triton_agrees, hard_segments, payload_of
 
 from thinwire import kernels
 from thinwire.kernels.quantize import Quantizer
@@ -29,6 +30,20 @@ def test_quantize(case):
         kernels.quantize.decode_add(payload, outs, -1 / 3, quantizer)
         finite = kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizer)
         return [payload, *residuals, *outs, *sums, finite]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("bucket_size", [8, 3000])  # within a tile, and of several
+def test_one_step_that_overflows(bucket_size):
+    """Scales above 0x1.fffp126 are infinite, and codes zero."""
+    quantizer = Quantizer(1, 1, bucket_size)
+    xs = [x * 3e38 / x.abs().max() for x in hard_segments()[:1]] + [torch.full((100,), 1.6e38, device=DEVICE)]
+
+    def compute():
+        payload, residuals = payload_of(quantizer.nbytes([x.numel() for x in xs])), clones(xs)
+        kernels.quantize.encode(xs, payload, [7, 8], quantizer, residuals)
+        return [payload, *residuals]
 
     assert_triton_agrees(compute)
 

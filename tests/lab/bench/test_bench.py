@@ -16,8 +16,9 @@ import thinwire as tw
 from thinwire.lab.bench import CodecsBench, StepBench, timeline
 from thinwire.lab.bench.codecs import DEFAULT_CODECS
 from thinwire.lab.bench.floor import Floor, Machine
-from thinwire.lab.bench.methods import Method, mlp, of_averager
-from thinwire.lab.bench.step import DEFAULT_AVERAGERS, Turns
+from thinwire.lab.bench.methods import Method, mlp, of_strategy
+from thinwire.lab.bench.step import DEFAULT_STRATEGIES, Turns
+from thinwire.strategy import Rhythm
 
 CODEC_COLUMNS = [
     "codec", "backend", "num_elements", "encode_gb_per_s", "decode_gb_per_s", "copy_gb_per_s", "encode_ratio",
@@ -58,7 +59,7 @@ def test_codecs_rows_have_the_documented_columns_and_true_sizes(tmp_path, capsys
         assert row["backend"] == "cpu"
         assert row["num_elements"] == 10_000
         codec, bound = tw.parse(row["codec"]), tw.parse(row["codec"]).nbytes(10_000)
-        assert row["payload_bytes"] == bound if codec.fixed_size else 0 < row["payload_bytes"] <= bound
+        assert row["payload_bytes"] == bound if codec.traits.fixed_size else 0 < row["payload_bytes"] <= bound
         assert row["compression"] == pytest.approx(40_000 / row["payload_bytes"])
         assert row["encode_ratio"] == pytest.approx(row["encode_gb_per_s"] / row["copy_gb_per_s"])
         assert row["decode_ratio"] == pytest.approx(row["decode_gb_per_s"] / row["copy_gb_per_s"])
@@ -99,13 +100,16 @@ def test_codecs_mistakes_are_said_in_one_line(options, words):
         ({"workers": 0}, "workers must be"),
         ({"steps": 0}, "steps must be"),
         ({"warmup": -1}, "warmup must be"),
-        ({"every": 0}, "every must be"),
         ({"bucket_megabytes": 0.0}, "bucket_megabytes must be"),
-        ({"averagers": ("TopK(0.1)",)}, "is no averager"),
-        ({"averagers": ("Mean(QSGD(bits=9))",)}, "bits must be"),
+        ({"strategies": ("TopK(0.1)",)}, r"write Mean\(TopK\(ratio=0.1\), ErrorFeedback\(\)\), within a strategy"),
+        ({"strategies": ("Asynchronous()",)}, "has no rounds to measure"),
+        ({"strategies": ("Shards()",)}, "has no rounds to measure"),
+        ({"strategies": ("streaming_diloco()",)}, "leave delay and staleness out"),
+        ({"strategies": ("Gossip(Mix(), overlap=True, staleness=1)",)}, "leave delay and staleness out"),
+        ({"strategies": ("Gradients(Mean(QSGD(bits=9)))",)}, "bits must be"),
         ({"json": Path("/nowhere/at/all.json")}, "cannot write"),
         ({"timeline": Path("timeline.words")}, "can be written as"),
-        ({"averagers": (), "baselines": False}, "nothing to measure"),
+        ({"strategies": (), "baselines": False}, "nothing to measure"),
         ({"device": "tpu"}, "'cpu' or 'cuda'"),
         ({"device": "cuda"}, "needs a GPU"),
     ],
@@ -120,11 +124,11 @@ def test_step_mistakes_are_said_before_any_worker_starts(options, words, tmp_pat
 
 def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(tmp_path):
     drawing = tmp_path / "timeline.svg"
-    averagers = (*DEFAULT_AVERAGERS, "Mix()")
+    strategies = (*DEFAULT_STRATEGIES, "Gossip(Mix(), overlap=True)")
     sizes = {"steps": 2, "warmup": 1, "hidden": 64, "layers": 2, "batch_size": 4}
-    rows = _run_step(tmp_path, averagers=averagers, overlap=True, timeline=drawing, **sizes)
+    rows = _run_step(tmp_path, strategies=strategies, timeline=drawing, **sizes)
     assert drawing.read_text().count("<svg") == 1 and len(drawing.read_text()) > 10_000
-    assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *DEFAULT_AVERAGERS, "Mix(), overlap"]
+    assert [row["method"] for row in rows] == ["DDP fp32", "DDP fp16 hook", *strategies]
     for row in rows:
         assert list(row) == STEP_COLUMNS
         assert (row["rate"], row["workers"], row["device"]) == ("loopback", 2, "cpu")
@@ -136,27 +140,27 @@ def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(
     numel = sum(p.numel() for p in model.parameters())
     matrices = [p.numel() for p in model.parameters() if p.ndim == 2]
     dense_bytes = 4 * (numel - sum(matrices))  # biases travel as they are
-    codecs = [tw.parse(text).codec for text in DEFAULT_AVERAGERS]
+    codecs = [tw.parse(text).averager.codec for text in DEFAULT_STRATEGIES]
     # Two workers: a ring all-reduce sends n bytes, a gather one payload, gossip the parameters.
     expected = [4 * numel, 2 * numel, *(codec.nbytes(matrices) + dense_bytes for codec in codecs), 4 * numel]
     assert [row["bytes_sent_per_step"] for row in rows] == expected
 
 
 @pytest.mark.parametrize(
-    ("every", "is_late", "expected"),
+    ("rhythm", "expected"),
     [
-        (1, False, ["alone", "step", "absorb"] * 4),
-        (3, False, [*["alone"] * 3, *["step"] * 3, "absorb"] * 2),  # whole periods, at least 4 steps
-        (1, True, ["alone", "step", "step", "absorb"] * 4),  # the first is untimed: the second waits for its round
+        (Rhythm(), ["alone", "step", "settle"] * 4),
+        (Rhythm(every=3), [*["alone"] * 3, *["step"] * 3, "settle"] * 2),  # whole periods, at least 4 steps
+        (Rhythm(delay=1), ["alone", "step", "step", "settle"] * 4),  # the first is untimed
     ],
 )
-def test_turns_are_whole_periods_and_leave_nothing_in_flight(every, is_late, expected):
+def test_turns_are_whole_periods_and_leave_nothing_in_flight(rhythm, expected):
     calls: list[str] = []
-    alone, step, absorb = (partial(calls.append, name) for name in ("alone", "step", "absorb"))
-    method = Method("some", False, lambda training: None, every=every, is_late=is_late)
+    alone, step, settle = (partial(calls.append, name) for name in ("alone", "step", "settle"))
+    method = Method("some", False, lambda training: None, rhythm=rhythm)
 
     def worker(comm):
-        return Turns(comm, method, alone, step, absorb).run(4)
+        return Turns(comm, method, alone, step, settle).run(4)
 
     [(times, steps)] = tw.LocalWorld(1).run(worker)
     assert calls == expected
@@ -187,13 +191,21 @@ def test_processor_time_of_a_step_is_counted_for_the_thread_that_spends_it():
     assert sum(times.thread_seconds.values()) == pytest.approx(times.cpu_seconds, abs=0.008)
 
 
-def test_the_options_choose_the_strategy_and_the_floor():
-    gradients = of_averager("Mean()", overlap=True, every=None, ddp=True, bucket_bytes=None)
-    assert (gradients.name, gradients.ddp, gradients.is_concurrent, gradients.is_late) == ("Mean()", True, True, False)
-    gossip = of_averager("Mix()", overlap=False, every=None, ddp=True, bucket_bytes=None)
-    assert (gossip.name, gossip.ddp, gossip.is_concurrent, gossip.is_late) == ("Mix()", False, False, False)
-    local = of_averager("Mix()", overlap=True, every=4, ddp=False, bucket_bytes=None)
-    assert (local.name, local.every, local.is_concurrent, local.is_late) == ("Mix(), every 4", 4, False, False)
+def test_the_strategy_says_what_is_timed_and_the_floor():
+    gradients = of_strategy("Gradients(Mean())", ddp=True, bucket_bytes=None)
+    assert (gradients.name, gradients.ddp, gradients.is_concurrent) == ("Gradients(Mean())", True, True)
+    gossip = of_strategy("Gossip(Mix())", ddp=True, bucket_bytes=1000)
+    assert (gossip.ddp, gossip.is_concurrent, gossip.is_late) == (False, False, False)
+    late = of_strategy("Gossip(Mix(), overlap=True)", ddp=False, bucket_bytes=None)
+    assert (late.rhythm.every, late.is_concurrent, late.is_late) == (1, True, True)
+    local = of_strategy("Local(Mix(), every=4)", ddp=False, bucket_bytes=None)
+    assert (local.name, local.rhythm.every, local.is_concurrent, local.is_late) == (
+        "Local(Mix(), every=4)",
+        4,
+        False,
+        False,
+    )
+    assert of_strategy("Gradients(Mean())", ddp=False, bucket_bytes=1000).name == "Gradients(Mean(), bucket_bytes=1000)"
     machine = Machine(line_bytes_per_second=100.0, pass_seconds=0.5)
     assert Floor.of(machine, 1.0, 300, 2, is_concurrent=True) == Floor(3.0, 2, 1.0, 3.0)
     assert Floor.of(machine, 1.0, 300, 2, is_concurrent=False) == Floor(3.0, 2, 1.0, 4.0)

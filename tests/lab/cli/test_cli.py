@@ -16,10 +16,11 @@ import torch
 from helpers.command import TORCHRUN, python, started, thinwire
 from helpers.program import below, wait_until, workers_of
 
+import thinwire as tw
 from thinwire.lab.cli import main
 
 COMMAND = [sys.executable, "-m", "thinwire"]
-SPARSE = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
+SPARSE = "Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))"
 
 
 LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
@@ -45,7 +46,7 @@ def summary_of(folder: Path) -> dict:
 def finished(tmp_path_factory) -> Path:
     """One finished run, and what it printed."""
     cwd = tmp_path_factory.mktemp("run")
-    done = run_really(COMMAND, *SHORT, "--workers", 2, "--averager", SPARSE, "--name", "first", cwd=cwd)
+    done = run_really(COMMAND, *SHORT, "--workers", 2, "--strategy", SPARSE, "--name", "first", cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (cwd / "printed").write_text(done.stdout)
@@ -70,7 +71,7 @@ def test_a_run_leaves_its_records(finished):
     folder = finished / "runs" / "first"
     summary = summary_of(folder)
     assert summary["recipe"] == "digits" and summary["workers"] == 2 and summary["seed"] == 0
-    assert summary["averager"] == "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())"
+    assert summary["strategy"] == "Gradients(Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback()))"
     assert 0 <= summary["final"]["test_accuracy"] <= 1
     assert summary["compression_vs_fp32"] == pytest.approx(
         summary["dense_fp32_bytes"] / summary["bytes_sent_per_worker"]
@@ -82,7 +83,7 @@ def test_a_run_leaves_its_records(finished):
     assert [row["step"] for row in rows] == [int(row["step"]) for row in table] == [4, 8, 12]
     for key in ("loss", "accuracy", "learning_rate", "bytes_sent", "bytes_received", "messages"):
         assert key in rows[-1], key
-    assert json.loads((folder / "config.json").read_text())["averager"] == summary["averager"]
+    assert json.loads((folder / "config.json").read_text())["strategy"] == summary["strategy"]
     assert list((folder / "tensorboard").iterdir())
     assert list((folder / "checkpoints").iterdir())
 
@@ -102,7 +103,7 @@ def test_what_is_printed(finished):
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
     for name, seed in (("again", 0), ("other", 1)):
-        done = train(finished, "--averager", SPARSE, "--name", name, "--seed", seed)
+        done = train(finished, "--strategy", SPARSE, "--name", name, "--seed", seed)
         assert done.returncode == 0, done.stderr
     first, again, other = (summary_of(finished / "runs" / name) for name in ("first", "again", "other"))
     assert first["final"] == again["final"] != other["final"]
@@ -110,7 +111,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(finished):
 
 
 def test_the_same_command_under_torchrun(finished):
-    options = (*SHORT, "--averager", SPARSE, "--name", "torchrun")
+    options = (*SHORT, "--strategy", SPARSE, "--name", "torchrun")
     launcher = [*TORCHRUN, "--nproc-per-node", 2, "-m", "thinwire"]
     done = python(*launcher, *options, cwd=finished, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
@@ -120,17 +121,23 @@ def test_the_same_command_under_torchrun(finished):
 def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
     taken = train(finished, "--name", "first")
     assert taken.returncode == 2 and "first" in taken.stderr and "overwrite" in taken.stderr
-    assert summary_of(finished / "runs" / "first")["averager"] != "Mean()"
+    assert summary_of(finished / "runs" / "first")["strategy"] != "Gradients(Mean())"
 
 
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["--averager", "Mean(TopK(0))"], "ratio must be above 0"),
-        (["--averager", "Mean(TopK(2))"], "at most 1, got 2"),
-        (["--averager", "Mean(QSGD(bits=9))"], "from 1 to 8, got 9"),
-        (["--averager", "Mean(TopKK(0.01))"], "did you mean 'TopK'"),
-        (["--averager", "TopK(0.01)"], "did you mean 'Mean(TopK(0.01))'"),
+        (["--strategy", "Gradients(Mean(TopK(0)))"], "ratio must be above 0"),
+        (["--strategy", "Gradients(Mean(TopK(2)))"], "at most 1, got 2"),
+        (["--strategy", "Gradients(Mean(QSGD(bits=9)))"], "from 1 to 8, got 9"),
+        (["--strategy", "Gradients(Mean(TopKK(0.01)))"], "did you mean 'TopK'"),
+        (["--strategy", "TopK(0.01)"], "write Mean(TopK(ratio=0.01), ErrorFeedback())"),
+        (["--strategy", "Gradients(QSGD(bits=4))"], "write Mean(QSGD(bits=4))"),
+        (["--strategy", "Mean()"], "did you mean Gradients(Mean())?"),
+        (["--configs", "x.toml"], "unknown option '--configs'; here: --config FILE, once for each file"),
+        (["--method", "topk"], "unknown option '--method'; here: --strategy.averager.codec"),
+        (["--flavour", "topk"], "unknown option '--flavour'; see thinwire train digits --help"),
+        (["--network", "alexnet"], "got 'alexnet'; --model.kind chooses a model"),
         (["--workers", "0"], "workers must be 1 or more, got 0"),
         (["--workers", "two"], "workers"),
         (["--wrokers", "2"], "did you mean '--workers'"),
@@ -149,8 +156,8 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["train", "digit"], "unknown recipe 'digit', did you mean 'digits'?"),
-        (["trian"], "unknown command 'trian', did you mean 'train'?"),
+        (["train", "digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
         (["demo", "--workers", 1], "workers must be 2 or more, got 1"),
         (["bench", "codec"], "did you mean 'codecs'"),
@@ -208,13 +215,14 @@ def test_the_demo_compares_four_methods(tmp_path):
 
 
 def test_configuration_files_are_composed_in_order_and_options_come_last(tmp_path):
-    (tmp_path / "network.toml").write_text('averager = "Mean(QSGD(bits=4))"\n[optimizer]\nlearning_rate = 0.02\n')
+    strategy = "Local(Mean(QSGD(bits=4)), every=2)"
+    (tmp_path / "network.toml").write_text(f'strategy = "{strategy}"\n[optimizer]\nlearning_rate = 0.02\n')
     (tmp_path / "short.toml").write_text("workers = 1\nseed = 5\nmax_steps = 2\noptimizer.learning_rate = 0.03\n")
     files = ("--config", "network.toml", "--config=short.toml")
     done = thinwire("train", "digits", *files, "--seed", 3, "--name", "one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "runs" / "one" / "config.json").read_text())
-    assert (config["averager"], config["workers"], config["seed"]) == ("Mean(QSGD(bits=4))", 1, 3)
+    assert (config["strategy"], config["workers"], config["seed"]) == (strategy, 1, 3)
     assert config["optimizer"]["learning_rate"] == 0.03
     again = thinwire("train", "digits", "--config", "runs/one/config.json", "--name", "two", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -223,3 +231,26 @@ def test_configuration_files_are_composed_in_order_and_options_come_last(tmp_pat
     (tmp_path / "wrong.toml").write_text("optimiser.momentum = 1\n")
     wrong = thinwire("train", "digits", "--config", "wrong.toml", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("thinwire: wrong.toml: unknown field 'optimiser'")
+
+
+def test_configuration_files_change_parts_of_an_averager_as_in_deep_gradient_compression(tmp_path):
+    """Its `wm5`, `fp16` and `nm` compose; a part on the command line comes last, and an unknown one is named."""
+    files = {
+        "dgc": 'strategy = "Gradients(dgc(0.01))"\noptimizer.momentum = 0.0\nworkers = 1\nmax_steps = 1',
+        "wm5": "strategy.averager.warmup_epochs = 5",
+        "fp16": '[strategy.averager]\nvalues = "float16"',
+        "nm": "strategy.averager.masking = false",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    options = [word for name in files for word in ("--config", f"{name}.toml")]
+    part = ("--strategy.averager.codec.sparsifier.ratio.final", "0.02", "--strategy.averager.min-ndim=1")
+    done = thinwire("train", "digits", *options, *part, "--name", "one", "--suffix", ".e1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "runs" / "one.e1" / "config.json").read_text())["strategy"]
+    assert tw.parse(saved).averager == tw.dgc(0.02, warmup_epochs=5, values="float16", masking=False, min_ndim=1)
+    wrong = thinwire("train", "digits", *options, "--strategy.averager.codec.ratoi", 0.1, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "unknown field 'strategy.averager.codec.ratoi'; Chain has sparsifier, values" in wrong.stderr
+    bare = thinwire("train", "digits", "--strategy.averager.codec.ratio", "--workers", 1, cwd=tmp_path)
+    assert bare.returncode == 2 and "--strategy.averager.codec.ratio needs a value" in bare.stderr

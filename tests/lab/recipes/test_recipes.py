@@ -1,4 +1,4 @@
-"""Every recipe: its name, twin, averager, description and image sizes; a few of them take real steps."""
+"""Every recipe: its name, twin, strategy, description and image sizes; a few of them take real steps."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-from thinwire import (
-    LocalWorld,
-    Pairwise,
-    compress_gradients,
-    gossip_asynchronously,
-    gossip_parameters,
-    local_updates,
-    parse,
-)
-from thinwire.algorithm import Algorithm
-from thinwire.average.gossip_base import Gossip
+from thinwire import Local, LocalWorld, attach, parse
 from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
 from thinwire.lab.report import read_run
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, Digits, ImageFolder
 from thinwire.lab.train.image_sizes import check_image_sizes
 from thinwire.lab.train.optimize import DGCSGD
+from thinwire.strategy import Averaging
 
 ALL = recipes()
 
@@ -36,7 +27,7 @@ def test_every_recipe_is_a_configuration_that_knows_its_name():
     for name, recipe in ALL.items():
         assert recipe.config.recipe == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
         assert recipe.about and "\n" not in recipe.about, name
-        assert isinstance(recipe.config.parsed_averager(), Algorithm), name
+        assert isinstance(recipe.config.parsed_strategy(), Averaging), name
         json.dumps(recipe.config.as_dict())
 
 
@@ -49,20 +40,19 @@ def test_every_task_names_its_paper_and_twins_are_the_same_task(task):
     assert type(task.full.data) is type(task.small.data)
     assert type(task.full.model) is type(task.small.model)
     for end in task.methods:
-        assert ALL[task.name(end) + SMALL].config.parsed_averager().__class__ is (
-            ALL[task.name(end)].config.parsed_averager().__class__
-        )
+        full, small = (ALL[task.name(end) + size].config.parsed_strategy() for size in ("", SMALL))
+        assert (type(full), type(full.averager)) == (type(small), type(small.averager))
 
 
 def test_where_the_averager_applies_momentum_the_optimizer_does_not():
-    averager = "Mean(TopK(0.01), MomentumCorrection(0.9, nesterov=True))"
+    strategy = "Gradients(Mean(TopK(0.01), MomentumCorrection(0.9, nesterov=True)))"
     full = RunConfig("task")
-    config = Task("a task", full, {"dgc": Method("sparse", averager)}).recipes()["task-dgc"].config
+    config = Task("a task", full, {"dgc": Method("sparse", strategy)}).recipes()["task-dgc"].config
     assert isinstance(config.optimizer, DGCSGD) and config.optimizer.nesterov
     assert config.optimizer.schedule == full.optimizer.schedule
     other = replace(full, optimizer=replace(full.optimizer, momentum=0.8))
     with pytest.raises(ValueError, match="must have the momentum of"):
-        Task("a task", other, {"dgc": Method("sparse", averager)}).recipes()
+        Task("a task", other, {"dgc": Method("sparse", strategy)}).recipes()
 
 
 def test_there_is_a_recipe_for_every_experiment():
@@ -81,27 +71,25 @@ def test_there_is_a_recipe_for_every_experiment():
         assert f"{model}-dense" in ALL
 
 
-def averaging(config):
-    return config.averager, config.workers, config.overlap, config.staleness, config.order, config.every is not None
+def test_demo_adds_up_rate_times_gradient():
+    for name in ("text-gpt-demo", "text-gpt-demo" + SMALL):
+        assert ALL[name].config.optimizer.rate_in_loss and ALL[name].config.strategy == "demo()"
 
 
-@pytest.mark.parametrize("averager", sorted({averaging(recipe.config) for recipe in ALL.values()}), ids=str)
-def test_every_averager_takes_a_step_on_as_many_workers_as_its_recipe_has(averager):
-    text, size, overlap, staleness, order, is_local = averager
+STEPPING = {(recipe.config.strategy, recipe.config.workers) for recipe in ALL.values()}
+
+
+@pytest.mark.parametrize(("text", "size"), sorted(STEPPING), ids=str)
+def test_every_strategy_takes_a_step_on_as_many_workers_as_its_recipe_has(text, size):
+    strategy = parse(text)
+    if isinstance(strategy, Local):  # the model has one layer
+        strategy = replace(strategy, every=1, delay=0, fragments=1)
 
     def worker(comm):
         torch.manual_seed(0)
         model = torch.nn.Linear(20, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if is_local:
-            handle = local_updates(model, optimizer, parse(text), every=1, comm=comm)
-        elif isinstance(parse(text), Pairwise):
-            handle = gossip_asynchronously(model, optimizer, parse(text), comm=comm)
-        elif isinstance(parse(text), Gossip):
-            options = {"overlap": overlap, "staleness": staleness, "order": order}
-            handle = gossip_parameters(model, optimizer, parse(text), comm=comm, **options)
-        else:
-            handle = compress_gradients(model, parse(text), comm=comm)
+        handle = attach(model, optimizer, strategy, comm=comm)
         before = model.weight.clone()
         model(torch.full((4, 20), 1.0 + comm.rank)).square().mean().backward()
         optimizer.step()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thinwire import Local
 from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import RunConfig, loop, train
@@ -58,13 +59,15 @@ def shrunk(name: str, folder: Path) -> RunConfig:
         case GPT():
             model = replace(config.model, layers=1, width=16, heads=2, context=8)
     batch_size = min(config.batch_size, 2)
+    strategy = config.parsed_strategy()
+    if isinstance(strategy, Local):
+        strategy = replace(strategy, every=2, delay=min(strategy.delay, 1))
     return replace(
         config,
+        strategy=repr(strategy),
         data=data,
         model=model,
         batch_size=batch_size,
-        every=config.every and 2,
-        delay=min(config.delay, 1),
         epochs=1,
         max_steps=2,
         log_every=1,

@@ -17,7 +17,7 @@ from helpers.report_runs import write_run
 from thinwire import __version__
 from thinwire.lab.cli import main
 from thinwire.lab.report import write_report
-from thinwire.lab.report.bar_figures import speeds, step_time
+from thinwire.lab.report.bar_figures import by_workers, iteration_time, speed, step_time, virtual_iteration_time
 from thinwire.lab.report.captioned_figures import captioned_figures
 from thinwire.lab.report.consensus import best_of_each
 from thinwire.lab.report.groups import grouped
@@ -26,7 +26,7 @@ from thinwire.lab.report.metrics import main_metric, metric
 from thinwire.lab.report.runs import find
 from thinwire.lab.report.style import new_figure, save, styled
 
-SPARSE = "Mean(chain(TopK(ratio=0.005), QSGD(bits=4)), ErrorFeedback())"
+SPARSE = "Gradients(Mean(chain(TopK(ratio=0.005), QSGD(bits=4)), ErrorFeedback()))"
 RUN_FIGURES = {"metric-epochs", "metric-bytes", "metric-seconds", "loss", "step-time"}
 WATCHED = {
     "consensus_distance": lambda step: 2.0 / step,
@@ -42,12 +42,12 @@ def everything(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("everything")
     for seed in (0, 1):
         for workers in (1, 4):
-            for averager, sent in (("Mean()", 4e8), (SPARSE, 1e6)):
-                name = f"{averager[5:10]}{workers}-{seed}"
+            for strategy, sent in (("Gradients(Mean())", 4e8), (SPARSE, 1e6)):
+                name = f"{strategy[15:20]}{workers}-{seed}"
                 measured = WATCHED | {"rate": 1000.0 * workers + seed}
-                config = {"averager": averager, "workers": workers, "seed": seed}
+                config = {"strategy": strategy, "workers": workers, "seed": seed}
                 write_run(folder / "runs" / name, 0.9 + 0.01 * seed, sent * (workers > 1), measured, **config)
-    write_run(folder / "runs" / "broken <b>", averager=SPARSE, seed=7)
+    write_run(folder / "runs" / "broken <b>", strategy=SPARSE, seed=7)
     (folder / "runs" / "broken <b>" / "summary.json").unlink()
     rows = [
         {
@@ -74,7 +74,7 @@ def report(everything, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("report")
     runs = [str(everything / "runs"), str(everything / "consensus.json")]
     with redirect_stdout(StringIO()) as printed:
-        code = main(["report", *runs, "--out", str(out), "--names", "Mean()=dense", "--title", "All & more"])
+        code = main(["report", *runs, "--out", str(out), "--names", "Gradients(Mean())=dense", "--title", "All & more"])
     assert code == 0
     (out / "printed").write_text(printed.getvalue())
     return out
@@ -130,9 +130,9 @@ def test_the_page_is_whole_and_needs_nothing_else(report):
 def test_every_figure_has_a_caption_that_says_what_was_run(report):
     page = Page((report / "report.html").read_text())
     tags = [tag for tag, _ in page.elements]
-    assert tags.count("figure") == tags.count("figcaption") == tags.count("svg") == 11
+    assert tags.count("figure") == tags.count("figcaption") == tags.count("svg") == 12
     captions = " ".join(page.captions)
-    assert captions.count("recipe digits") == 9 and captions.count("seeds 0 and 1") == 9
+    assert captions.count("recipe digits") == 10 and captions.count("seeds 0 and 1") == 10
     assert "consensus.json" in captions and "MB (10⁶ bytes)" in captions
     words = " ".join(page.words)
     assert (
@@ -145,7 +145,15 @@ def test_every_figure_has_a_caption_that_says_what_was_run(report):
 
 def test_every_figure_comes_in_three_formats_with_text_in_it(report):
     names = {path.stem for path in (report / "figures").iterdir()}
-    more = {"consensus-distance", "variance", "levels", "scaling", "consensus-bits", "consensus-rounds"}
+    more = {
+        "consensus-distance",
+        "variance",
+        "levels",
+        "scaling",
+        "iteration-time",
+        "consensus-bits",
+        "consensus-rounds",
+    }
     assert names == RUN_FIGURES | more
     for name in names:
         svg = (report / "figures" / f"{name}.svg").read_text()
@@ -158,7 +166,7 @@ def test_every_figure_comes_in_three_formats_with_text_in_it(report):
 
 def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
     runs, made_by = [everything / "runs", everything / "consensus.json"], f"thinwire {__version__}"
-    write_report(runs, tmp_path, title="All & more", made_by=made_by, names={"Mean()": "dense"})
+    write_report(runs, tmp_path, title="All & more", made_by=made_by, names={"Gradients(Mean())": "dense"})
     for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
 
@@ -200,7 +208,7 @@ def keep_only(run: Path, *keys: str) -> None:
 
 
 def test_an_unfinished_method_is_drawn_and_said_to_be_so(tmp_path):
-    finished, unfinished = write_run(tmp_path / "a"), write_run(tmp_path / "b", averager=SPARSE)
+    finished, unfinished = write_run(tmp_path / "a"), write_run(tmp_path / "b", strategy=SPARSE)
     (unfinished / "summary.json").unlink()
     for run in (finished, unfinished):
         keep_only(run, "loss")
@@ -221,7 +229,7 @@ def test_a_figure_that_is_no_longer_drawn_is_removed(tmp_path):
 
 def test_phases_of_a_step_and_speeds_are_means(everything):
     runs = find([everything / "runs"]).runs
-    dense = [run for run in runs if run.label == "Mean()"]
+    dense = [run for run in runs if run.label == "Gradients(Mean())"]
     # Four rows of so many seconds each, over 40 steps.
     expected = {
         "data_seconds": 3.0,
@@ -231,10 +239,25 @@ def test_phases_of_a_step_and_speeds_are_means(everything):
         "decode_seconds": 1.0,
     }
     assert step_time(dense) == pytest.approx(expected)
-    assert [(s.workers, s.mean, s.std) for s in speeds(dense)] == [
+    assert [(s.workers, s.mean, s.std) for s in by_workers(dense, speed)] == [
         (1, pytest.approx(1000.5), pytest.approx(0.5**0.5)),
         (4, pytest.approx(4000.5), pytest.approx(0.5**0.5)),
     ]
+
+
+def test_the_time_of_an_iteration_is_that_between_two_rows(tmp_path):
+    """Steps of 100 ms, but for a test in one interval; on the network 5 ms for each worker."""
+    for workers in (2, 4):
+        measured = {
+            "seconds": lambda step: step / 10 + 30.0 * (step > 20),
+            "virtual_seconds": lambda step, workers=workers: 0.005 * workers * step,
+        }
+        write_run(tmp_path / str(workers), **{"measured": measured, "workers": workers})
+    runs = find([tmp_path]).runs
+    expected = [(2, pytest.approx(100), 0.0), (4, pytest.approx(100), 0.0)]
+    assert by_workers(runs, iteration_time) == expected
+    assert [p.mean for p in by_workers(runs, virtual_iteration_time)] == [pytest.approx(10), pytest.approx(20)]
+    assert {"iteration-time", "virtual-iteration-time"} <= drawn(tmp_path)
 
 
 def test_the_best_step_size_of_an_averager_stands_for_it(everything):
@@ -244,7 +267,12 @@ def test_the_best_step_size_of_an_averager_stands_for_it(everything):
     assert chosen["Choco(), step size 1"][-1]["squared_error"] == pytest.approx(1e-7)
 
 
-LABELS = ["Mean()", SPARSE, "Choco(Ring(), TopK(ratio=0.1))", SPARSE.replace("0.005", "0.0005") + ", 16 workers"]
+LABELS = [
+    "Gradients(Mean())",
+    SPARSE,
+    "Gossip(Choco(Ring(), TopK(ratio=0.1)))",
+    SPARSE.replace("0.005", "0.0005") + ", 16 workers",
+]
 
 
 @pytest.mark.parametrize("num_lines", [1, 3, 9])
@@ -320,6 +348,10 @@ def test_what_training_writes_is_what_a_report_reads(tmp_path):
     done = thinwire("train", "digits", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert report.problems == [] and report.table.lines[0].label == "Mean()" and report.table.lines[0].num_runs == 1
+    assert (
+        report.problems == []
+        and report.table.lines[0].label == "Gradients(Mean())"
+        and report.table.lines[0].num_runs == 1
+    )
     names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
     assert {"metric-epochs.svg", "loss.svg", "step-time.svg"} <= names

@@ -20,18 +20,18 @@ from thinwire.lab.report.tables import as_csv, as_markdown, comparison
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.run_folder import check_same_run
 
-SPARSE = "Mean(TopK(ratio=0.01), ErrorFeedback())"
-ACCURACIES = {"Mean()": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}
-SENT = {"Mean()": 4e8, SPARSE: 1e7}
+SPARSE = "Gradients(Mean(TopK(ratio=0.01), ErrorFeedback()))"
+ACCURACIES = {"Gradients(Mean())": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}
+SENT = {"Gradients(Mean())": 4e8, SPARSE: 1e7}
 
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
     """Two methods; three seeds of one, two of the other."""
-    for averager, accuracies in ACCURACIES.items():
+    for strategy, accuracies in ACCURACIES.items():
         for seed, accuracy in enumerate(accuracies):
-            name = f"{averager[:8]}-{seed}"
-            write_run(tmp_path / "runs" / name, accuracy, SENT[averager], averager=averager, seed=seed, name=name)
+            name = f"{strategy[10:18]}-{seed}"
+            write_run(tmp_path / "runs" / name, accuracy, SENT[strategy], strategy=strategy, seed=seed, name=name)
     return tmp_path / "runs"
 
 
@@ -43,7 +43,7 @@ def table_of(*paths, **options):
 def test_means_and_deviations_over_seeds(runs):
     table = table_of(runs)
     records = list(csv.DictReader(io.StringIO(as_csv(table))))
-    assert [record["method"] for record in records] == ["Mean()", SPARSE]  # the best first
+    assert [record["method"] for record in records] == ["Gradients(Mean())", SPARSE]  # the best first
     for record in records:
         accuracies = 100 * np.array(ACCURACIES[record["method"]])
         sent = SENT[record["method"]]
@@ -64,7 +64,7 @@ def test_means_and_deviations_over_seeds(runs):
 def test_markdown_says_which_way_is_better_and_what_is_best(runs):
     head, _, dense, sparse = as_markdown(table_of(runs)).splitlines()
     assert "test accuracy (%) ↑" in head and "test loss ↓" in head and "MB per worker ↓" in head
-    assert dense.startswith("| `Mean()` | 3 | **94.00 ± 3.61** | 400 |")
+    assert dense.startswith("| `Gradients(Mean())` | 3 | **94.00 ± 3.61** | 400 |")
     assert sparse.startswith(f"| `{SPARSE}` | 2 | 92.50 ± 3.54 | **10.0** | **80.0** |")
 
 
@@ -75,11 +75,11 @@ def test_one_run_has_no_deviation(tmp_path):
 
 
 def test_curves_are_means_at_the_steps_that_all_seeds_share(runs):
-    members = [run for run in find([runs]).runs if run.label == "Mean()"]
+    members = [run for run in find([runs]).runs if run.label == "Gradients(Mean())"]
     members[0].rows.pop(1)
     found = curve(members, reading("seconds"), "test_accuracy", 100.0)
     share = np.array([step for step in STEPS if step != 20]) / STEPS[-1]
-    each = 100 * np.outer(ACCURACIES["Mean()"], share)
+    each = 100 * np.outer(ACCURACIES["Gradients(Mean())"], share)
     np.testing.assert_allclose(found.x, [1, 3, 4])
     np.testing.assert_allclose(found.y, each.mean(axis=0))
     np.testing.assert_allclose(found.std, each.std(axis=0, ddof=1))
@@ -105,13 +105,16 @@ def test_groups_are_what_differs_but_for_the_seed(tmp_path):
         assert words in said
 
 
-def test_what_follows_from_the_averager_is_not_in_the_name(tmp_path):
-    write_run(tmp_path / "a", averager="dgc()", optimizer={"momentum": 0.0})
+def test_what_follows_from_the_strategy_is_not_in_the_name(tmp_path):
+    write_run(tmp_path / "a", strategy="Gradients(dgc())", optimizer={"momentum": 0.0})
     for seed in (0, 1):
         write_run(tmp_path / f"b{seed}", optimizer={"momentum": 0.9}, seed=seed)
     runs = find([tmp_path]).runs
-    assert {g.label: len(g.runs) for g in grouped(runs)} == {"dgc()": 1, "Mean()": 2}
-    assert {g.label: len(g.runs) for g in grouped(runs, names={"Mean()": "dense"})} == {"dgc()": 1, "dense": 2}
+    assert {g.label: len(g.runs) for g in grouped(runs)} == {"Gradients(dgc())": 1, "Gradients(Mean())": 2}
+    assert {g.label: len(g.runs) for g in grouped(runs, names={"Gradients(Mean())": "dense"})} == {
+        "Gradients(dgc())": 1,
+        "dense": 2,
+    }
 
 
 def test_the_metric_is_what_the_summaries_name(tmp_path):
@@ -141,7 +144,7 @@ def test_unknown_fields_and_names_are_one_line(tmp_path):
     runs = find([tmp_path]).runs
     with pytest.raises(ValueError, match="no run has a field 'learning_rat' to group by.*optimizer.learning_rate"):
         grouped(runs, ["learning_rat"])
-    with pytest.raises(ValueError, match=r"nothing is called 'Mix\(\)'; there are: Mean\(\)"):
+    with pytest.raises(ValueError, match=r"nothing is called 'Mix\(\)'; there are: Gradients\(Mean\(\)\)"):
         grouped(runs, names={"Mix()": "gossip"})
     with pytest.raises(ValueError, match="no run has the metric 'test_bleu'.*test_accuracy, test_loss"):
         main_metric(runs, "test_bleu")
@@ -236,7 +239,7 @@ def test_no_run_at_all_is_an_error(tmp_path):
         ("summary.json", "[]", r"summary.json is damaged \(expected a JSON object, got list"),
         (
             "summary.json",
-            '{"averager": "Mean()", "final": {}, "seconds": "many"}',
+            '{"strategy": "Gradients(Mean())", "final": {}, "seconds": "many"}',
             "summary.json is damaged: it does not hold",
         ),
         ("metrics.jsonl", '{"step": 1}\nhalf', "metrics.jsonl is damaged: line 2 of metrics.jsonl cannot be read"),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
+from thinwire.lab.overrides import overridden
 from thinwire.lab.recipes import recipes
 from thinwire.lab.sweep import identity, read_sweep, status_of
 from thinwire.lab.sweep.file import has_begun, where_it_runs
 from thinwire.lab.sweep.identity import OF_CONSENSUS
-from thinwire.lab.sweep.overrides import overridden
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.run_folder import FREE
+from thinwire.notation import parse
 
 GRID = """
 recipe = "digits"
@@ -23,7 +23,7 @@ recipe = "digits"
 workers = 2
 optimizer.learning_rate = 0.1
 [grid]
-averager = ["Mean()", "Mean(QSGD(bits=4))"]
+strategy = ["Gradients(Mean())", "Gradients(Mean(QSGD(bits=4)))"]
 seed = [1, 2, 3]
 """
 
@@ -42,34 +42,37 @@ def sweep_of(tmp_path):
 
 def test_the_product_of_all_lists_in_their_order(sweep_of):
     runs = sweep_of(GRID).runs
-    both = [("Mean()", 1), ("Mean()", 2), ("Mean()", 3)], [("Mean(QSGD(bits=4))", seed) for seed in (1, 2, 3)]
-    assert [(run.config.averager, run.config.seed) for run in runs] == [*both[0], *both[1]]
+    both = (
+        [("Gradients(Mean())", 1), ("Gradients(Mean())", 2), ("Gradients(Mean())", 3)],
+        [("Gradients(Mean(QSGD(bits=4)))", seed) for seed in (1, 2, 3)],
+    )
+    assert [(run.config.strategy, run.config.seed) for run in runs] == [*both[0], *both[1]]
     assert {run.config.optimizer.learning_rate for run in runs} == {0.1}
     assert {run.config.workers for run in runs} == {2}
 
 
 def test_a_policy_by_parameter_name_is_an_averager_like_any_other(sweep_of):
-    text = "ByName({'0.*': Mean(), '*': Mean(QSGD(bits=4))})"
-    (run,) = sweep_of(f'recipe = "digits"\n[fixed]\naverager = "{text}"\n').runs
-    assert run.config.averager == text
-    with pytest.raises(ValueError, match=r"did you mean 'Mean'\? \(at column 16"):
-        sweep_of('recipe = "digits"\n[fixed]\naverager = "ByName({\'0.*\': Maen()})"\n')
+    text = "Gradients(ByName({'0.*': Mean(), '*': Mean(QSGD(bits=4))}))"
+    (run,) = sweep_of(f'recipe = "digits"\n[fixed]\nstrategy = "{text}"\n').runs
+    assert run.config.strategy == text
+    with pytest.raises(ValueError, match=r"did you mean 'Mean'\? \(at column 26"):
+        sweep_of('recipe = "digits"\n[fixed]\nstrategy = "Gradients(ByName({\'0.*\': Maen()}))"\n')
 
 
 def test_tables_of_a_list_each_with_the_whole_grid(sweep_of):
     rows = """
         [[list]]
-        averager = "Mean(TopK(0.01), ErrorFeedback())"
+        strategy = "Gradients(Mean(TopK(0.01), ErrorFeedback()))"
         optimizer = { learning_rate = 0.2, momentum = 0.5 }
         [[list]]
-        averager = "Mean(QSGD(bits=2))"
+        strategy = "Gradients(Mean(QSGD(bits=2)))"
         "optimizer.learning_rate" = 0.3
         [grid]
         seed = [1, 2]
     """
     runs = sweep_of('recipe = "digits"\n' + rows).runs
     found = [
-        (r.config.averager[5:9], r.config.optimizer.learning_rate, r.config.optimizer.momentum, r.config.seed)
+        (r.config.strategy[15:19], r.config.optimizer.learning_rate, r.config.optimizer.momentum, r.config.seed)
         for r in runs
     ]
     assert found == [("TopK", 0.2, 0.5, 1), ("TopK", 0.2, 0.5, 2), ("QSGD", 0.3, 0.9, 1), ("QSGD", 0.3, 0.9, 2)]
@@ -78,14 +81,14 @@ def test_tables_of_a_list_each_with_the_whole_grid(sweep_of):
 def test_several_grids_one_after_the_other(sweep_of):
     grids = """
         [[grid]]
-        averager = ["Mean()"]
+        strategy = ["Gradients(Mean())"]
         [[grid]]
-        averager = ["Mean(QSGD(bits=2))", "Mean(QSGD(bits=4))"]
+        strategy = ["Gradients(Mean(QSGD(bits=2)))", "Gradients(Mean(QSGD(bits=4)))"]
         seed = [1, 2]
     """
     runs = sweep_of('recipe = "digits"\n' + grids).runs
-    both = [("Mean(QSGD(bits=2))", 1), ("Mean(QSGD(bits=2))", 2), ("Mean(QSGD(bits=4))", 1), ("Mean(QSGD(bits=4))", 2)]
-    assert [(run.config.averager, run.config.seed) for run in runs] == [("Mean()", 0), *both]
+    both = [(f"Gradients(Mean(QSGD(bits={bits})))", seed) for bits in (2, 4) for seed in (1, 2)]
+    assert [(run.config.strategy, run.config.seed) for run in runs] == [("Gradients(Mean())", 0), *both]
 
 
 def test_all_ways_to_write_a_path_mean_the_same(sweep_of):
@@ -106,8 +109,10 @@ def test_without_grid_and_list_one_run(sweep_of):
 
 def test_where_runs_go(sweep_of, tmp_path):
     assert sweep_of('recipe = "digits"').output == Path("runs/grid")
-    run = sweep_of(f'recipe = "digits"\noutput = "{tmp_path}/here"\ngrid.averager = ["Mean(TopK(0.01))"]').runs[0]
-    assert run.folder == tmp_path / "here" / f"mean-topk-0.01-{run.identity[:8]}"
+    run = sweep_of(
+        f'recipe = "digits"\noutput = "{tmp_path}/here"\ngrid.strategy = ["Gradients(Mean(TopK(0.01)))"]'
+    ).runs[0]
+    assert run.folder == tmp_path / "here" / f"gradients-mean-topk-0.01-{run.identity[:8]}"
 
 
 def test_a_recipe_is_a_value_like_others(sweep_of):
@@ -138,6 +143,33 @@ def test_consensus_one_averager_and_one_step_size_a_run(sweep_of):
     assert runs[0].config.shape == (8, 4)
 
 
+def test_parts_of_a_strategy_are_values_like_others(sweep_of):
+    text = """recipe = "digits"
+[fixed]
+strategy = "Local(Mean(TopK(0.5), ErrorFeedback()), every=2)"
+[[list]]
+strategy.averager.memory = "ErrorFeedback(decay=0.9)"
+[grid]
+strategy.averager.codec.ratio = [0.01, 0.001]
+"""
+    runs = sweep_of(text).runs
+    wanted = [f"Local(Mean(TopK({ratio}), ErrorFeedback(decay=0.9)), every=2)" for ratio in (0.01, 0.001)]
+    assert [run.config.parsed_strategy() for run in runs] == [parse(strategy) for strategy in wanted]
+    whole = sweep_of(f'recipe = "digits"\n[grid]\nstrategy = {wanted}').runs
+    assert [run.identity for run in runs] == [run.identity for run in whole]
+    assert "ratio0.001" in runs[1].folder.name
+    with pytest.raises(
+        ValueError, match=r"grid.toml: unknown field 'strategy.averager.codec.ratoi'; TopK has ratio, sample"
+    ):
+        sweep_of(text.replace("ratio =", "ratoi ="))
+
+
+def test_parts_of_the_averager_of_a_consensus_experiment(sweep_of):
+    text = 'command = "consensus"\n[fixed]\naverager = "Choco(Ring(), QSGD(bits=4))"\ngrid.averager.codec.bits = [2, 8]'
+    runs = sweep_of(text.replace("grid.averager", "[grid]\naverager")).runs
+    assert [parse(run.config.averager[0]).codec.bits for run in runs] == [2, 8]
+
+
 # ---- which runs are the same ----
 
 
@@ -149,8 +181,8 @@ def test_consensus_one_averager_and_one_step_size_a_run(sweep_of):
             {"threads": 2, "port": 12345, "log_every": 1, "output": Path("/elsewhere"), "name": "x", "overwrite": True},
             True,
         ),
-        ({"averager": "Mean( TopK( 0.01 ) )"}, True),
-        ({"averager": "Mean(TopK(ratio=0.02))"}, False),
+        ({"strategy": "Gradients( Mean( TopK( 0.01 ) ) )"}, True),
+        ({"strategy": "Gradients(Mean(TopK(ratio=0.02)))"}, False),
         ({"seed": 1}, False),
         ({"workers": 3}, False),
         ({"epochs": 29}, False),
@@ -158,7 +190,7 @@ def test_consensus_one_averager_and_one_step_size_a_run(sweep_of):
     ],
 )
 def test_identity_is_what_determines_the_result(changes, same):
-    first = RunConfig("digits", "Mean(TopK(0.01))")
+    first = RunConfig("digits", "Gradients(Mean(TopK(0.01)))")
     other = replace(first, **changes)
     stored = json.loads(json.dumps(first.as_dict()))  # as config.json gives it back
     assert (identity(stored) == identity(other.as_dict())) is same
@@ -179,81 +211,6 @@ def test_fields_within_fields_may_not_count_either():
     loaders = {"data": {"kind": "ImageFolder", "num_loaders": 4, "test_size": 224}}
     assert identity(loaders) == identity({"data": loaders["data"] | {"num_loaders": 0}})
     assert identity(loaders) != identity({"data": loaders["data"] | {"test_size": 128}})
-
-
-# ---- values at field paths, whatever the dataclasses are ----
-
-
-@dataclass(frozen=True)
-class Round:
-    radius: float = 1.0
-
-
-@dataclass(frozen=True)
-class Square:
-    side: int = 2
-    colours: tuple[str, ...] = ()
-    kind_of_edge: Literal["sharp", "soft"] = "sharp"
-
-
-@dataclass(frozen=True)
-class Thing:
-    form: Round | Square = field(default_factory=lambda: Round(3.0))
-    limit: int | None = None
-    where: Path = Path(".")
-    flag: bool = False
-    pair: tuple[int, float] = (1, 2.0)
-
-    def __post_init__(self):
-        if self.limit == 13:
-            raise ValueError("limit must not be 13")
-
-
-@pytest.mark.parametrize(
-    "values, wanted",
-    [
-        ({"form.radius": 2}, Thing(form=Round(2.0))),
-        ({"form.kind": "Round"}, Thing(form=Round(3.0))),
-        ({"form.kind": "Square", "form.side": 5}, Thing(form=Square(5))),
-        ({"form.side": 5, "form.kind": "Square"}, Thing(form=Square(5))),
-        ({"form.kind": "Square", "form.colours": ["red", "blue"]}, Thing(form=Square(colours=("red", "blue")))),
-        ({"form.kind": "Square", "form.colours": "red"}, Thing(form=Square(colours=("red",)))),
-        (
-            {"limit": 3, "where": "a/b", "flag": True, "pair": [4, 5]},
-            Thing(limit=3, where=Path("a/b"), flag=True, pair=(4, 5.0)),
-        ),
-        ({"limit": "none"}, Thing()),
-    ],
-)
-def test_values_become_what_the_fields_are(values, wanted):
-    assert overridden(replace(Thing(), limit=None), values) == wanted
-
-
-@pytest.mark.parametrize(
-    "values, complaint",
-    [
-        ({"from.radius": 2}, "unknown field 'from'; did you mean 'form'?"),
-        ({"form.kind": "Square", "form.size": 2}, "unknown field 'form.size'; did you mean 'form.side'"),
-        ({"form.kind": "Squaer"}, "unknown form.kind 'Squaer'; did you mean 'Square'?"),
-        ({"form": "Square"}, "form must be a table; choose with .kind one of Round, Square, got 'Square'"),
-        (
-            {"form.kind": "Square", "form.kind_of_edge": "soff"},
-            "one of 'sharp', 'soft', got 'soff'; did you mean 'soft'?",
-        ),
-        ({"limit": "many"}, "limit must be a whole number or 'none', got 'many'"),
-        ({"limit": 1.5}, "limit must be a whole number or 'none', got 1.5"),
-        ({"limit": True}, "limit must be a whole number or 'none', got True"),
-        ({"limit": 13}, "limit must not be 13"),
-        ({"flag": 1}, "flag must be true or false, got 1"),
-        ({"pair": [1]}, "pair must be a list of 2 values, got [1]"),
-        ({"pair": ["a", 1]}, "pair[0] must be a whole number, got 'a'"),
-        ({"flag.deep": 1}, "flag has no fields; it is False"),
-    ],
-)
-def test_wrong_values_get_one_line(values, complaint):
-    with pytest.raises(ValueError) as caught:
-        overridden(Thing(), values)
-    assert complaint in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---- mistakes in the file ----
@@ -279,10 +236,10 @@ def test_wrong_values_get_one_line(values, complaint):
         ("recipe = 'digits'\n[fixed]\nname = 'x'", "name is set by the sweep"),
         ("recipe = 'digits'\n[fixed]\noutput = 'x'", "write output = ... at the top of the file"),
         (
-            "recipe = 'digits'\n[grid]\naverager = ['Mean(TopKK(0.1))']",
-            "averager: unknown name 'TopKK'; did you mean 'TopK'?",
+            "recipe = 'digits'\n[grid]\nstrategy = ['Gradients(Mean(TopKK(0.1)))']",
+            "strategy: unknown name 'TopKK'; did you mean 'TopK'?",
         ),
-        ("recipe = 'digits'\n[grid]\naverager = ['TopK(0.1)']", "did you mean 'Mean(TopK(0.1))'?"),
+        ("recipe = 'digits'\n[grid]\nstrategy = ['TopK(0.1)']", "write Mean(TopK(ratio=0.1), ErrorFeedback())"),
         ("recipe = 'digits'\n[grid]\nthreads = [1, 2]", "threads = 1 and threads = 2 are the same run"),
         ("recipe = 'digits'\n[grid]\nseed = [1, 1]", "seed = 1 and seed = 1 are the same run"),
         ("recipe = digits\n", "(at line 1, column 10)"),
@@ -313,14 +270,15 @@ def test_every_example_can_be_read(file):
     ("text", "message"),
     [
         (
-            'recipe = "digits"\n[fixed]\nclip_norm = 1.0\n[grid]\naverager = ["Mean()", "dgc(ratio=0.01)"]\n',
-            "clip_norm 1.0 would clip gradients that .* has accumulated already.*in the run averager = .*dgc",
+            'recipe = "digits"\n[fixed]\nclip_norm = 1.0\n'
+            '[grid]\nstrategy = ["Gradients(Mean())", "Gradients(dgc(ratio=0.01))"]\n',
+            "clip_norm 1.0 would clip gradients that .* has accumulated already.*in the run strategy = .*dgc",
         ),
         (
-            'recipe = "digits"\naverager = "Mix(Torus())"\n'.replace("averager", "[fixed]\nworkers = 5\naverager"),
+            'recipe = "digits"\n[fixed]\nworkers = 5\nstrategy = "Gossip(Mix(Torus()))"\n',
             "Torus.*5",
         ),
-        ('recipe = "digits"\n[fixed]\naverager = "dgc(ratio=0.01)"\n', "momentum"),
+        ('recipe = "digits"\n[fixed]\nstrategy = "Gradients(dgc(ratio=0.01))"\n', "momentum"),
         ('command = "consensus"\n[fixed]\nworkers = 5\naverager = ["Mix(Hypercube())"]\n', "Hypercube.*5"),
     ],
 )

@@ -30,7 +30,7 @@ workers = 1
 max_steps = {steps}
 log_every = 1
 [grid]
-averager = ["Mean()", "Mean(TopK(0.01), ErrorFeedback())"]
+strategy = ["Gradients(Mean())", "Gradients(Mean(TopK(0.01), ErrorFeedback()))"]
 seed = {seeds}
 """
 
@@ -199,7 +199,7 @@ def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_p
         [[list]]
         data = { kind = "CIFAR10", folder = "nowhere" }
         [[list]]
-        averager = "Mean()"
+        strategy = "Gradients(Mean())"
     """
     (tmp_path / "grid.toml").write_text(grid)
     done = run(tmp_path)

@@ -1,22 +1,19 @@
-"""Job arrays through submitit, on its stand-ins for SLURM; a real SLURM is tried by scripts/try_cluster.sh."""
+"""Batch files of SLURM and their jobs, with programs that stand for SLURM's; a real one is tried by scripts/try_cluster.sh."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.command import started, thinwire, with_forked_programs
-from helpers.program import wait_until
+from helpers.command import started, thinwire
 
 from thinwire.lab.sweep import read_sweep, status_of
-from thinwire.lab.sweep.execute import start, write_down
-from thinwire.lab.sweep.slurm import minutes, parsed_options, queued, submit
-
-submitit = pytest.importorskip("submitit")
+from thinwire.lab.sweep.execute import start
+from thinwire.lab.sweep.slurm import parsed_options, queued, submit
 
 GRID = """
 recipe = "digits"
@@ -43,20 +40,82 @@ def sweep_of(tmp_path, monkeypatch):
     return make
 
 
-def test_an_array_of_local_jobs(sweep_of):
-    sweep_of(steps=2)
-    with_forked_programs(["submitit"], run_an_array, Path.cwd())
+SBATCH = """#!/bin/sh
+cp "$2" submitted
+echo "4711;cluster"
+"""
+SQUEUE = """#!/bin/sh
+echo 4711_0
+echo 4711_1
+echo 12_3
+"""
+SRUN = """#!/bin/sh
+exec "$@"
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" > requeued
+"""
 
 
-def run_an_array(folder: Path) -> None:
-    os.chdir(folder)
-    sweep = read_sweep(Path("grid.toml"))
-    jobs = submit(sweep.runs, "time=5,partition=anything", sweep.output / ".sweep" / "slurm", cluster="local")
-    assert len(jobs) == len(set(jobs)) == 2
-    wait_until(lambda: all(status_of(run).state == "finished" for run in sweep.runs), "the end of both runs")
-    for run, job in zip(sweep.runs, jobs, strict=True):
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Programs with the names of SLURM's, which write down what they are told."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE), ("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+
+
+def of_array(task: int) -> dict[str, str]:
+    """The environment of one job of the array."""
+    return os.environ | {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": str(task)}
+
+
+# ---- the jobs ----
+
+
+def test_each_job_of_the_array_runs_its_part(slurm, sweep_of):
+    """Three runs in two jobs."""
+    runs = read_more(sweep_of(steps=2), seeds=[1, 2, 3]).runs
+    jobs = submit(runs, "time=5", pack=2)
+    assert jobs == ["4711_0", "4711_0", "4711_1"]
+    for task, states in ((1, ["waiting", "waiting", "finished"]), (0, ["finished"] * 3)):
+        done = subprocess.run(["bash", "submitted"], env=of_array(task), capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [status_of(run).state for run in runs] == states
+    for run, job in zip(runs, jobs, strict=True):
         assert json.loads((run.records / "job.json").read_text()) == {"id": job}
         assert "step 2/2" in (run.records / "log.txt").read_text()
+
+
+def test_a_failed_run_stops_no_other_and_fails_the_job(slurm, sweep_of):
+    sweep = sweep_of(steps=2)
+    submit(sweep.runs, "time=5", pack=2)
+    sweep.runs[0].folder.parent.mkdir(exist_ok=True)
+    sweep.runs[0].folder.write_text("no folder")
+    done = subprocess.run(["bash", "submitted"], env=of_array(0), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [status_of(run).state for run in sweep.runs] == ["failed", "finished"]
+
+
+@pytest.mark.parametrize("number, requeued", [(signal.SIGUSR2, True), (signal.SIGTERM, False)])
+def test_a_job_that_is_about_to_end_stops_its_run_and_is_requeued(slurm, sweep_of, number, requeued, monkeypatch):
+    runs = sweep_of(steps=100_000).runs
+    submit(runs, "time=5", pack=2)
+    for name, value in of_array(0).items():
+        monkeypatch.setenv(name, value)
+    names = [run.folder.name for run in runs]
+    with started(["-m", "thinwire.lab.sweep", "job", str(runs[0].records.parent), *names], Path.cwd()) as job:
+        job.wait_until(lambda: "step" in status_of(runs[0]).detail, "the first row of the run")
+        assert start(runs[0]) is None  # a second job for the same run leaves it alone
+        job.send_signal(number)
+        assert job.wait(400) == 75, job.stderr
+    assert [status_of(run).state for run in runs] == ["stopped", "waiting"]
+    assert Path("requeued").exists() is requeued
+    if requeued:
+        assert Path("requeued").read_text() == "requeue 4711_0\n"
 
 
 def test_what_is_waiting_names_its_job(sweep_of):
@@ -67,65 +126,25 @@ def test_what_is_waiting_names_its_job(sweep_of):
     assert [status_of(run).detail for run in sweep.runs] == ["job 17_0", ""]
 
 
-JOB = """
-import pickle, signal, sys
-from thinwire.lab.sweep.execute import start, write_down
-from thinwire.lab.sweep.slurm import Job
-
-def checkpoint(number, frame):
-    again = job.checkpoint(sys.argv[1])
-    sys.exit(7 if pickle.loads(pickle.dumps(again)).args == (sys.argv[1],) else 8)
-
-job = Job()
-signal.signal(signal.SIGUSR2, checkpoint)
-job(sys.argv[1])
-"""
-
-
-def test_a_job_that_is_about_to_end_stops_its_run_and_can_be_requeued(sweep_of):
-    run = sweep_of(steps=100_000).runs[0]
-    write_down(run)
-    with started(["-c", JOB, str(run.records / "run.json")], Path.cwd()) as job:
-        job.wait_until(lambda: "step" in status_of(run).detail, "the first row of the run")
-        assert start(run) is None  # a second job for the same run leaves it alone
-        job.send_signal(signal.SIGUSR2)  # as submitit's handler gets it, in the midst of waiting
-        assert job.wait(400) == 7, job.stderr
-    assert status_of(run).state == "stopped"
-
-
-# ---- what sbatch is told ----
-
-SBATCH = """#!/bin/sh
-cp "$1" submitted
-echo "Submitted batch job 4711"
-"""
-SQUEUE = """#!/bin/sh
-echo 4711_0
-echo 4711_1
-echo 12_3
-"""
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Programs with the names of SLURM's, which write down what they are told."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE), ("srun", "#!/bin/sh\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+# ---- the batch file ----
 
 
 def test_what_sbatch_is_told(slurm, sweep_of):
     sweep = sweep_of(steps=2)
     assert queued(sweep.runs) == []
-    options = "partition=gpu,time=1-2:00:00,gres=gpu:2,cpus-per-task=3,licenses=a:1,array-parallelism=1"
-    assert submit(sweep.runs, options, sweep.output / ".sweep" / "slurm") == ["4711_0", "4711_1"]
+    options = "partition=gpu,time=1-2:00:00,gres=gpu:2,cpus_per_task=3,licenses=a:1,array-parallelism=1"
+    assert submit(sweep.runs, options) == ["4711_0", "4711_1"]
     lines = Path("submitted").read_text().splitlines()
     for expected in (
-        *("--partition=gpu", "--time=1560", "--gres=gpu:2", "--cpus-per-task=3", "--licenses=a:1", "--array=0-1%1"),
-        "--job-name=thinwire-sweep",
+        *(
+            "--partition=gpu",
+            "--time=1-2:00:00",
+            "--gres=gpu:2",
+            "--cpus-per-task=3",
+            "--licenses=a:1",
+            "--array=0-1%1",
+        ),
+        *("--job-name=runs", "--signal=USR2@90", "--requeue", f"--chdir={Path.cwd()}"),
     ):
         assert f"#SBATCH {expected}" in lines, lines
     assert queued(sweep.runs) == list(sweep.runs)
@@ -137,8 +156,22 @@ def test_a_run_gets_a_processor_for_each_worker(slurm, tmp_path, monkeypatch):
     )
     sweep = read_sweep(tmp_path / "other.toml")
     monkeypatch.chdir(tmp_path)
-    submit(sweep.runs, "time=10", tmp_path / "slurm")
+    submit(sweep.runs, "time=10")
     assert "#SBATCH --cpus-per-task=6" in Path("submitted").read_text().splitlines()
+
+
+def test_a_dry_run_writes_a_file_to_read_and_submits_nothing(sweep_of):
+    """It needs no SLURM."""
+    sweep = sweep_of(steps=2)
+    done = thinwire("sweep", "grid.toml", "--slurm", "time=10", "--pack", 2, "--dry-run", cwd=Path.cwd())
+    assert done.returncode == 0 and done.stdout == "  sbatch runs/.sweep/slurm/runs.sbatch\n", done.stderr
+    text = Path("runs/.sweep/slurm/runs.sbatch").read_text()
+    assert "#SBATCH --array=0-0\n" in text and "pack=2 " in text
+    assert [line.strip() for line in text.splitlines() if line.startswith("  ")] == [r.folder.name for r in sweep.runs]
+    assert subprocess.run(["bash", "-n", "runs/.sweep/slurm/runs.sbatch"]).returncode == 0
+    assert not list(Path("runs/.sweep").glob("*/job.json"))
+    alone = thinwire("sweep", "grid.toml", "--pack", 2, cwd=Path.cwd())
+    assert alone.returncode == 2 and "--pack is for the jobs of --slurm" in alone.stderr
 
 
 def test_the_command_submits_what_is_not_queued(slurm, sweep_of):
@@ -152,29 +185,34 @@ def test_the_command_submits_what_is_not_queued(slurm, sweep_of):
 
 @pytest.mark.parametrize(
     "options, complaint",
-    [
-        ("partition", "--slurm takes name=value"),
-        ("partition=gpu", "--slurm needs a time"),
-        ("time=soon", "time must be minutes"),
-    ],
+    [("partition", "--slurm takes name=value"), ("partition=gpu", "--slurm needs a time")],
 )
 def test_wrong_options_get_one_line(slurm, options, complaint, sweep_of):
     with pytest.raises(ValueError, match=complaint):
-        submit(sweep_of(steps=2).runs, options, Path("slurm"))
+        submit(sweep_of(steps=2).runs, options)
 
 
-def test_without_slurm_or_submitit_one_line_says_what_is_missing(sweep_of, monkeypatch):
+def test_what_slurm_refuses_gets_one_line(slurm, sweep_of, tmp_path):
+    (tmp_path / "programs" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    with pytest.raises(ValueError, match=r"SLURM refused runs/.*sbatch: sbatch: error: invalid partition"):
+        submit(sweep_of(steps=2).runs, "time=1")
+
+
+def test_without_slurm_one_line_says_what_is_missing(sweep_of, monkeypatch):
     sweep = sweep_of(steps=2)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="there is no sbatch here"):
-        submit(sweep.runs, "time=10", Path("slurm"))
+        submit(sweep.runs, "time=10")
     with pytest.raises(ValueError, match="there is no sbatch here"):
         queued(sweep.runs)
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ValueError, match=r"pip install thinwire\[slurm\]"):
-        submit(sweep.runs, "time=10", Path("slurm"))
 
 
-def test_options_and_times():
+def test_options_with_commas():
     assert parsed_options("exclude=n1,n2,time=5") == {"exclude": "n1,n2", "time": "5"}
-    assert minutes("0:30") == 1 and minutes("3-0:30:00") == 3 * 24 * 60 + 30
+
+
+def read_more(sweep, seeds: list[int]):
+    """The sweep with these seeds."""
+    text = sweep.file.read_text().replace("seed = [1, 2]", f"seed = {seeds}")
+    sweep.file.write_text(text)
+    return read_sweep(sweep.file)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from thinwire import LocalWorld
-from thinwire.lab.train import RunConfig, gradient_spectra, train, worker_differences
+from thinwire.lab.train import EachStep, RunConfig, gradient_spectra, train, worker_differences
 from thinwire.lab.train.callbacks import called
+from thinwire.lab.train.metrics_files import MetricsWriter
 from thinwire.lab.train.models import DigitsNet
 
 CONFIG = RunConfig("digits", workers=2, batch_size=100, max_steps=2, log_every=1, model=DigitsNet(width=4))
@@ -34,7 +35,7 @@ def rows_of(folder):
 
 
 def test_values_of_callbacks_join_the_rows(tmp_path):
-    config = replace(CONFIG, averager="Mix(Ring())", output=tmp_path)
+    config = replace(CONFIG, strategy="Gossip(Mix(Ring()))", output=tmp_path)
     rows = rows_of(train(replace(config, name="with"), callbacks=[squared, worker_differences]))
     assert [row["mean_step"] for row in rows] == [1.0, 2.0]
     assert all(row["difference_norm"] > 0 and 0 < row["difference_rank1_share"] <= 1 for row in rows)
@@ -75,3 +76,25 @@ def test_spectra_of_known_gradients():
     assert found["gradient_rank1_share"] == pytest.approx((1 + 4 / 8) / 2)
     assert found["gradient_rank4_share"] == pytest.approx((1 + 7 / 8) / 2)
     assert found["gradient_stable_rank"] == pytest.approx((1 + 2) / 2)
+
+
+def every_third(model, row, comm):
+    """Values on each third step alone; all workers add up."""
+    total = comm.all_reduce(torch.tensor([1.0])).wait().item()
+    return {"step_squared": row["step"] ** 2, "workers_seen": total} if row["step"] % 3 == 0 else {}
+
+
+def test_values_are_logged_between_rows_and_cut_off_with_the_steps_that_are_taken_again(tmp_path):
+    config = replace(CONFIG, output=tmp_path, name="one", max_steps=7, log_every=5, epochs=5)
+    folder = train(config, callbacks=[EachStep(every_third)])
+    wanted = [{"step": step, "step_squared": step**2, "workers_seen": 2.0} for step in (3, 6)]
+    info = folder / "info.jsonl"
+    assert [json.loads(line) for line in info.read_text().splitlines()] == wanted
+    assert not any("step_squared" in row for row in rows_of(folder))
+    MetricsWriter(folder, done=5).close()  # a resumed run
+    assert [json.loads(line)["step"] for line in info.read_text().splitlines()] == [3]
+
+
+def test_elastic_runs_refuse_callbacks_between_rows(tmp_path):
+    with pytest.raises(ValueError, match="leave EachStep or elastic out"):
+        train(replace(CONFIG, output=tmp_path, elastic=True), callbacks=[EachStep(every_third)])

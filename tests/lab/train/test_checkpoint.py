@@ -14,6 +14,7 @@ import torch
 from helpers import tiny
 from helpers.spawn import spawn
 
+from thinwire import parse
 from thinwire.lab.train import RunConfig, loop
 from thinwire.lab.train.data import CIFAR10, Digits, PlainText
 from thinwire.lab.train.interrupt import Interrupted
@@ -25,63 +26,68 @@ CONFIG = RunConfig(
     "digits", workers=2, batch_size=200, epochs=2, max_steps=STEPS, log_every=2, keep=STEPS, model=DigitsNet(width=4)
 )
 
-AVERAGERS = [
-    "Mean()",
-    "Mean(TopK(0.1), ErrorFeedback())",
-    "Mean(TopK(0.1), MomentumCorrection(0.9))",
-    "Mean(TopK(GeometricWarmup(final=0.05, num=2)), MomentumCorrection(0.9, nesterov=True), clip=ClipByNorm(1.0))",
-    "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())",
-    "Mean(RandomK(0.1), ErrorFeedback())",
-    "Mean(QSGD(bits=4))",
-    "Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce')",
-    "Mean(ALQ(bits=3, update_steps=(1, 2, 4)))",
-    "Mean(AMQ(bits=3, update_steps=(1, 2, 4)), ErrorFeedback())",
-    "Mean(SignNorm(), ErrorFeedback(), granularity='model')",
-    "PowerSGD(rank=2)",
-    "ByName({'0.*': Mean(TopK(0.1), ErrorFeedback()), '*': PowerSGD(rank=2)})",
-    "Mix(Ring())",
-    "PushSum(Exponential())",
-    "Choco(Ring(), TopK(0.1), step_size=0.2)",
-    "DeepSqueeze(Ring(), QSGD(bits=8), step_size=0.5)",
-    "PowerGossip(Ring(), rank=1)",
-    "Moniqua(Ring(), bits=8, theta=0.5)",
+STRATEGIES = [
+    "Gradients(Mean())",
+    "Gradients(Mean(TopK(0.1), ErrorFeedback()))",
+    "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))",
+    "Gradients(Mean(TopK(GeometricWarmup(final=0.05, num=2)), MomentumCorrection(0.9, nesterov=True), clip=ClipByNorm(1.0)))",
+    "Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))",
+    "Gradients(Mean(RandomK(0.1), ErrorFeedback()))",
+    "Gradients(Mean(QSGD(bits=4)))",
+    "Gradients(Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce'))",
+    "Gradients(Mean(ALQ(bits=3, update_steps=(1, 2, 4))))",
+    "Gradients(Mean(AMQ(bits=3, update_steps=(1, 2, 4)), ErrorFeedback()))",
+    "Gradients(Mean(SignNorm(), ErrorFeedback(), granularity='model'))",
+    "Gradients(PowerSGD(rank=2))",
+    "Gradients(ByName({'0.*': Mean(TopK(0.1), ErrorFeedback()), '*': PowerSGD(rank=2)}))",
+    "Gossip(Mix(Ring()))",
+    "Gossip(PushSum(Exponential()))",
+    "Gossip(Choco(Ring(), TopK(0.1), step_size=0.2))",
+    "Gossip(DeepSqueeze(Ring(), QSGD(bits=8), step_size=0.5))",
+    "Gossip(PowerGossip(Ring(), rank=1))",
+    "Gossip(Moniqua(Ring(), bits=8, theta=0.5))",
 ]
 
 
 def configs(folder: Path) -> dict[str, RunConfig]:
     """All runs that are interrupted, by what is special to them; their data lies in `folder`."""
-    found = {averager: replace(CONFIG, averager=averager) for averager in AVERAGERS}
+    found = {strategy: replace(CONFIG, strategy=strategy) for strategy in STRATEGIES}
     for name, config in found.items():
         if "MomentumCorrection" in name:
             found[name] = replace(config, optimizer=replace(config.optimizer, momentum=0.0, learning_rate=0.01))
-    compressed = found["Mean(TopK(0.1), ErrorFeedback())"]
+    compressed = found["Gradients(Mean(TopK(0.1), ErrorFeedback()))"]
     text = PlainText(folder / "train.txt", folder / "test.txt", context=5)
     recurrent = {"data": text, "model": LSTMLanguageModel(width=8, layers=2, dropout=0.5)}
     residual = {"data": CIFAR10(folder / "images"), "model": CIFARResNet(depth=8), "batch_size": 13}
     return found | {
         "accumulate": replace(compressed, batch_size=100, accumulate=2),
         "fp16": replace(compressed, precision="fp16"),
-        "fp16, parameters": replace(CONFIG, averager="Mix(Ring())", precision="fp16"),
+        "fp16, parameters": replace(CONFIG, strategy="Gossip(Mix(Ring()))", precision="fp16"),
         "local updates in flight": replace(
-            compressed, every=3, outer="OuterSGD(lr=0.5)", fragments=2, delay=2, alpha=0.5
+            CONFIG,
+            strategy="Local(Mean(TopK(0.1), ErrorFeedback()), 3, OuterSGD(lr=0.5), fragments=2, delay=2, alpha=0.5)",
         ),
         "pulled pairs, Muon": replace(
-            CONFIG, averager="Mix(RandomPairs())", every=2, outer="OuterSGD()", pull=0.5, delay=1, optimizer=Muon()
+            CONFIG, strategy="Local(Mix(RandomPairs()), 2, OuterSGD(), pull=0.5, delay=1)", optimizer=Muon()
         ),
         "by-class": replace(compressed, split="by-class", shuffled=0.1),
         "adam, clipped": replace(compressed, optimizer=Adam(learning_rate=1e-2), clip_norm=0.5),
         "dropout, carried state": replace(compressed, batch_size=60, **recurrent),
-        "dropout, carried state, parameters": replace(CONFIG, averager="Mix(Ring())", batch_size=60, **recurrent),
+        "dropout, carried state, parameters": replace(
+            CONFIG, strategy="Gossip(Mix(Ring()))", batch_size=60, **recurrent
+        ),
         "running statistics, augmentation": replace(compressed, **residual),
-        "running statistics, parameters": replace(CONFIG, averager="PushSum(Exponential())", **residual),
+        "running statistics, parameters": replace(CONFIG, strategy="Gossip(PushSum(Exponential()))", **residual),
     }
 
 
 # Workers that wait for nobody, or for late messages, go on, but no two of their runs are the same.
 # There are four, since two agree exactly after each exchange.
 LOOSE = {
-    "overlap": replace(CONFIG, workers=4, batch_size=100, averager="PushSum(Exponential())", overlap=True, staleness=1),
-    "asynchronous": replace(CONFIG, workers=4, batch_size=100, averager="Pairwise()"),
+    "overlap": replace(
+        CONFIG, workers=4, batch_size=100, strategy="Gossip(PushSum(Exponential()), overlap=True, staleness=1)"
+    ),
+    "asynchronous": replace(CONFIG, workers=4, batch_size=100, strategy="Asynchronous()"),
 }
 STRICT = list(configs(Path()))
 TRAFFIC = ("bytes_sent", "bytes_received", "messages")
@@ -136,7 +142,8 @@ def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
 def rows_of(folder: Path) -> list[dict]:
     """All rows without times. While messages fly, it is a matter of time how many have been sent, but not at a checkpoint."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    delayed = json.loads((folder / "config.json").read_text())["delay"] > 0
+    strategy = parse(json.loads((folder / "config.json").read_text())["strategy"])
+    delayed = strategy.rhythm.delay > 0 and strategy.rhythm.every > 1
     timed = [(*TRAFFIC, "second") if delayed and "test_loss" not in row else ("second",) for row in rows]
     return [
         {key: value for key, value in row.items() if not any(word in key for word in words)}

@@ -28,11 +28,10 @@ from thinwire.lab.train.meter import Meter
 from thinwire.lab.train.metrics_files import MetricsWriter, read_rows
 from thinwire.lab.train.models import DigitsNet
 from thinwire.lab.train.run_folder import FREE, check_same, make_folder
-from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training
 
 CONFIG = RunConfig(
-    *("digits", "Mean(TopK(0.1), ErrorFeedback())"),
+    *("digits", "Gradients(Mean(TopK(0.1), ErrorFeedback()))"),
     **{"workers": 2, "batch_size": 200, "epochs": 3, "log_every": 1, "checkpoint_every": 2, "keep": 2, "name": "run"},
     model=DigitsNet(width=4),
 )  # three steps an epoch
@@ -79,7 +78,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(finished):
     for file in files:
         torch.load(file, weights_only=True)
     facts = json.loads((finished / "checkpoints" / "step-000009" / "checkpoint.json").read_text())
-    assert facts["step"] == 9 and facts["row"]["test_accuracy"] == tested[9] and facts["config"]["averager"]
+    assert facts["step"] == 9 and facts["row"]["test_accuracy"] == tested[9] and facts["config"]["strategy"]
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(begun, finished):
@@ -125,7 +124,7 @@ def test_a_finished_run_is_not_run_again(finished):
     "changes, expected",
     [
         ({"model": DigitsNet(width=8)}, "model.width 4, not 8"),
-        ({"averager": "Mean()"}, r"averager 'Mean\(TopK\(ratio=0.1\), ErrorFeedback\(\)\)', not 'Mean\(\)'"),
+        ({"strategy": "Gradients(Mean())"}, r"strategy 'Gradients\(Mean\(TopK\(.*\)\)', not 'Gradients\(Mean\(\)\)'"),
         ({"epochs": 9}, "epochs 3, not 9"),
         ({"max_steps": 20}, "max_steps None, not 20"),
         ({"seed": 1, "split": "by-class"}, "seed 0, not 1; split 'even', not 'by-class'"),
@@ -248,7 +247,7 @@ def alone(config: RunConfig, folder: Path) -> None:
         torch.manual_seed(0)
         model = config.model.build(data.num_classes)
         optimizer = config.optimizer.build(model)
-        strategy = attach(config, model, optimizer, comm=comm)
+        strategy = config.parsed_strategy().attach(model, optimizer, comm=comm)
         training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
         load_latest(folder / "checkpoints", training, Meter(data, strategy, comm), comm)
 
@@ -318,7 +317,7 @@ def test_a_full_disk_is_named_whatever_pytorch_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["shared.pt", "worker-0.pt"])
-def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_path):
+def test_a_checkpoint_of_another_model_or_strategy_is_refused(name, begun, tmp_path):
     """Files that say to be of this run, and are not."""
     config, folder = begun
     path = folder / "checkpoints" / "step-000008" / name
@@ -330,7 +329,7 @@ def test_a_checkpoint_of_another_model_or_averager_is_refused(name, begun, tmp_p
     torch.save(state, path)
     with pytest.raises(
         ValueError,
-        match="step-000008 does not fit this run; .* of another model, optimizer or averager .*(size mismatch|memory)",
+        match="step-000008 does not fit this run; .* of another model, optimizer or strategy .*(size mismatch|memory)",
     ):
         train(config)
 
@@ -382,7 +381,7 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_path):
-    options = ["--averager", "Mean(TopK(0.05), MomentumCorrection(0.9))", "--optimizer.momentum", "0"]
+    options = ["--strategy", "Gradients(Mean(TopK(0.05), MomentumCorrection(0.9)))", "--optimizer.momentum", "0"]
     options += ["--max-steps", "12", "--log-every", "1", "--checkpoint-every", "1", "--model.width", "4"]
     command = ("train", "digits", "--workers", "4", *options)
     whole = thinwire(*command, "--name", "whole", cwd=tmp_path)
@@ -408,3 +407,21 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
     again = thinwire(*command, "--name", "killed", "--resume", cwd=tmp_path)
     assert again.returncode == 0 and "test accuracy" in again.stdout and "step" not in again.stdout
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_metrics_that_were_deleted_or_replaced_in_mid_run_are_written_anew(tmp_path, change, capsys):
+    writer = MetricsWriter(tmp_path)
+    writer.row({"step": 1, "loss": 3.0})
+    before = (tmp_path / "metrics.csv").read_bytes()
+    for name in ("metrics.jsonl", "metrics.csv"):
+        (tmp_path / name).unlink()
+        if change == "replaced":
+            (tmp_path / name).write_text("something else\n")
+    writer.row({"step": 2, "loss": 2.0})
+    writer.row({"step": 3, "loss": 1.0})
+    writer.close()
+    assert [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl", 9)] == [3.0, 2.0, 1.0]
+    written = (tmp_path / "metrics.csv").read_bytes()
+    assert written.startswith(before) and written.count(b"\r\n") == 4
+    assert capsys.readouterr().err.count("was deleted or replaced, and is written anew") == 2

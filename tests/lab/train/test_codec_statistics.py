@@ -7,7 +7,6 @@ import torch
 
 import thinwire as tw
 from thinwire.lab.train.codec_statistics import codec_statistics, own_gradients
-from thinwire.lab.train.strategy import Strategy
 
 
 def found_by(averager, gradients):
@@ -17,7 +16,7 @@ def found_by(averager, gradients):
         model = torch.nn.Linear(2, 2)
         handle = tw.compress_gradients(model, averager, comm=comm)
         try:
-            return codec_statistics(Strategy(handle, False, ()), gradients)
+            return codec_statistics(handle, gradients)
         finally:
             handle.detach()
 
@@ -41,7 +40,7 @@ def test_variance_of_stochastic_rounding_has_the_expected_value():
     scale = g.abs().max().double()
     # An element r between 0 and the scale s becomes s with probability r/s: its variance is r (s - r).
     expected = ((g.abs().double() * (scale - g.abs())).sum() / g.double().square().sum()).item()
-    codec = tw.Quantize((-1.0, 0.0, 1.0), bucket_size=g.numel(), norm="max")
+    codec = tw.codec.Quantize((-1.0, 0.0, 1.0), bucket_size=g.numel(), norm="max")
     assert found_by(tw.Mean(codec), {"weight": g})["variance"] == pytest.approx(expected, rel=0.02)
 
 
@@ -70,7 +69,7 @@ def test_nothing_of_parameters_and_of_zeros():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = tw.gossip_parameters(model, optimizer, tw.Mix(tw.Ring()), comm=comm)
         try:
-            return codec_statistics(Strategy(handle, True, ()), {"weight": matrix(2, 2)})
+            return codec_statistics(handle, {"weight": matrix(2, 2)})
         finally:
             handle.detach()
 
@@ -84,7 +83,6 @@ def train(comm, averager, watched):
         for i, p in enumerate(model.parameters()):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     handle = tw.compress_gradients(model, averager, comm=comm)
-    strategy = Strategy(handle, False, ())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + comm.rank))
@@ -95,7 +93,7 @@ def train(comm, averager, watched):
             (own,) = torch.autograd.grad(model(inputs).square().mean(), [model.weight])
             assert torch.equal(gradients["weight"], own)  # not the mean of all
             random_state = torch.get_rng_state()
-            seen.append(codec_statistics(strategy, gradients))
+            seen.append(codec_statistics(handle, gradients))
             assert torch.equal(torch.get_rng_state(), random_state)
         else:
             model(inputs).square().mean().backward()

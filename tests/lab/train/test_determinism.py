@@ -5,7 +5,7 @@ undisturbed, and once while another process uses the cores and a thread of each 
 of metrics (but for times), weights and checkpoints must be equal bit by bit. The second pass takes the runs in reverse
 order, so that each one inherits other memory.
 
-Asynchronous gossip (`Pairwise`) is not among the strategies: which neighbour answers first decides what is averaged, so its
+`Asynchronous` is not among the strategies: which neighbour answers first decides what is averaged, so its
 runs differ by nature.
 """
 
@@ -25,7 +25,6 @@ import torch
 from helpers import tiny
 from helpers.spawn import spawn
 
-from thinwire import local_updates, parse
 from thinwire.comm import Communicator
 from thinwire.lab.files import write_json
 from thinwire.lab.train import RunConfig, loop
@@ -33,7 +32,6 @@ from thinwire.lab.train.data import Augmentation, ImageFolder
 from thinwire.lab.train.models import CIFARResNet, LSTMLanguageModel, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.steps import count_steps, steps
-from thinwire.lab.train.strategy import Strategy
 from thinwire.lab.train.training import Training, random_state
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -41,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from determinism import background_load, differences, dirty_memory, read_rows, unfinite  # noqa: E402
 
 SPARSE = "Mean(chain(TopK(0.05), QSGD(bits=4)), ErrorFeedback())"
-STRATEGIES: dict[str, dict[str, object]] = {
-    "gradients": {"averager": SPARSE},
-    "gradients-adaptive": {"averager": "Mean(ALQ(bits=3, update_steps=(1, 2)))"},
-    "gossip": {"averager": "Choco(Ring(), TopK(0.1), step_size=0.5)"},
-    "gossip-overlap": {"averager": "PushSum(Exponential())", "overlap": True, "staleness": 1},
-    "local-updates": {"averager": SPARSE},
+STRATEGIES = {
+    "gradients": f"Gradients({SPARSE})",
+    "gradients-adaptive": "Gradients(Mean(ALQ(bits=3, update_steps=(1, 2))))",
+    "gossip": "Gossip(Choco(Ring(), TopK(0.1), step_size=0.5))",
+    "gossip-overlap": "Gossip(PushSum(Exponential()), overlap=True, staleness=1)",
+    "local-updates": f"Local({SPARSE}, every=2)",
 }
 KINDS = ("memory-images", "folder-images", "text", "translation")
 PAIRS = [("gradients", kind) for kind in KINDS]
@@ -72,15 +70,14 @@ def tasks(folder: Path) -> dict[str, RunConfig]:
 
 
 def run_locally(config: RunConfig, folder: Path, comm: Communicator) -> None:
-    """Train with `local_updates`, which `thinwire train` does not offer, and leave the files of a run."""
+    """Train with local updates and synchronize at the end, which `thinwire train` does not; leave the files of a run."""
     data = config.data.load()
     torch.manual_seed(config.seed)
     model = config.model.build(data.num_classes)
     optimizer = config.optimizer.build(model)
     torch.manual_seed(1000 + comm.rank)
-    handle = local_updates(model, optimizer, parse(config.averager), every=2, comm=comm)
-    strategy = Strategy(handle, models_differ=True, phases_in_step=())
-    training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
+    handle = config.parsed_strategy().attach(model, optimizer, comm=comm)
+    training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), handle)
     rows = []
     for step in steps(config, data, comm):
         training.carried = None if step.begins_epoch is not None else training.carried
@@ -123,7 +120,7 @@ def outputs(tmp_path_factory) -> list[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         configs = tasks(root)
-        made = {f"{strategy}-{kind}": replace(configs[kind], **STRATEGIES[strategy]) for strategy, kind in PAIRS}
+        made = {f"{strategy}-{kind}": replace(configs[kind], strategy=STRATEGIES[strategy]) for strategy, kind in PAIRS}
         spawn(2, run_all, made, root / "quiet", False, timeout_seconds=300, comm_timeout_seconds=120)
         with background_load(1):
             spawn(2, run_all, made, root / "loaded", True, timeout_seconds=300, comm_timeout_seconds=120)

@@ -73,13 +73,21 @@ def test_children_do_not_inherit_the_lock(tmp_path):
 
 
 def test_folders_that_are_no_checkpoints_are_ignored(tmp_path):
-    for name in ("step-000003", "step-000013-good", "step-best", "step-000007", ".step-copy"):
+    ignored = {"step-000013-good", "step-best", ".step-copy", "step-\u0660\u0660\u0660\u0660\u0661\u0662", "step-15"}
+    for name in {"step-000003", "step-000007"} | ignored:
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "checkpoint.json", {"step": 3, "row": {}, "config": {}})
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000007"
-    checkpoint.tidy(tmp_path, RunConfig("digits", keep=1), "accuracy")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"step-000013-good", "step-best", "step-000007", ".step-copy"}
+    checkpoint.tidy(tmp_path, 7, RunConfig("digits", keep=1), "accuracy")
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000007"} | ignored
+
+
+def test_newer_checkpoints_of_others_do_not_count(tmp_path):
+    """They stay, and the run keeps as many of its own as it was told to."""
+    for step in (1, 2, 3, 50, 60):
+        (tmp_path / checkpoint.name_of(step)).mkdir()
+    checkpoint.tidy(tmp_path, 3, RunConfig("digits", keep=2), "accuracy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 3, 50, 60)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")

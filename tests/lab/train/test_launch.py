@@ -28,7 +28,16 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import netlab  # noqa: E402
 
 THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
-TRAIN = ("train", "digits", "--max-steps", "30", "--log-every", "3", "--averager", "Mean(TopK(0.01), ErrorFeedback())")
+TRAIN = (
+    "train",
+    "digits",
+    "--max-steps",
+    "30",
+    "--log-every",
+    "3",
+    "--strategy",
+    "Gradients(Mean(TopK(0.01), ErrorFeedback()))",
+)
 
 
 def _why_no_lab() -> str | None:
@@ -76,7 +85,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, two nodes are not tested: {WHY_NO_LAB}")
 def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
     with ExitStack() as stack:
-        lab = stack.enter_context(netlab.Lab(hosts=2, rate="1gbit"))
+        lab = stack.enter_context(netlab.Lab(hosts=2, line="1gbit"))
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{lab.address(0)}:29400", "--rdzv-id", "two")
         agents = []
         for host, namespace in enumerate(lab.namespaces):

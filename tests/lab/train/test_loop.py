@@ -23,7 +23,6 @@ from thinwire.lab.train.data import Batch, ImageFolder
 from thinwire.lab.train.evaluation import evaluate
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
-from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training, check_clipping, prepare
 from thinwire.lab.train.weights_and_biases import WandB, check_installed
 
@@ -79,8 +78,8 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
     assert (weights(trainings[1]) - before).norm() > 1e-3
     torch.testing.assert_close(weights(trainings[0]), weights(trainings[1]), rtol=0, atol=1e-7)
     for training in trainings:
-        assert training.strategy.handle.ledger.dense_numel == len(before)
-        training.strategy.handle.detach()
+        assert training.strategy.ledger.dense_numel == len(before)
+        training.strategy.detach()
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
@@ -94,14 +93,14 @@ def test_a_step_follows_the_gradient_shortened_to_the_largest_norm(clip_norm, al
     training.step([batch])
     expected = before - PLAIN.learning_rate * gradient * min(1.0, clip_norm / gradient.norm().item())
     torch.testing.assert_close(weights(training), expected, rtol=1e-5, atol=1e-7)
-    training.strategy.handle.detach()
+    training.strategy.detach()
 
 
 def test_clipping_after_momentum_was_added_up_is_refused():
-    late = replace(CONFIG, averager="Mean(TopK(0.1), MomentumCorrection(0.9))", clip_norm=1.0)
+    late = replace(CONFIG, strategy="Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))", clip_norm=1.0)
     with pytest.raises(ValueError, match=r"clip_norm 1.0 would clip .* clip there: Mean\(\.\.\., clip=ClipByNorm"):
         check_clipping(late)
-    check_clipping(replace(late, averager="Mean(TopK(0.1), ErrorFeedback())"))
+    check_clipping(replace(late, strategy="Gradients(Mean(TopK(0.1), ErrorFeedback()))"))
     check_clipping(replace(late, clip_norm=None))
 
 
@@ -127,7 +126,7 @@ def test_a_loss_scaler_skips_the_step_that_overflows_and_goes_on(alone):
         training.step([batch])
     assert training.scaler.get_scale() < 2.0**40 and not torch.equal(weights(training), before)
     assert weights(training).isfinite().all()
-    training.strategy.handle.detach()
+    training.strategy.detach()
 
 
 @dataclass(frozen=True)
@@ -199,12 +198,12 @@ def evaluated_everywhere(comm, configs: dict[str, RunConfig]) -> list[tuple]:
     """On every worker: for each task what workers find together, and what one finds by itself."""
     found = []
     for name, config in configs.items():
-        for averager in ("Mean()", "Mix(Ring())"):
-            config, data = replace(config, averager=averager, workers=comm.size), config.data.load()
+        for text in ("Gradients(Mean())", "Gossip(Mix(Ring()))"):
+            config, data = replace(config, strategy=text, workers=comm.size), config.data.load()
             torch.manual_seed(3)
             model = config.model.build(data.num_classes)
             optimizer = config.optimizer.build(model)
-            strategy = attach(config, model, optimizer)
+            strategy = config.parsed_strategy().attach(model, optimizer, seed=config.seed)
             if strategy.models_differ:
                 with torch.no_grad():
                     for p in model.parameters():
@@ -223,7 +222,7 @@ def evaluated_everywhere(comm, configs: dict[str, RunConfig]) -> list[tuple]:
                 whole = data.evaluate(model, 0, 1, comm.size * config.test_batch_size)
                 by_itself["mean_model_test_"] = data.metrics(whole)
             found.append((name, strategy.models_differ, together, by_itself))
-            strategy.handle.detach()
+            strategy.detach()
     return found
 
 

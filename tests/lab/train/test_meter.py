@@ -18,10 +18,11 @@ def test_a_row_goes_on_where_it_was_saved(monkeypatch):
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now.time)
 
     def begin(comm, encode: float) -> tuple[Meter, dict]:
-        handle = SimpleNamespace(seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2)
-        strategy = SimpleNamespace(handle=handle, models_differ=False, phases_in_step=("encode",))
+        handle = SimpleNamespace(
+            seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
+        )
         data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
-        return Meter(data, strategy, comm), handle.seconds
+        return Meter(data, handle, comm), handle.seconds
 
     def run(comm):
         first, seconds = begin(comm, 7.0)

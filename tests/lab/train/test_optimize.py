@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.lab.train.data import IGNORE
+from thinwire.comm import LocalWorld
+from thinwire.lab.train import RunConfig
+from thinwire.lab.train.data import IGNORE, Batch
 from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet
 from thinwire.lab.train.optimize import DGCSGD, SGD, Adam, LearningRateSchedule, set_learning_rate
+from thinwire.lab.train.training import Training
 
 
 def rates_of(shape: str, num_steps: int = 100, num_workers: int = 1, **fields) -> list[float]:
@@ -72,6 +75,29 @@ def test_sgd_is_its_equation(nesterov):
         x = x - 0.3 * (pulled + 0.8 * v if nesterov else v)
         optimizer.step()
         torch.testing.assert_close(model.weight.detach(), x)
+
+
+def test_the_rate_in_the_loss_multiplies_gradients():
+    """With learning rate r, an exact mean and no momentum: x - r (r g) instead of x - r g; r counts at each step."""
+
+    def moved(comm, rate_in_loss):
+        model = nn.Linear(2, 2, bias=False)
+        config = RunConfig("digits", optimizer=SGD(0.5, 0.0, momentum=0.0, rate_in_loss=rate_in_loss))
+        optimizer, changes = config.optimizer.build(model), []
+        strategy = config.parsed_strategy().attach(model, optimizer, comm=comm)
+        training = Training(config, model, model, optimizer, torch.amp.GradScaler(enabled=False), strategy)
+        for rate in (0.5, 0.125):
+            with torch.no_grad():
+                model.weight.zero_()
+            set_learning_rate(optimizer, rate)
+            training.step([Batch((torch.tensor([[1.0, 2.0]]),), torch.tensor([i])) for i in (0, 0)])
+            changes.append(model.weight.detach().clone())
+        strategy.detach()
+        return changes
+
+    (plains,), (scaleds,) = LocalWorld(1).run(moved, False), LocalWorld(1).run(moved, True)
+    for plain, scaled, rate in zip(plains, scaleds, (0.5, 0.125), strict=True):
+        assert plain.abs().max() > 0.05 and torch.equal(scaled, rate * plain)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -20,10 +20,13 @@ from thinwire.lab.report.runs import find
 from thinwire.lab.report.tables import summary_table
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.data import Batch
-from thinwire.lab.train.strategy import attach
 from thinwire.lab.train.training import Training
 
-AVERAGERS = ["Mean(TopK(0.1), ErrorFeedback())", "Mix(Complete())", "Pairwise()"]
+STRATEGIES = [
+    "Gradients(Mean(TopK(0.1), ErrorFeedback()), max_nonfinite=3)",
+    "Gossip(Mix(Complete()), max_nonfinite=3)",
+    "Asynchronous(max_nonfinite=3)",
+]
 PROGRAM = '''
 import sys
 from pathlib import Path
@@ -54,23 +57,23 @@ class SpoiltDigits(Digits):
 if __name__ == "__main__":
     trained(
         RunConfig(
-            "digits", averager=sys.argv[1], data=SpoiltDigits(), workers=2, batch_size=64, max_steps=6, log_every=1,
-            max_nonfinite=3, variance=True, output=Path(sys.argv[2]), name="run",
+            "digits", strategy=sys.argv[1], data=SpoiltDigits(), workers=2, batch_size=64, max_steps=6, log_every=1,
+            variance=True, output=Path(sys.argv[2]), name="run",
         )
     )
 '''
 
 
-def run(folder: Path, averager: str, spoilt: str) -> subprocess.CompletedProcess:
+def run(folder: Path, strategy: str, spoilt: str) -> subprocess.CompletedProcess:
     """Train in processes of its own, with NaN in these batches of worker 1 ("2:4": from 2, before 4)."""
     program = folder / "spoilt_run.py"
     program.write_text(PROGRAM)
-    return python(program, averager, folder, spoilt, cwd=folder)
+    return python(program, strategy, folder, spoilt, cwd=folder)
 
 
-@pytest.mark.parametrize("averager", AVERAGERS)
-def test_one_bad_batch_on_one_worker_costs_one_step(averager, tmp_path):
-    done = run(tmp_path, averager, "2:3")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_bad_batch_on_one_worker_costs_one_step(strategy, tmp_path):
+    done = run(tmp_path, strategy, "2:3")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("thinwire: by step 3, 1 update was skipped because a gradient was infinite or NaN"), line
@@ -92,24 +95,24 @@ def test_one_bad_batch_on_one_worker_costs_one_step(averager, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("averager", "first"),
-    [(AVERAGERS[0], "9.weight"), (AVERAGERS[1], "0.weight")],  # buckets of gradients come from the last layer on
+    ("strategy", "first"),
+    [(STRATEGIES[0], "9.weight"), (STRATEGIES[1], "0.weight")],  # buckets of gradients come from the last layer on
 )
-def test_too_many_bad_batches_in_a_row_end_the_run(averager, first, tmp_path):
-    done = run(tmp_path, averager, "1:9")
+def test_too_many_bad_batches_in_a_row_end_the_run(strategy, first, tmp_path):
+    done = run(tmp_path, strategy, "1:9")
     assert done.returncode == 1
     *warning, line = done.stderr.splitlines()
     assert [text.startswith("thinwire: by step 2, 1 update was skipped") for text in warning] == [True]
     assert f"3 steps in a row were not finite; first on rank 1, parameter '{first}'" in line and "failed" not in line
 
 
-@pytest.mark.filterwarnings("ignore:compress_gradients. a step was not finite:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Gradients. a step was not finite:RuntimeWarning")
 def test_a_skipped_step_leaves_running_statistics_and_recurrent_state_finite():
     def worker(comm):
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = RunConfig("digits", workers=2)
-        strategy = attach(config, model, optimizer, comm=comm)
+        strategy = config.parsed_strategy().attach(model, optimizer, comm=comm)
         training = Training(config, model, model, optimizer, torch.amp.GradScaler(enabled=False), strategy)
         labels = torch.tensor([0, 1, 2, 0])
         training.step([Batch((torch.randn(4, 2),), labels)])
@@ -117,7 +120,7 @@ def test_a_skipped_step_leaves_running_statistics_and_recurrent_state_finite():
         spoilt = torch.full((4, 2), math.nan) if comm.rank else torch.randn(4, 2)
         training.step([Batch((spoilt,), labels)])
         kept = [torch.equal(b, a) for b, a in zip(model.buffers(), before, strict=True)]
-        skipped = strategy.handle.num_skipped
+        skipped = strategy.num_skipped
         strategy.detach()
         return skipped, kept, all(b.isfinite().all().item() for b in model.buffers())
 

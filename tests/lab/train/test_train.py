@@ -155,7 +155,7 @@ def test_schedules_at_their_limits(warmup_fraction, num_steps):
 @pytest.mark.parametrize(
     "changes",
     [{"workers": 0}, {"epochs": 0}, {"seed": -1}, {"port": 70000}, {"name": "a/b"}, {"name": ".."}, {"max_steps": 0}]
-    + [{"staleness": -1}, {"shuffled": 1.5}, {"shuffled": 0.1}, {"name": 256 * "x"}]
+    + [{"shuffled": 1.5}, {"shuffled": 0.1}, {"name": 256 * "x"}]
     + [{"data": PlainText(context=64), "model": GPT(context=32)}],
 )
 def test_a_wrong_field_is_named(changes):
@@ -165,7 +165,9 @@ def test_a_wrong_field_is_named(changes):
 
 def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_path):
     config = RunConfig("digits", output=tmp_path)
-    assert [make_folder(config).name for _ in range(3)] == [f"digits-mean-seed0{end}" for end in ("", "-2", "-3")]
+    assert [make_folder(config).name for _ in range(3)] == [
+        f"digits-gradients-mean-seed0{end}" for end in ("", "-2", "-3")
+    ]
     named = replace(config, name="mine")
     folder = make_folder(named)
     (folder / "metrics.jsonl").write_text("a night of work")
@@ -221,8 +223,8 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     "changes, expected",
     [
         ({"batch_size": 1000}, "^batch_size 1000 .* at most 629"),
-        ({"averager": "dgc(0.01)"}, "^SGD has momentum 0.9 of its own, .* --optimizer.momentum 0$"),
-        ({"averager": "Mix(Torus(rows=3))"}, "^Torus.*rows"),
+        ({"strategy": "Gradients(dgc(0.01))"}, "^SGD has momentum 0.9 of its own, .* --optimizer.momentum 0$"),
+        ({"strategy": "Gossip(Mix(Torus(rows=3)))"}, "^Torus.*rows"),
     ],
 )
 def test_a_mistake_that_all_workers_find_is_told_once(changes, expected, tmp_path):
@@ -253,8 +255,10 @@ def test_one_worker_sends_nothing(tmp_path):
 
 
 def test_late_gradients_are_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ValueError, match=r"are for averagers of parameters .*; Mean\(\) averages gradients"):
-        train(RunConfig("digits", workers=2, overlap=True, output=tmp_path))
+    with pytest.raises(
+        ValueError, match=r"Gossip: Mean\(\) replaces parameters, and overlap needs an averager that adds"
+    ):
+        train(RunConfig("digits", "Gossip(Mean(), overlap=True)", workers=2, output=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -267,7 +271,7 @@ def test_the_learning_rate_grows_with_the_workers_where_asked(tmp_path):
 
 def test_a_run_tells_variance_and_levels_where_asked_and_is_the_same_run(tmp_path):
     config = RunConfig(
-        "digits", "Mean(ALQ(bits=3))", workers=2, batch_size=64, max_steps=4, log_every=2, output=tmp_path
+        "digits", "Gradients(Mean(ALQ(bits=3)))", workers=2, batch_size=64, max_steps=4, log_every=2, output=tmp_path
     )
     silent, telling = (read_run(train(replace(config, variance=variance))).rows for variance in (False, True))
     assert [row["loss"] for row in silent] == [row["loss"] for row in telling]
@@ -277,18 +281,21 @@ def test_a_run_tells_variance_and_levels_where_asked_and_is_the_same_run(tmp_pat
 
 
 def test_workers_without_rounds_train_too(tmp_path):
-    folder = train(RunConfig("digits", averager="Pairwise()", workers=2, batch_size=64, max_steps=8, output=tmp_path))
+    folder = train(
+        RunConfig("digits", strategy="Asynchronous()", workers=2, batch_size=64, max_steps=8, output=tmp_path)
+    )
     final = read_run(folder).summary["final"]
     assert final["steps"] == 8 and final["consensus_distance"] > 0
     state = torch.load(folder / "checkpoints" / "step-000008" / "worker-1.pt", weights_only=True)
     assert {"averager", "model", "optimizer"} <= state.keys()
-    with pytest.raises(ValueError, match=r"Pairwise\(\) has no rounds"):
-        train(RunConfig("digits", averager="Pairwise()", workers=2, overlap=True, output=tmp_path))
+    with pytest.raises(ValueError, match=r"got Pairwise\(\); Pairwise\(\) goes into Asynchronous"):
+        train(RunConfig("digits", strategy="Gossip(Pairwise())", workers=2, output=tmp_path))
 
 
 def test_where_models_differ_the_run_says_how_far_and_keeps_each(tmp_path):
-    config = RunConfig("digits", averager="PushSum(DirectedRing())", workers=3, batch_size=64, output=tmp_path)
-    config = replace(config, overlap=True, staleness=1, split="by-class", shuffled=0.1, max_steps=8, log_every=3)
+    strategy = "Gossip(PushSum(DirectedRing()), overlap=True, staleness=1)"
+    config = RunConfig("digits", strategy, workers=3, batch_size=64, output=tmp_path)
+    config = replace(config, split="by-class", shuffled=0.1, max_steps=8, log_every=3)
     folder = train(config)
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == [3, 6, 8]

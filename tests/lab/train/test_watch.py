@@ -19,7 +19,7 @@ import torch.distributed as dist
 from thinwire.lab.train import RunConfig, WorkerError, spawn
 from thinwire.lab.train.connect import meeting_store
 from thinwire.lab.train.environment import Environment
-from thinwire.lab.train.strategy import attach
+from thinwire.lab.train.training import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
 
@@ -210,15 +210,15 @@ def test_a_port_that_is_taken_is_one_line():
             spawn.loopback_store(port)
 
 
-def test_the_time_limit_reaches_the_averager_and_is_no_part_of_the_result():
+def test_the_time_limit_reaches_the_strategy_and_is_no_part_of_the_result():
     config = RunConfig("digits", timeout=7.0)
-    model = torch.nn.Linear(2, 1)
+    data = config.data.load()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        strategy = attach(config, model, torch.optim.SGD(model.parameters(), 0.1))
-        assert strategy.own_comm._timeout_seconds == 7.0
-        strategy.detach()
-        assert strategy.own_comm._closed
+        training = prepare(config, data, torch.device("cpu"))
+        assert training.strategy.comm is training.own_comm and training.own_comm._timeout_seconds == 7.0
+        training.detach()
+        assert training.own_comm._closed
     finally:
         dist.destroy_process_group()
     with pytest.raises(ValueError, match="timeout must be above 0 seconds, got 0"):

@@ -1,6 +1,6 @@
 """The contract of an exchange: how workers exchange the payloads of one call of `Mean.step`.
 
-An exchange is a function of a `Job`. It encodes the job's tensors and returns `finish(totals, dense_total)`:
+An exchange is an object without fields. `begin` takes a `Job`, encodes its tensors and returns `finish(totals, dense_total)`:
 
     finish         waits, decodes all payloads and adds them in rank order, so that all workers have the same bits
     totals         one buffer per tensor, in any state before; afterwards the mean times `job.scale`
@@ -30,6 +30,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...clock import Clock
 from ...codec import Codec, Key, Selection
+from ...codec.sparse.base import preselected
 from ...comm import Communicator, Handle
 from ...comm.check import announced_sizes
 from ...kernels import Flag
@@ -64,6 +65,7 @@ class Job:
         workers_per_node: how many consecutive ranks share a node.
         masked: empty, or for each tensor a contiguous float32 buffer to be zeroed wherever something was sent.
         selection: what the codec selects of `tensors`, if memory has selected already.
+        by_senders: whether each element is divided by the number of workers that sent it, rather than by W.
         observe: receives codec, segments and keys before they are encoded, so that an adaptive codec can learn.
     """
 
@@ -81,6 +83,7 @@ class Job:
     workers_per_node: int = 1
     masked: list[Tensor] = field(default_factory=list)
     selection: Selection | None = None
+    by_senders: bool = False
     observe: Observe | None = None
 
     def encode(self, parts: Sequence[Tensor], keys: Sequence[Key], masked: Sequence[Tensor] = ()) -> Tensor:
@@ -96,7 +99,7 @@ class Job:
                 return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
             segments = [flatten(parts, self.dense.device)] if self.merged else list(parts)
             keys = keys[: len(segments)]
-            codec = self.codec if self.selection is None else self.codec.with_selection(self.selection)
+            codec = self.codec if self.selection is None else preselected(self.codec, self.selection)
             if self.observe is not None:
                 self.observe(codec, segments, keys)
             payload = codec.encode(segments, keys, segments if self.keep_residual else None)
@@ -137,8 +140,12 @@ class Job:
             segments = list(parts)
             if self.merged:
                 segments = [debug.empty(sum(part.numel() for part in parts), device=self.dense.device)]
-            votes = self.codec.votes
-            finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys[: len(segments)])
+            votes = self.codec.traits.votes
+            keys = keys[: len(segments)]
+            if self.by_senders:
+                finite = self.codec.decode_mean(payloads, segments, weight * len(payloads), keys)
+            else:
+                finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys)
             if votes:
                 self.codec.combine(segments)
                 torch._foreach_mul_(segments, weight * len(payloads))
@@ -290,8 +297,22 @@ def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
 
 
-def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each result into its tensor, unless they are the same memory."""
+def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
+    """Copy each result into its tensor, unless they are the same memory.
+
+    Returns:
+        Whether what was written into narrower types is finite: a finite float32 value may be infinite in float16. Types
+        that hold every float32 value take no pass over memory.
+
+    Example:
+        >>> half = torch.zeros(1, dtype=torch.float16)
+        >>> copy_changed([torch.tensor([1e5])], [half])
+        False
+    """
+    narrow = []
     for result, t in zip(results, tensors, strict=True):
         if result.data_ptr() != t.data_ptr():
             t.copy_(result)
+            if torch.promote_types(t.dtype, result.dtype) != t.dtype:
+                narrow.append(t)
+    return kernels.all_finite(narrow)

@@ -32,21 +32,41 @@ from ...algorithm import require
 from ...comm import Communicator, Handle
 from ...kernels import Flag
 from .base import Job, Stages, flatten, gather_messages, pack, split_like, unpack
+from .contract import Exchange, Load
 
 
-def hierarchical(job: Job) -> Stages:
+class Hierarchical(Exchange):
     """The result is `1/L sum_nodes C(mean of the node)`, for any codec."""
+
+    word = "hierarchical"
+    needs_nodes = True
+    tells_support = False
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return (size > workers_per_node) + 2 * (workers_per_node > 1)
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        return (size // workers_per_node - 1) * message
+
+    def price(self, load: Load) -> float | None:
+        return self.cost(load) if load.workers_per_node > 1 and not load.needs_support else None
+
+    def begin(self, job: Job) -> Stages:
+        return _hierarchical(job)
+
+
+def _hierarchical(job: Job) -> Stages:
     node = Node(job.comm, job.workers_per_node)
     own = take(job)
     num_bytes = job.message_nbytes(job.tensors, job.dense)
-    forward = job.codec.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
+    forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
     node_sum = yield from node.reduce(own)
     messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
     result = debug.empty_like(own)
     if node.is_leader:
         message = _encode(job, node_sum)
-        messages = yield from node.meet(message, num_bytes, fixed=job.codec.fixed_size)
+        messages = yield from node.meet(message, num_bytes, fixed=job.codec.traits.fixed_size)
         if not forward:
             *totals, dense_total = split_like(result, [*job.tensors, job.dense])
             _decode(job, messages, totals, dense_total.zero_())

@@ -21,15 +21,44 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
+from ...codec import Codec
 from ...kernels import Flag
 from .base import Job, Stages, flat_segments, split_like, store_segments
+from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 from .hierarchical import Leaders, Node, take
 from .regions import Regions
-from .sparse_reduce import Round, Summed, layout_of, leave, parts_of
+from .sparse_reduce import Round, Summed, layout_of, leave, parts_of, regions_nbytes
 
 
-def hierarchical_sparse(job: Job) -> Stages:
-    """Codecs that keep the largest coordinates, of the sum of each node."""
+class HierarchicalSparse(Exchange):
+    """The result is that of `sparse_reduce` among nodes, of the sum of each node."""
+
+    word = "hierarchical_sparse"
+    needs_nodes = True
+    selects_again = True
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return 3 * (size > workers_per_node) + 2 * (workers_per_node > 1)
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        num_nodes = size // workers_per_node
+        return 2 * (num_nodes - 1) * message / num_nodes
+
+    def message_nbytes(self, load: Load) -> int:
+        return regions_nbytes(load, load.size // load.workers_per_node)
+
+    def price(self, load: Load) -> float | None:
+        suits = load.workers_per_node > 1 and load.remembers and load.codec.traits.sparse is not None
+        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+
+    def check(self, codec: Codec) -> None:
+        parts_of(codec)
+
+    def begin(self, job: Job) -> Stages:
+        return _hierarchical_sparse(job)
+
+
+def _hierarchical_sparse(job: Job) -> Stages:
     node = Node(job.comm, job.workers_per_node)
     layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
     own = take(job)

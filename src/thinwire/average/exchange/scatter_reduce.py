@@ -35,6 +35,7 @@ from ...kernels.flags import Flag, both
 from ...memory import ErrorFeedback, ErrorFeedbackState
 from ..base import NamedTensors
 from .base import SUMMED, Job, Stages, gather_messages, message_nbytes, pack, piece_key, split_numel, unpack
+from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
@@ -47,8 +48,36 @@ class Shard(NamedTuple):
     pieces: list[Tensor]
 
 
-def scatter_reduce(job: Job) -> Stages:
+class ScatterReduce(Exchange):
     """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
+
+    word = "scatter_reduce"
+    has_memory = True
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return 2
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        return 2 * workers_per_node * (size - workers_per_node) * message / size
+
+    def message_nbytes(self, load: Load) -> int:
+        """W times the message of the largest shard."""
+        shapes = list(load.shapes)
+        return load.size * max(shard_nbytes(load.codec, shapes, load.dense_numel, load.size, load.merged))
+
+    def price(self, load: Load) -> float | None:
+        return SECOND_LOSS_FACTOR * self.cost(load) if load.codec.traits.unbiased else None
+
+    def init_memory(self, codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState:
+        """Zero memory for the pieces of worker `rank`, in units of the mean."""
+        shapes = [(name, t, piece_shape(codec, t.shape, size, rank)) for name, t in tensors]
+        return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
+
+    def begin(self, job: Job) -> Stages:
+        return _scatter_reduce(job)
+
+
+def _scatter_reduce(job: Job) -> Stages:
     comm, me = job.comm, job.comm.rank
     shards, dense_pieces = _split(job.tensors, job), job.dense.tensor_split(comm.size)
     masked = [shard.pieces for shard in _split(job.masked, job)]
@@ -63,7 +92,7 @@ def scatter_reduce(job: Job) -> Stages:
 
     x = _compensate(job, shards[me].positions, mean)
     message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], SUMMED)))
-    handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.fixed_size)
+    handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.traits.fixed_size)
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
@@ -101,12 +130,6 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
     return [
         OWNER_MEMORY.compensate(job.owner_memory, name, m).view(m.shape) for name, m in zip(names, mean, strict=True)
     ]
-
-
-def init_owner_memory(codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState:
-    """Zero memory for the pieces of worker `rank`, in units of the mean."""
-    shapes = [(name, t, piece_shape(codec, t.shape, size, rank)) for name, t in tensors]
-    return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
 
 
 def recut(
@@ -161,7 +184,7 @@ def _place(codec: Codec, shape: torch.Size, size: int, rank: int) -> slice:
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     """The shard of each owner; the pieces of contiguous tensors are views."""
-    size, seen = job.comm.size, [t if job.codec.needs_shape and t.ndim else t.reshape(-1) for t in tensors]
+    size, seen = job.comm.size, [t if job.codec.traits.needs_shape and t.ndim else t.reshape(-1) for t in tensors]
     pieces, rows = [t.tensor_split(size) for t in seen], [t.shape[0] if t.numel() else 0 for t in seen]
     owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
@@ -175,7 +198,7 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.
         >>> [piece_shape(tw.TopK(0.1), torch.Size([5, 2]), 4, rank)[0] for rank in range(4)]
         [3, 3, 2, 2]
     """
-    rows, *others = shape if codec.needs_shape and shape else [shape.numel()]
+    rows, *others = shape if codec.traits.needs_shape and shape else [shape.numel()]
     return torch.Size([split_numel(rows, size, rank), *others])
 
 
@@ -203,7 +226,7 @@ def _all_to_all(
 ) -> Generator[Handle, Any, list[Tensor]]:
     """The messages of all workers, of `num_bytes`; if this is only a bound, sizes travel first."""
     sizes = [num_bytes] * comm.size
-    if not codec.fixed_size:
+    if not codec.traits.fixed_size:
         lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
         sizes = announced_sizes(torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist(), num_bytes)
     received: list[Tensor] = yield comm.all_to_all(messages, sizes)

@@ -60,11 +60,38 @@ from .base import (
     store_segments,
     unpack,
 )
+from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 from .regions import Piece, Regions, regions
 
 
-def sparse_reduce(job: Job) -> Stages:
-    """Codecs that keep the largest coordinates."""
+class SparseReduce(Exchange):
+    """The result is the largest coordinates of `1/W sum_i C(x_i)`, for codecs that keep the largest."""
+
+    word = "sparse_reduce"
+    selects_again = True
+    takes_selection = True
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return 3
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        return 2 * workers_per_node * (size - workers_per_node) * message / size
+
+    def message_nbytes(self, load: Load) -> int:
+        return regions_nbytes(load, load.size)
+
+    def price(self, load: Load) -> float | None:
+        suits = load.remembers and load.codec.traits.sparse is not None
+        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+
+    def check(self, codec: Codec) -> None:
+        parts_of(codec)
+
+    def begin(self, job: Job) -> Stages:
+        return _sparse_reduce(job)
+
+
+def _sparse_reduce(job: Job) -> Stages:
     segments = flat_segments(job.tensors, job.merged)
     round_ = Round(job, job.comm, segments, job.dense)
     handle = yield from round_.deliver()
@@ -274,7 +301,7 @@ def parts_of(codec: Codec) -> SparseParts:
     Raises:
         ValueError: it does not.
     """
-    parts = codec.sparse_parts()
+    parts = codec.traits.sparse
     require(
         parts is not None,
         f"a sparse all-reduce adds coordinates and keeps the largest, and {codec} does not choose by magnitude how many "
@@ -298,6 +325,17 @@ def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list
 def region_nbytes(parts: SparseParts, region: list[Piece]) -> int:
     """Bytes of the coordinates that an owner keeps."""
     return parts.nbytes([p.kept for p in region], [p.numel for p in region]) if region else 0
+
+
+def regions_nbytes(load: Load, size: int) -> int:
+    """`size` times the largest message of a region, and half a header, among `size` workers.
+
+    A region's message has the coordinates that its owner keeps, and its part of the dense vectors. So the cost is exact
+    where workers select as many coordinates in each region as are kept there, and a little more otherwise.
+    """
+    numels, parts = [shape.numel() for shape in load.shapes], parts_of(load.codec)
+    layout = layout_of(parts, [sum(numels)] if load.merged and numels else numels, size)
+    return size * (max(message_sizes(parts, layout, load.dense_numel)) + max(header_nbytes(layout)) // 2)
 
 
 def header_nbytes(layout: Regions) -> list[int]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, ClassVar
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from ...algorithm import require
 from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
+from ..traits import Traits
 from ..types import Key
 from .base import AdaptiveCodec
 from .distributions import TruncatedNormal, TruncatedNormalMixture
@@ -75,8 +76,6 @@ class AdaptiveLevels(AdaptiveCodec):
     update_steps: tuple[int, ...] = (100, 2000)
     update_every: int | None = 10000
 
-    unbiased: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         name = type(self).__name__
         require(
@@ -98,6 +97,10 @@ class AdaptiveLevels(AdaptiveCodec):
             f"{name}: update_steps and update_every must be positive integers, got {self.update_steps} and "
             f"{self.update_every!r}; the first round has no gradients to learn from",
         )
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, bucket_size=self.bucket_size, adaptive=self)
 
     def _start_multiplier(self) -> float:
         return _multiplier_for(self.bits, self.bucket_size, self.norm, self.zero)
@@ -143,7 +146,7 @@ class AdaptiveLevels(AdaptiveCodec):
         return periodic or step in self.update_steps
 
     def statistics(self, state: LevelState) -> Tensor:
-        nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64)] * 4)
+        nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64, device="cpu")] * 4)
         stats = BucketStatistics.concatenate([nothing, *(state.sample[stream] for stream in sorted(state.sample))])
         return (stats.largest(self.num_buckets) if self.distribution == "mixture" else stats.merged()).to_tensor()
 
@@ -276,10 +279,10 @@ class AMQ(AdaptiveLevels):
 
     def _start(self) -> Tensor:
         multiplier = self._start_multiplier() if self.multiplier is None else self.multiplier
-        return torch.tensor([multiplier], dtype=torch.float64)
+        return torch.tensor([multiplier], dtype=torch.float64, device="cpu")
 
     def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
-        return torch.tensor([amq(learned.item(), dist, self.bits, self.zero)], dtype=torch.float64)
+        return torch.tensor([amq(learned.item(), dist, self.bits, self.zero)], dtype=torch.float64, device="cpu")
 
     def _levels(self, learned: Tensor) -> Tensor:
         return exponential_levels(self.bits, learned.squeeze(), self.zero)

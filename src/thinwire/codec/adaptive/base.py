@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ..base import Codec
+from ..traits import Traits
 from ..types import Key, Symbols
 
 
@@ -20,6 +22,10 @@ class AdaptiveCodec(Codec):
     workers exchange their `statistics`, each calls `learn`, and all `adopt` the result of rank 0. So all workers hold the
     same bits, even if their processors compute `exp` differently. Outside of an averager the codec is never updated.
     """
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(adaptive=self)
 
     @abstractmethod
     def init_state(self) -> Any:
@@ -56,15 +62,6 @@ class AdaptiveCodec(Codec):
     def adopt(self, state: Any, learned: Tensor, step: int) -> None:
         """Use `learned` from round `step` on, and clear the observations."""
 
-    @property
-    def adaptive_part(self) -> AdaptiveCodec:
-        """This codec itself."""
-        return self
-
-    def adapted(self, state: Any) -> Codec:
-        """The same as `at(state)`."""
-        return self.at(state)
-
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return self.at(self.init_state()).encode_segments(segments, keys, residuals)
 
@@ -76,3 +73,8 @@ class AdaptiveCodec(Codec):
 
     def symbols(self, numels: list[int]) -> Symbols | None:
         return self.at(self.init_state()).symbols(numels)
+
+
+def adapted(codec: Codec, state: Any) -> Codec:
+    """The codec of a round: its adaptive part is replaced by what that part is at `state`."""
+    return codec.at(state) if isinstance(codec, AdaptiveCodec) else codec.map(lambda part: adapted(part, state))

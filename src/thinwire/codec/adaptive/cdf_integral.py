@@ -40,7 +40,7 @@ class CdfIntegral:
         weights, mean, std = dist.parameters
         self.mean, self.std = _limit_width(mean, std, dist.low, dist.high)
         self.anchor = self.mean.clamp(dist.low, dist.high)
-        ends = torch.tensor([[dist.low], [dist.high]], dtype=torch.float64)
+        ends = torch.tensor([[dist.low], [dist.high]], dtype=torch.float64, device="cpu")
         z_ends = (ends - self.mean) / self.std
         below, above = torch.special.ndtr(z_ends)
         self.central = bool((above - below > CENTRAL_MASS).all())
@@ -80,7 +80,7 @@ class FoldedCdfIntegral:
         if unfolded.low != -unfolded.high:
             raise ValueError(f"symmetric levels need a support [-a, a], got [{unfolded.low}, {unfolded.high}]")
         self.unfolded, self.low, self.high, self.rounding = unfolded, 0.0, unfolded.high, 4 * unfolded.rounding
-        self.at_zero = unfolded(torch.zeros((), dtype=torch.float64))[0]
+        self.at_zero = unfolded(torch.zeros((), dtype=torch.float64, device="cpu"))[0]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (right, left), (above, below), (f_right, f_left) = self.unfolded(torch.stack((x, -x)))

@@ -22,7 +22,7 @@ PPF_TOLERANCE = 1e-15  # on F, relative to q
 
 
 def _float64(value: Tensor | float | list[float]) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _check_finite(**fields: Tensor) -> None:
@@ -96,7 +96,7 @@ class TruncatedNormal:
         """
         if self.mean.numel() != 1:
             raise ValueError(f"expected one distribution, got a batch of shape {tuple(self.mean.shape)}; use a mixture")
-        return torch.ones(1, dtype=torch.float64), self.mean.reshape(1), self.std.reshape(1)
+        return torch.ones(1, dtype=torch.float64, device="cpu"), self.mean.reshape(1), self.std.reshape(1)
 
     @cached_property
     def anchor(self) -> Tensor:

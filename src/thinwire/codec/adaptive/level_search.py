@@ -57,7 +57,7 @@ class _Search:
             t[..., at + shift : t.shape[-1] - 1 + shift : step] for t in (levels, H) for shift in (-1, 1)
         )
         H_x, F_x, f_x = self.cdf(x)
-        own = torch.zeros(x.shape[-1], dtype=torch.bool)
+        own = torch.zeros(x.shape[-1], dtype=torch.bool, device="cpu")
         own[0] = self.mirrored and at == 1
         left, H_left = torch.where(own, -x, left), torch.where(own, H_x, H_left)
         return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
@@ -108,7 +108,8 @@ class _Search:
         """Rows: the given levels, uniform, exponential, quantiles."""
         num_levels, middle = levels.numel(), (self.dist.low + self.dist.high) / 2
         uniform = equidistant(num_levels)
-        exponential = mirror(powers_of(torch.tensor(0.5, dtype=torch.float64), num_levels // 2), bool(num_levels % 2))
+        half = torch.tensor(0.5, dtype=torch.float64, device="cpu")
+        exponential = mirror(powers_of(half, num_levels // 2), bool(num_levels % 2))
         scaled = torch.stack([uniform, exponential]) * ((self.dist.high - self.dist.low) / 2) + middle
         scaled[:, 0], scaled[:, -1] = self.dist.low, self.dist.high
         return torch.cat([levels.unsqueeze(0), scaled, self.quantiles(num_levels).unsqueeze(0)])
@@ -257,9 +258,9 @@ def amq(
     if (dist.low, dist.high) != (-1.0, 1.0):
         raise ValueError(f"exponential levels need the support [-1, 1], got [{dist.low}, {dist.high}]")
     search, count = _Search(dist, True, zero), present.numel() // 2
-    starts = torch.tensor([multiplier, *(i / 10 for i in range(1, 10))], dtype=torch.float64).unsqueeze(-1)
+    starts = torch.tensor([[multiplier], *([i / 10] for i in range(1, 10))], dtype=torch.float64, device="cpu")
     constant = dist.quantization_variance(present) - search.shifted_variance(half(present))[0]
-    powers = torch.arange(count - 1, 0, -1, dtype=torch.float64)
+    powers = torch.arange(count - 1, 0, -1, dtype=torch.float64, device="cpu")
 
     def log_variance(p: Tensor) -> tuple[Tensor, Tensor]:
         positive = powers_of(p.squeeze(-1), count)

@@ -17,7 +17,7 @@ def num_levels_of(bits: int, zero: bool) -> int:
 
 def equidistant(num_levels: int) -> Tensor:
     """Equidistant numbers from -1 to 1, exactly symmetric."""
-    return torch.arange(1 - num_levels, num_levels, 2, dtype=torch.float64) / (num_levels - 1)
+    return torch.arange(1 - num_levels, num_levels, 2, dtype=torch.float64, device="cpu") / (num_levels - 1)
 
 
 def uniform_levels(bits: int, zero: bool = False) -> Tensor:
@@ -50,7 +50,8 @@ def exponential_levels(bits: int, multiplier: float | Tensor = 0.5, zero: bool =
     """
     if not 0 < multiplier < 1:
         raise ValueError(f"expected a multiplier between 0 and 1, got {multiplier}")
-    return mirror(powers_of(torch.as_tensor(multiplier, dtype=torch.float64), num_levels_of(bits, zero) // 2), zero)
+    base = torch.as_tensor(multiplier, dtype=torch.float64, device="cpu")
+    return mirror(powers_of(base, num_levels_of(bits, zero) // 2), zero)
 
 
 def fixed_multiplier(dist: Distribution, bits: int, zero: bool = False) -> float:
@@ -61,14 +62,14 @@ def fixed_multiplier(dist: Distribution, bits: int, zero: bool = False) -> float
         >>> fixed_multiplier(TruncatedNormal(0.0, 0.2), bits=3)
         0.43
     """
-    candidates = torch.arange(1, 100, dtype=torch.float64) / 100
+    candidates = torch.arange(1, 100, dtype=torch.float64, device="cpu") / 100
     levels = mirror(powers_of(candidates, num_levels_of(bits, zero) // 2), zero)
     return candidates[torch.argmin(dist.quantization_variance(levels))].item()
 
 
 def powers_of(multiplier: Tensor, count: int) -> Tensor:
     """`p^(count-1), ..., p, 1` along a new last axis."""
-    return multiplier.unsqueeze(-1) ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
+    return multiplier.unsqueeze(-1) ** torch.arange(count - 1, -1, -1, dtype=torch.float64, device="cpu")
 
 
 def mirror(positive: Tensor, zero: bool) -> Tensor:

@@ -64,7 +64,7 @@ class BucketStatistics:
     def merged(self) -> BucketStatistics:
         """All buckets of non-zero norm as one entry: the moments of all their coordinates, and the largest norm."""
         if not self.informative:
-            return BucketStatistics(*[torch.zeros(1, dtype=torch.float64)] * 4)
+            return BucketStatistics(*[torch.zeros(1, dtype=torch.float64, device="cpu")] * 4)
         counts = torch.where(self.norms > 0, self.counts, 0)
         mean = (counts * self.means).sum() / counts.sum()
         variance = (counts * (self.stds**2 + (self.means - mean) ** 2)).sum() / counts.sum()
@@ -124,7 +124,8 @@ def sample_buckets(x: Tensor, bucket_size: int, norm: str, num_buckets: int, lar
     whole = flat.numel() // bucket_size
     rows, tail = flat[: whole * bucket_size].view(whole, bucket_size), flat[whole * bucket_size :]
     if whole > num_buckets:
-        rows = rows[_rank(rows, norm)[:num_buckets] if largest else torch.arange(num_buckets) * whole // num_buckets]
+        evenly = torch.arange(num_buckets, device=rows.device) * whole // num_buckets
+        rows = rows[_rank(rows, norm)[:num_buckets] if largest else evenly]
     chunks = [*rows.split(max(1, CHUNK // bucket_size)), tail]  # whose float64 copies stay in the cache
     return BucketStatistics.concatenate([bucket_statistics(chunk, bucket_size, norm) for chunk in chunks])
 
@@ -200,7 +201,7 @@ def prior(bucket_size: int, norm: str) -> TruncatedNormal:
     """
     if norm == "l2":
         return TruncatedNormal(0.0, bucket_size**-0.5)
-    largest = torch.special.ndtri(torch.tensor(1 - 0.5 / (bucket_size + 1), dtype=torch.float64))
+    largest = torch.special.ndtri(torch.tensor(1 - 0.5 / (bucket_size + 1), dtype=torch.float64, device="cpu"))
     return TruncatedNormal(0.0, 1 / largest)
 
 

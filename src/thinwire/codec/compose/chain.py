@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ..base import Codec
 from ..sparse.base import Sparsifier
-from ..sparse.parts import SparseParts
 from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ..traits import Traits
 from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
 from .rice import GapCoded, Rice
@@ -30,26 +31,31 @@ class Chain(Codec):
     sparsifier: Sparsifier
     values: Codec
 
-    @property
-    def unbiased(self) -> bool:
-        return self.sparsifier.unbiased and self.values.unbiased
+    def __post_init__(self) -> None:
+        _ = self.traits  # refuses what it does not carry
 
-    @property
-    def lossless(self) -> bool:
-        return self.sparsifier.lossless and self.values.lossless
+    @cached_property
+    def traits(self) -> Traits:
+        first, second = self.sparsifier.traits, self.values.traits
+        first.check(self.sparsifier, "chain, first link", ("shared_key",))
+        sparse = None
+        # A sparse all-reduce encodes sums once more, each owner with a key of its own: that is no vote, and no shared key.
+        if first.sparse is not None and not (second.votes or second.shared_key):
+            sparse = first.sparse._replace(values=self.values)
+        return second.through(
+            self.values,
+            "chain, second link",
+            ("shared_key", "votes", "adaptive"),
+            unbiased=first.unbiased and second.unbiased,
+            lossless=first.lossless and second.lossless,
+            fixed_size=first.fixed_size and second.fixed_size,
+            sum_dtype=second.sum_dtype if first.shared_key else None,  # all workers keep the same coordinates
+            shared_key=first.shared_key or second.shared_key,
+            sparse=sparse,
+        )
 
-    @property
-    def fixed_size(self) -> bool:
-        return self.sparsifier.fixed_size and self.values.fixed_size
-
-    @property
-    def shared_key(self) -> bool:
-        return self.sparsifier.shared_key
-
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        """Values may be added where all workers keep the same coordinates."""
-        return self.values.sum_dtype if self.shared_key else None
+    def combine(self, totals: list[Tensor]) -> None:
+        self.values.combine(totals)
 
     def parts(self) -> tuple[Codec, ...]:
         return self.sparsifier, self.values
@@ -67,22 +73,11 @@ class Chain(Codec):
         except ValueError as error:
             raise ValueError(f"{self}: {error}") from error
 
-    def sparse_parts(self) -> SparseParts | None:
-        parts = self.sparsifier.sparse_parts()
-        return None if parts is None else parts._replace(values=self.values)
-
-    def topk_counts(self, numels: list[int]) -> list[int] | None:
-        return self.sparsifier.topk_counts(numels)
-
-    def with_selection(self, selection: Selection) -> Codec:
-        return replace(self, sparsifier=self.sparsifier.with_selection(selection))
-
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
-        """The values that the sparsifier keeps."""
+        """What reaches it of the values that the sparsifier keeps."""
         flat = [s.detach().to(torch.float32).reshape(-1) for s in segments]
         kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
-        values: tuple[Tensor, ...] = kept.values.split(kept.counts)
-        return values
+        return self.values.reaching(kept.values.split(kept.counts), keys)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self._links()))})"
@@ -125,9 +120,9 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
         >>> codec = tw.chain(tw.TopK(0.01), tw.QSGD(bits=4))
         >>> round(4 * 1_000_000 / codec.nbytes(1_000_000))  # times smaller than float32
         253
-        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Huffman()).fixed_size
+        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.codec.Huffman()).traits.fixed_size
         False
-        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.Rice())
+        >>> tw.chain(tw.TopK(0.01), tw.QSGD(bits=4), tw.codec.Rice())
         chain(TopK(ratio=0.01), QSGD(bits=4), Rice())
     """
     if isinstance(first, Transform):
@@ -155,6 +150,6 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
     require(not others, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
     if not isinstance(first, Sparsifier):
         raise ValueError(f"chain: the first link must be a sparsifier such as TopK, got {first}")
-    if not isinstance(last, Codec) or isinstance(last, (Sparsifier, Chain)) or last.needs_shape:
+    if not isinstance(last, Codec) or isinstance(last, (Sparsifier, Chain)):
         raise ValueError(f"chain: the second link must be a codec for the kept values, such as QSGD, got {last}")
     return Chain(first, last)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
+from ..traits import Traits
 from ..types import Key
 from .wrapper import Wrapper
 
@@ -34,7 +36,7 @@ class DenseLast(Wrapper):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.DenseLast(tw.QSGD(bits=4, bucket_size=512))
+        >>> codec = tw.codec.DenseLast(tw.QSGD(bits=4, bucket_size=512))
         >>> codec.nbytes(1000)  # a scale and 512 codes of half a byte; 488 elements as they are
         2212
         >>> x = torch.linspace(-1, 1, 1000)
@@ -44,12 +46,18 @@ class DenseLast(Wrapper):
 
     def __post_init__(self) -> None:
         require(
-            self.codec.bucket_size is not None and self.codec.agreement is None,
+            self.codec.traits.bucket_size is not None,
             f"DenseLast: {self.codec} has no buckets that each worker encodes alone; use one such as QSGD(bits=4)",
         )
+        super().__post_init__()
+
+    @cached_property
+    def traits(self) -> Traits:
+        inner = self.codec.traits
+        return inner.through(self.codec, "DenseLast", ("shared_key", "adaptive"), unbiased=inner.unbiased)
 
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
-        return [s.reshape(-1)[: self._whole(s.numel())] for s in segments]
+        return self.codec.reaching([s.reshape(-1)[: self._whole(s.numel())] for s in segments], keys)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         bodies, tails = self._cut(segments)
@@ -80,5 +88,5 @@ class DenseLast(Wrapper):
 
     def _whole(self, numel: int) -> int:
         """Elements of a segment in complete buckets."""
-        assert self.codec.bucket_size is not None, "the constructor has checked that there are buckets"
-        return numel - numel % self.codec.bucket_size
+        assert self.codec.traits.bucket_size is not None, "the constructor has checked that there are buckets"
+        return numel - numel % self.codec.traits.bucket_size

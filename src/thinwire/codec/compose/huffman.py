@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
+from ..traits import Traits
 from ..types import Symbols
 from .wrapper import Wrapper
 
@@ -40,7 +41,7 @@ class Huffman(EntropyCoder):
     Example:
         >>> import torch, thinwire as tw
         >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-        >>> plain, coded = tw.QSGD(bits=4), tw.chain(tw.QSGD(bits=4), tw.Huffman())
+        >>> plain, coded = tw.QSGD(bits=4), tw.chain(tw.QSGD(bits=4), tw.codec.Huffman())
         >>> payload = coded.encode(x)
         >>> round(8 * plain.encode(x).numel() / 100_000, 2), round(8 * payload.numel() / 100_000, 2)
         (4.06, 3.29)
@@ -61,13 +62,17 @@ class EntropyCoded(Wrapper):
 
     coder: EntropyCoder
 
-    fixed_size: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         require(
             self.codec.symbols([1]) is not None,
             f"chain: {self.codec} has no symbols of up to 8 bits to code; use one that quantizes, such as QSGD(bits=4)",
         )
+        super().__post_init__()
+
+    @cached_property
+    def traits(self) -> Traits:
+        inner, carries = self.codec.traits, ("shared_key", "votes", "adaptive")
+        return inner.through(self.codec, repr(self.coder), carries, unbiased=inner.unbiased, fixed_size=False)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self._links()))})"

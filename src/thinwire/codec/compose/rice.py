@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from ... import kernels
 from ...algorithm import Algorithm, require
 from ..base import Codec
 from ..sparse.base import Sparsifier
-from ..sparse.parts import SparseParts
 from ..sparse.payload import with_length, without_length
+from ..traits import Traits
 from ..types import Selection
 
 
@@ -32,7 +33,7 @@ class Rice(Algorithm):
         >>> import math, torch, thinwire as tw
         >>> n, k = 1_000_000, 10_000
         >>> x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-        >>> plain, coded = tw.TopK(0.01), tw.chain(tw.TopK(0.01), tw.Rice())
+        >>> plain, coded = tw.TopK(0.01), tw.chain(tw.TopK(0.01), tw.codec.Rice())
         >>> entropy = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2) / k
         >>> [round(8 * (codec.encode(x).numel() - 4 * k) / k, 2) for codec in (plain, coded)], round(entropy, 2)
         ([8.56, 8.11], 8.08)
@@ -53,6 +54,15 @@ class GapCoded(Sparsifier):
             self.sparsifier.codes_plainly,
             f"chain: Rice codes the indices of TopK, Threshold or AdaptiveThreshold, not those of {self.sparsifier}",
         )
+        _ = self.traits  # refuses what it does not carry
+
+    @cached_property
+    def traits(self) -> Traits:
+        inner = self.sparsifier.traits
+        sparse = None if inner.sparse is None else inner.sparse._replace(coding=self)
+        return inner.through(
+            self.sparsifier, "Rice", unbiased=inner.unbiased, lossless=inner.lossless, fixed_size=False, sparse=sparse
+        )
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self._links()))})"
@@ -68,24 +78,12 @@ class GapCoded(Sparsifier):
         assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
         return replace(self, sparsifier=sparsifier)
 
-    def sparse_parts(self) -> SparseParts | None:
-        parts = self.sparsifier.sparse_parts()
-        return None if parts is None else parts._replace(coding=self)
-
-    def topk_counts(self, numels: list[int]) -> list[int] | None:
-        return self.sparsifier.topk_counts(numels)
-
     @property
     def counts_travel(self) -> bool:
         return self.sparsifier.counts_travel
 
-    @property
-    def fixed_size(self) -> bool:
-        return False
-
-    @property
-    def lossless(self) -> bool:
-        return self.sparsifier.lossless
+    def gain(self, numel: int) -> float:
+        return self.sparsifier.gain(numel)
 
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)

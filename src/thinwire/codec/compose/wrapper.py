@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from ..base import Codec
+from ..types import Key
 
 
 @dataclass(frozen=True, repr=False)
 class Wrapper(Codec):
-    """A codec around another one, which loses nothing by itself: it is unbiased where that one is."""
+    """A codec around another one."""
 
     codec: Codec
+
+    def __post_init__(self) -> None:
+        _ = self.traits  # refuses what it does not carry
 
     def parts(self) -> tuple[Codec, ...]:
         return (self.codec,)
@@ -20,7 +26,8 @@ class Wrapper(Codec):
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         return replace(self, codec=fn(self.codec))
 
-    @property
-    def unbiased(self) -> bool:
-        """The same as for the codec."""
-        return self.codec.unbiased
+    def combine(self, totals: list[Tensor]) -> None:
+        self.codec.combine(totals)
+
+    def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
+        return self.codec.reaching(segments, keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
+from ..traits import Traits
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,23 +22,11 @@ class Identity(Codec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> tw.Identity().nbytes(1000)
+        >>> tw.codec.Identity().nbytes(1000)
         4000
     """
 
-    unbiased: ClassVar[bool] = True
-
-    @property
-    def sends_floats(self) -> bool:
-        return True
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        return torch.float32
+    traits = Traits(unbiased=True, lossless=True, sum_dtype=torch.float32, sends_floats=True)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = torch.cat(segments).view(torch.uint8)
@@ -84,10 +73,9 @@ class Cast(Codec):
         names = list(kernels.cast.WIDTHS)
         require(self.dtype in names, f"Cast: dtype must be one of {names}, got {self.dtype!r}")
 
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype if kernels.cast.WIDTHS[self.dtype] == 2 else None
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(sum_dtype=getattr(torch, self.dtype) if kernels.cast.WIDTHS[self.dtype] == 2 else None)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = debug.empty(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..base import Codec
+from ..traits import Traits
 from ..types import number
 
 
@@ -43,7 +43,7 @@ class SVD(Codec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec, x = tw.SVD(rank=1), torch.outer(torch.arange(1.0, 4.0), torch.ones(4))
+        >>> codec, x = tw.codec.SVD(rank=1), torch.outer(torch.arange(1.0, 4.0), torch.ones(4))
         >>> payload = codec.encode(x)
         >>> payload.numel(), bool((codec.decode(payload, x.shape) - x).abs().max() < 1e-5)
         (28, True)
@@ -51,7 +51,7 @@ class SVD(Codec):
 
     rank: int | Schedule
 
-    needs_shape: ClassVar[bool] = True
+    traits = Traits(needs_shape=True)
 
     def __post_init__(self) -> None:
         require(

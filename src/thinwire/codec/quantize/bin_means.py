@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ..base import Codec
+from ..traits import Traits
 from .checks import check_bucket_size
 
 
@@ -34,11 +36,12 @@ class BinMeans(Codec):
     Raises:
         ValueError: a field out of range.
 
-    Source: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706 (2 bits, with the mean of each bin); Seide et al. 2014 for 1 bit.
+    Source: ours, for the 2 bits of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706), whose released code takes its four values
+    from the mean and the deviation instead; Seide et al. 2014 for 1 bit.
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.BinMeans(bits=2)
+        >>> codec = tw.codec.BinMeans(bits=2)
         >>> codec.decode(codec.encode(torch.tensor([1.0, 2.0, 9.0, -4.0, -4.0])), 5)
         tensor([ 1.5000,  1.5000,  9.0000, -4.0000, -4.0000])
     """
@@ -52,6 +55,10 @@ class BinMeans(Codec):
             f"BinMeans: bits must be an integer from 1 to 8, got {self.bits!r}",
         )
         check_bucket_size("BinMeans", self.bucket_size)
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(bucket_size=self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         made = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .checks import check_buckets
 from .levels import LevelCodec
@@ -44,7 +43,7 @@ class Dynamic8(LevelCodec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.Dynamic8()
+        >>> codec = tw.codec.Dynamic8()
         >>> len(codec.level_values), codec.nbytes(2048)
         (255, 2052)
         >>> codec.decode(codec.encode(torch.tensor([8.0, -8.0, 0.0])), 3)
@@ -53,8 +52,6 @@ class Dynamic8(LevelCodec):
 
     bucket_size: int = 2048
     norm: str = "max"
-
-    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_buckets("Dynamic8", self.bucket_size, self.norm)

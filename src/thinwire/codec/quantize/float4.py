@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...algorithm import require
 from .checks import check_buckets
@@ -39,7 +38,7 @@ class Float4(LevelCodec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.Float4()
+        >>> codec = tw.codec.Float4()
         >>> codec.nbytes(512)
         260
         >>> codec.decode(codec.encode(torch.tensor([8.0, -2.0, 0.125])), 3)
@@ -49,8 +48,6 @@ class Float4(LevelCodec):
     format: str = "e3m0"
     bucket_size: int = 512
     norm: str = "max"
-
-    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,15 +15,23 @@ from ...algorithm import require
 from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
+from ..traits import Traits
 from ..types import Symbols, number
 from .checks import check_buckets
 
 
 class LevelCodec(Codec):
-    """Quantizes to `level_values` times each bucket's scale; subclasses have the fields `bucket_size` and `norm`."""
+    """Quantizes to `level_values` times each bucket's scale; subclasses have the fields `bucket_size` and `norm`.
+
+    It is unbiased if the levels reach from -1 to 1.
+    """
 
     bucket_size: int
     norm: str
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, bucket_size=self.bucket_size)
 
     @property
     @abstractmethod
@@ -56,6 +63,13 @@ class LevelCodec(Codec):
         return self._levels.nbytes(numels)
 
 
+def level_values(codec: Codec) -> tuple[float, ...] | None:
+    """The levels that a codec or one of its parts rounds to, ascending in [-1, 1]; None without such levels."""
+    if isinstance(codec, LevelCodec):
+        return codec.level_values
+    return next((found for part in codec.parts() if (found := level_values(part)) is not None), None)
+
+
 @dataclass(frozen=True, repr=False)
 class Quantize(LevelCodec):
     """Stochastic quantization to any set of levels: `ceil(log2(number of levels))` bits an element, a scale a bucket.
@@ -80,7 +94,7 @@ class Quantize(LevelCodec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.Quantize(levels=(-1.0, -0.25, 0.25, 1.0))
+        >>> codec = tw.codec.Quantize(levels=(-1.0, -0.25, 0.25, 1.0))
         >>> codec.nbytes(512)  # a scale, and two bits an element
         132
         >>> codec.decode(codec.encode(torch.tensor([8.0, 2.0, -2.0])), 3)
@@ -100,10 +114,10 @@ class Quantize(LevelCodec):
     def level_values(self) -> tuple[float, ...]:
         return self.levels
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether the levels reach from -1 to 1."""
-        return (self.levels[0], self.levels[-1]) == (-1.0, 1.0)
+    @cached_property
+    def traits(self) -> Traits:
+        unbiased = (self.levels[0], self.levels[-1]) == (-1.0, 1.0)
+        return Traits(unbiased=unbiased, bucket_size=self.bucket_size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,8 +153,6 @@ class NUQSGD(LevelCodec):
     bucket_size: int = 512
     norm: str = "l2"
     zero: bool = True
-
-    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(

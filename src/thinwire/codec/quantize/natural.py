@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ... import debug, kernels
 from ..base import Codec
+from ..traits import Traits
 
 _BITS = 9  # sign and exponent
 _MANTISSA, _MANTISSA_BITS = 0x7FFFFF, 23
@@ -30,14 +30,14 @@ class NaturalCompression(Codec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.NaturalCompression()
+        >>> codec = tw.codec.NaturalCompression()
         >>> codec.nbytes(1000)
         1125
         >>> codec.decode(codec.encode(torch.tensor([4.0, -0.5, 0.0])), 3)  # powers of two keep their value
         tensor([ 4.0000, -0.5000,  0.0000])
     """
 
-    unbiased: ClassVar[bool] = True
+    traits = Traits(unbiased=True)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         payload = debug.empty(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from ...kernels import Flag
 from ...kernels.checks import MAX_SEGMENT_NUMEL
 from ...schedule import Schedule
 from ..base import Codec
+from ..traits import Traits
 from ..types import Symbols, number
 from .checks import check_bucket_size, check_norm
 
@@ -68,8 +68,6 @@ class QSGD(Codec):
     zero: bool = True
     levels: int | Schedule | None = None
 
-    unbiased: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         require(
             (self.bits is None) != (self.levels is None),
@@ -102,7 +100,13 @@ class QSGD(Codec):
         return int(2 ** number(self.bits)) - (2 if self.zero else 1)
 
     @cached_property
-    def quantizer(self) -> kernels.quantize.Quantizer:
+    def traits(self) -> Traits:
+        scheduled = isinstance(self.bits, Schedule) or isinstance(self.levels, Schedule)
+        quantizer = None if scheduled else self._quantizer
+        return Traits(unbiased=True, bucket_size=self.bucket_size, quantizer=quantizer)
+
+    @cached_property
+    def _quantizer(self) -> kernels.quantize.Quantizer:
         bucket_size = MAX_SEGMENT_NUMEL if self.bucket_size is None else self.bucket_size
         return kernels.quantize.Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm)
 
@@ -112,16 +116,16 @@ class QSGD(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.quantize.encode(segments, payload, keys, self.quantizer, residuals)
+        kernels.quantize.encode(segments, payload, keys, self._quantizer, residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.quantize.decode_add(payload, outs, weight, self.quantizer)
+        kernels.quantize.decode_add(payload, outs, weight, self._quantizer)
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
     ) -> Flag:
-        return kernels.quantize.decode_sum(payloads, outs, weight, self.quantizer)
+        return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return self.quantizer.nbytes(numels)
+        return self._quantizer.nbytes(numels)

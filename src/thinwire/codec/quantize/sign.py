@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
+from ..traits import Traits
 from .checks import check_bucket_size
 
 
@@ -26,7 +27,7 @@ class SignNorm(Codec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.SignNorm()
+        >>> codec = tw.codec.SignNorm()
         >>> codec.decode(codec.encode(torch.tensor([3.0, -1.0])), 2)
         tensor([ 2., -2.])
     """
@@ -55,7 +56,8 @@ class SignSGD(Codec):
 
     A worker sends signs, with sign(0) = +1, and every worker counts them. A tie gives 0, so the element is not changed.
     The result does not depend on the size of the gradients: the learning rate and `scale` alone set the step. A
-    segment also sends its scale (4 bytes), which is NaN if an element is infinite or NaN.
+    segment also sends its scale (4 bytes), which is NaN if an element is infinite or NaN. A segment that is zero everywhere
+    has scale 0: its worker does not vote, so a layer that has no gradient on any worker is not changed.
 
     Args:
         scale: factor of the vote, above 0.
@@ -78,7 +80,7 @@ class SignSGD(Codec):
 
     scale: float = 1.0
 
-    votes: ClassVar[bool] = True
+    traits = Traits(votes=True)
 
     def __post_init__(self) -> None:
         require(
@@ -134,7 +136,7 @@ class OneBit(Codec):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.OneBit()
+        >>> codec = tw.codec.OneBit()
         >>> codec.decode(codec.encode(torch.tensor([1.0, -2.0, 3.0, -6.0])), 4)
         tensor([ 2., -4.,  2., -4.])
     """
@@ -143,6 +145,10 @@ class OneBit(Codec):
 
     def __post_init__(self) -> None:
         check_bucket_size("OneBit", self.bucket_size)
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(bucket_size=self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])

@@ -15,6 +15,7 @@ from ...algorithm import require
 from ...kernels import Flag
 from ..agreed import AgreedCodec
 from ..base import Codec
+from ..traits import Traits
 from ..types import Symbols
 from .checks import check_bucket_size
 
@@ -64,14 +65,12 @@ class TernGrad(AgreedCodec):
         )
         check_bucket_size("TernGrad", self.bucket_size)
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether nothing is clipped."""
-        return self.clip is None
+    combined_by = "max"
 
-    @property
-    def agreement(self) -> str | None:
-        return "max" if self.shared else None
+    @cached_property
+    def traits(self) -> Traits:
+        agreement = self if self.shared else None
+        return Traits(unbiased=self.clip is None, bucket_size=self.bucket_size, agreement=agreement)
 
     @cached_property
     def _packing(self) -> kernels.ternary.Ternary:
@@ -130,9 +129,9 @@ class SharedTernary(Codec):
     num_workers: int
     bucket_size: int | None
 
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.num_workers == 1 else torch.int32  # a single worker's digits fill bytes
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(sum_dtype=torch.uint8 if self.num_workers == 1 else torch.int32)  # one worker's digits fill bytes
 
     @property
     def base(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
 from ..dense.cast import Identity
+from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
 from .payload import count_bytes, decode_sparse, encode_sparse, sparse_nbytes, split_counts, sum_sparse, tail
 
@@ -37,9 +39,9 @@ class Sparsifier(Codec):
         """Whether the number of kept coordinates depends on the data."""
         return False
 
-    @property
-    def fixed_size(self) -> bool:
-        return not self.counts_travel
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(fixed_size=not self.counts_travel)
 
     @abstractmethod
     def count(self, numel: int) -> int:
@@ -57,9 +59,6 @@ class Sparsifier(Codec):
     def codes_plainly(self) -> bool:
         """Whether indices are coded by `pack_indices` of this base class, so that `Rice` may code them instead."""
         return False
-
-    def with_selection(self, selection: Selection) -> Sparsifier:
-        return Preselected(self, selection)
 
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
@@ -148,14 +147,28 @@ class Preselected(Sparsifier):
     def _links(self) -> tuple[Algorithm, ...]:
         return self.sparsifier._links()
 
+    @cached_property
+    def traits(self) -> Traits:
+        return self.sparsifier.traits
+
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)
+
+    def gain(self, numel: int) -> float:
+        return self.sparsifier.gain(numel)
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         return self.selection
 
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
         return self.sparsifier.write_support(indices, counts, numels, keys)
+
+
+def preselected(codec: Codec, selection: Selection) -> Codec:
+    """The codec for one call of `encode`, in which its sparsifier keeps `selection` instead of making its own choice."""
+    if isinstance(codec, Sparsifier):
+        return Preselected(codec, selection)
+    return codec.map(lambda part: preselected(part, selection))
 
 
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..dense.cast import Identity
+from ..traits import Traits
 from ..types import Selection
 from .base import Sparsifier, check_ratio
 from .parts import SparseParts
@@ -41,7 +43,7 @@ class BlockwiseTopK(Sparsifier):
 
     Example:
         >>> import torch, thinwire as tw
-        >>> codec = tw.BlockwiseTopK(ratio=0.5, block=2)
+        >>> codec = tw.codec.BlockwiseTopK(ratio=0.5, block=2)
         >>> codec.decode(codec.encode(torch.tensor([9.0, 8.0, 0.1, 0.2])), 4)
         tensor([9.0000, 0.0000, 0.0000, 0.2000])
     """
@@ -59,9 +61,14 @@ class BlockwiseTopK(Sparsifier):
     def count(self, numel: int) -> int:
         return numel // self.block * num_kept(self.ratio, self.block) + num_kept(self.ratio, numel % self.block)
 
-    def sparse_parts(self) -> SparseParts:
-        """Indices are coded as those of `TopK`: what meets in a region is no longer sorted into blocks."""
-        return SparseParts(self, TopK(self.ratio), Identity())
+    def in_blocks(self, size: int) -> BlockwiseTopK:
+        """Keeps as many of each block of `size` elements as now of each of its blocks, or all."""
+        return replace(self, ratio=min(1.0, num_kept(self.ratio, self.block) / size), block=size)
+
+    @cached_property
+    def traits(self) -> Traits:
+        # What meets in a region is no longer sorted into blocks, so its indices are coded as those of `TopK`.
+        return Traits(sparse=SparseParts(self, TopK(self.ratio), Identity()))
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         last_counts = [num_kept(self.ratio, s.numel() % self.block) for s in segments]

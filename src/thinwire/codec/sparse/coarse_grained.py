@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...schedule import Schedule
 from ..agreed import AgreedCodec
 from ..base import Codec
 from ..dense.cast import Identity
+from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
 from .base import Sparsifier, check_ratio
 from .parts import SparseParts
@@ -24,9 +26,9 @@ from .top_k import TopK, num_kept
 class CoarseGrainedTopK(AgreedCodec):
     """Keeps whole chunks of a segment: of `m = ceil(n / chunk)` chunks the `max(1, ceil(ratio * m))` of largest L1 norm.
 
-    Workers add up the norms of each chunk, choose the largest sums, and all-reduce these chunks as float32. They send
-    no index. A worker sends `4 m (W-1)` bytes for the norms, and `2 (W-1)/W 4 k chunk` bytes for k chunks; the latter
-    do not grow with the number of workers. Outside of an averager a worker chooses by its own norms and sends the
+    Workers all-reduce the norms of all chunks, choose the largest sums, and all-reduce these chunks as float32. They send
+    no index. A worker sends `2 (W-1)/W 4 (m + k chunk)` bytes for k chunks, which is less than twice what two workers
+    send, however many there are. Outside of an averager a worker chooses by its own norms and sends the
     numbers of its chunks.
 
     Biased: use it with a memory such as `ErrorFeedback`. A segment of at most one chunk is sent whole, so
@@ -45,7 +47,7 @@ class CoarseGrainedTopK(AgreedCodec):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     x = torch.tensor([[1.0, 1.0, 0.0, 0.0], [5.0, 0.0, 0.0, 0.0]][comm.rank])
-        ...     averager = tw.Mean(tw.CoarseGrainedTopK(ratio=0.5, chunk=2), min_ndim=0)
+        ...     averager = tw.Mean(tw.codec.CoarseGrainedTopK(ratio=0.5, chunk=2), min_ndim=0)
         ...     state = averager.init([("x", x)], comm)
         ...     averager.step(state, [("x", x)], comm).wait()
         ...     return x
@@ -63,18 +65,17 @@ class CoarseGrainedTopK(AgreedCodec):
             f"CoarseGrainedTopK: chunk must be a positive integer, got {self.chunk!r}",
         )
 
-    @property
-    def agreement(self) -> str:
-        return "sum"
+    combined_by = "sum"
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(agreement=self, sparse=SparseParts(ChunkElements(self), TopK(self.ratio), Identity()))
 
     def propose(self, segments: list[Tensor]) -> Tensor:
         return kernels.reduce.chunk_norms(segments, self.chunk)
 
     def agreed(self, total: Tensor, num_workers: int) -> Codec:
         return AgreedChunks(self, total)
-
-    def sparse_parts(self) -> SparseParts:
-        return SparseParts(ChunkElements(self), TopK(self.ratio), Identity())
 
     def num_chunks(self, numel: int) -> int:
         """The number of chunks of a segment of `numel` elements; the last may be shorter."""
@@ -133,9 +134,7 @@ class AgreedChunks(Codec):
     rule: CoarseGrainedTopK
     norms: Tensor
 
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        return torch.float32
+    traits = Traits(sum_dtype=torch.float32)
 
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None

@@ -19,10 +19,11 @@ class SparseParts(NamedTuple):
         sparsifier: selects what a worker sends.
         coding: codes indices, with `pack_indices`.
         values: carries the values.
+        is_topk: whether the sparsifier keeps exactly the largest elements of each segment.
 
     Example:
         >>> import torch, thinwire as tw
-        >>> parts = tw.TopK(0.1).sparse_parts()
+        >>> parts = tw.TopK(0.1).traits.sparse
         >>> indices, values = torch.tensor([3, 7], dtype=torch.int32), torch.tensor([1.0, 2.0])
         >>> message, lost = parts.encode(indices, values, counts=[2], numels=[100], keys=[0])
         >>> message.numel() == parts.nbytes([2], [100]), parts.decode(message, [2], [100])[1]
@@ -32,11 +33,19 @@ class SparseParts(NamedTuple):
     sparsifier: Sparsifier
     coding: Sparsifier
     values: Codec
+    is_topk: bool = False
 
     @property
     def fixed_size(self) -> bool:
         """Whether the size of a message follows from the counts."""
-        return self.values.fixed_size and self.coding.codes_plainly
+        return self.values.traits.fixed_size and self.coding.codes_plainly
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        """How many elements are kept of segments of these sizes, if these are exactly the largest; else None.
+
+        A memory can then select in the same pass that makes the segments, and hand its choice to `preselected`.
+        """
+        return [self.sparsifier.count(n) for n in numels] if self.is_topk else None
 
     def encode(
         self, indices: Tensor, values: Tensor, counts: list[int], numels: list[int], keys: list[int]
@@ -63,7 +72,7 @@ class SparseParts(NamedTuple):
             ValueError: the message is corrupt.
         """
         indices, nbytes = self.coding.unpack_indices(message, counts, numels)
-        return indices, decode_values(self.coding, self.values, message[: message.numel() - nbytes], counts)
+        return indices, decode_values(self.coding, self.values, message[: message.numel() - nbytes], counts, [])
 
     def nbytes(self, counts: list[int], numels: list[int]) -> int:
         """Bytes of a message of these counts: exact, or a bound where not `fixed_size`."""

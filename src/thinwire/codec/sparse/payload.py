@@ -73,23 +73,26 @@ def read_sparse(
     sparsifier: Sparsifier, values_codec: Codec, payload: Tensor, outs: list[Tensor], keys: list[int]
 ) -> Selection:
     """The values that a payload carries for segments of the sizes of `outs`, with their positions."""
-    indices, counts, nbytes = sparsifier.read_support(payload, [o.numel() for o in outs], keys)
-    values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts)
+    numels = [o.numel() for o in outs]
+    indices, counts, nbytes = sparsifier.read_support(payload, numels, decoding_keys(sparsifier, keys))
+    values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts, keys)
     return Selection(indices, values, counts)
 
 
-def decode_values(sparsifier: Sparsifier, values_codec: Codec, sent: Tensor, counts: list[int]) -> Tensor:
+def decode_values(
+    sparsifier: Sparsifier, values_codec: Codec, sent: Tensor, counts: list[int], keys: list[int]
+) -> Tensor:
     """The kept values of all segments, from the bytes that `encode_values` made of them."""
     expected = values_codec.segments_nbytes(counts)
     require(
-        sent.numel() == expected or (sent.numel() < expected and not values_codec.fixed_size),
+        sent.numel() == expected or (sent.numel() < expected and not values_codec.traits.fixed_size),
         f"{sparsifier}: the payload has {sent.numel()} bytes of values, and {sum(counts)} of them take {expected}; "
         "is it corrupt, or were sender and receiver configured differently?",
     )
-    if values_codec.sends_floats:
+    if values_codec.traits.sends_floats:
         return kernels.payload_as(sent, torch.float32)
     values = torch.zeros(sum(counts), dtype=torch.float32, device=sent.device)
-    values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, [])
+    values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, decoding_keys(values_codec, keys))
     return values
 
 
@@ -117,15 +120,21 @@ def encode_values(
     values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
 ) -> tuple[Tensor, Tensor | None]:
     """Encode the values times `gains`; also return the values' residual, or None if it is zero."""
-    if values_codec.sends_floats and all(gain == 1.0 for gain in gains):
+    if values_codec.traits.sends_floats and all(gain == 1.0 for gain in gains):
         return values.view(torch.uint8), None
     kept, lost = list(values.split(counts)), debug.empty_like(values)
     if all(gain == 1.0 for gain in gains):
         sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
         return sent, lost
     sent = values_codec.encode_segments([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
-    values_codec.decode_add_segments(sent, list(lost.zero_().split(counts)), 1.0, [])
+    at = list(lost.zero_().split(counts))
+    values_codec.decode_add_segments(sent, at, 1.0, decoding_keys(values_codec, keys))
     return sent, values - lost
+
+
+def decoding_keys(codec: Codec, keys: list[int]) -> list[int]:
+    """The keys that a part of a combinator decodes with: all or none."""
+    return keys if codec.traits.shared_key else []
 
 
 def _all_where_smaller(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
+from ..traits import Traits
 from ..types import Selection
 from .base import Sparsifier, check_ratio
 from .payload import tail
@@ -58,17 +60,10 @@ class RandomK(Sparsifier):
         for name in ("shared", "scaled"):
             require(isinstance(getattr(self, name), bool), f"RandomK: {name} must be True or False")
 
-    @property
-    def unbiased(self) -> bool:
-        return self.scaled or self.ratio == 1
-
-    @property
-    def shared_key(self) -> bool:
-        return self.shared
-
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        return torch.float32 if self.shared else None
+    @cached_property
+    def traits(self) -> Traits:
+        sum_dtype = torch.float32 if self.shared else None
+        return Traits(unbiased=self.scaled or self.ratio == 1, shared_key=self.shared, sum_dtype=sum_dtype)
 
     def count(self, numel: int) -> int:
         return num_kept(self.ratio, numel)

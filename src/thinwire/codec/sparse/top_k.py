@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ... import kernels
 from ...algorithm import require
 from ...schedule import Schedule
 from ..dense.cast import Identity
+from ..traits import Traits
 from ..types import Selection, number
 from .base import Sparsifier, check_ratio
 from .parts import SparseParts
@@ -74,23 +76,15 @@ class TopK(Sparsifier):
     def counts_travel(self) -> bool:
         return self.sample is not None
 
-    @property
-    def fixed_size(self) -> bool:
-        return self.sample is None and self.indices == "fixed"
+    @cached_property
+    def traits(self) -> Traits:
+        fixed_size = self.sample is None and self.indices == "fixed"
+        sparse = SparseParts(self, self, Identity(), is_topk=self.sample is None)
+        return Traits(lossless=self.ratio == 1, fixed_size=fixed_size, sparse=sparse)
 
     @property
     def codes_plainly(self) -> bool:
         return self.indices == "fixed"
-
-    def topk_counts(self, numels: list[int]) -> list[int] | None:
-        return [self.count(n) for n in numels] if self.sample is None else None
-
-    def sparse_parts(self) -> SparseParts:
-        return SparseParts(self, self, Identity())
-
-    @property
-    def lossless(self) -> bool:
-        return self.ratio == 1
 
     def count(self, numel: int) -> int:
         return num_kept(self.ratio, numel)

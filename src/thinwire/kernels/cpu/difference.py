@@ -24,17 +24,17 @@ def encode(
 ) -> Tensor | None:
     native = native_quantizer(quantizer)
     sums = _native.difference_encode(views(xs), views(ys), add, out.numpy(), keys, native, measured)
-    return torch.tensor(sums, dtype=torch.float64) if measured else None
+    return torch.tensor(sums, dtype=torch.float64, device="cpu") if measured else None
 
 
 def sums(vs: list[Tensor], cs: list[Tensor]) -> Tensor:
-    return torch.tensor(_native.dense_sums(views(vs), views(cs)), dtype=torch.float64)
+    return torch.tensor(_native.dense_sums(views(vs), views(cs)), dtype=torch.float64, device="cpu")
 
 
 def choco_add(
     xs: list[Tensor],
     copies: list[Tensor],
-    totals: list[Tensor],
+    gaps: list[Tensor],
     payloads: list[Tensor],
     factors: list[float],
     weights: list[float],
@@ -42,18 +42,18 @@ def choco_add(
     quantizer: Quantizer,
 ) -> None:
     native = native_quantizer(quantizer)
-    _native.choco_decode_add(views(xs), views(copies), views(totals), views(payloads), factors, weights, step, native)
+    _native.choco_decode_add(views(xs), views(copies), views(gaps), views(payloads), factors, weights, step, native)
 
 
 def choco_add_dense(
     xs: list[Tensor],
     copies: list[Tensor],
-    totals: list[Tensor],
+    gaps: list[Tensor],
     vectors: list[Tensor],
     weights: list[float],
     step: float,
 ) -> None:
-    _native.choco_dense_add(views(xs), views(copies), views(totals), views(vectors), weights, step)
+    _native.choco_dense_add(views(xs), views(copies), views(gaps), views(vectors), weights, step)
 
 
 def squeeze_add(

@@ -12,6 +12,6 @@ __all__ = ["uniform"]
 
 
 def uniform(key: int, numel: int, device: torch.device) -> Tensor:
-    out = debug.empty(numel)
+    out = debug.empty(numel, device="cpu")
     _native.uniform(key, out.numpy())
     return out

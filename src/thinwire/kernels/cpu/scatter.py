@@ -13,13 +13,13 @@ __all__ = ["gather", "gather_marked", "write", "clear", "add", "total"]
 
 
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
-    values = debug.empty(indices.numel())
+    values = debug.empty(indices.numel(), device="cpu")
     _native.gather(views(xs), indices.numpy(), values.numpy(), counts)
     return values
 
 
 def gather_marked(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
-    values = debug.empty(indices.numel())
+    values = debug.empty(indices.numel(), device="cpu")
     _native.gather_marked(views(xs), indices.numpy(), values.numpy(), counts)
     return values
 

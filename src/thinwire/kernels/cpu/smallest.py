@@ -16,6 +16,6 @@ def encode(indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
 
 
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-    indices = debug.empty(sum(counts), dtype=torch.int32)
+    indices = debug.empty(sum(counts), dtype=torch.int32, device="cpu")
     _native.smallest_decode(payload.numpy(), counts, numels, indices.numpy())
     return indices

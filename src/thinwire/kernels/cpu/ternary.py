@@ -17,7 +17,7 @@ def _native_ternary(ternary: Ternary) -> _native.Ternary:
 
 
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
-    scales = debug.empty(num_scales)
+    scales = debug.empty(num_scales, device="cpu")
     _native.ternary_scales(views(xs), clip, bucket_size, scales.numpy())
     return scales
 

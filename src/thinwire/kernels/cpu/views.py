@@ -22,4 +22,4 @@ def views(tensors: Sequence[Tensor] | None) -> list[NDArray[Any]]:
 
 def empty_selection(count: int) -> tuple[Tensor, Tensor]:
     """Buffers for the indices and the values of `count` selected elements."""
-    return debug.empty(count, dtype=torch.int32), debug.empty(count)
+    return debug.empty(count, dtype=torch.int32, device="cpu"), debug.empty(count, device="cpu")

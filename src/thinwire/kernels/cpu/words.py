@@ -16,6 +16,6 @@ def encode(words: Tensor, bits: int, out: Tensor) -> None:
 
 
 def decode(payload: Tensor, count: int, bits: int) -> Tensor:
-    words = debug.empty(count, dtype=torch.int32)
+    words = debug.empty(count, dtype=torch.int32, device="cpu")
     _native.words_decode(payload.numpy(), bits, words.numpy())
     return words

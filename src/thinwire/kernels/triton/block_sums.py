@@ -228,6 +228,7 @@ def total_of(sums, count, MAX: tl.constexpr):
         count: how many there were before `fold`.
     """
     size = tl.full([], FOLDED, tl.int64)
+    count += tl.zeros([], tl.int64)  # of the type of `size`, which it may become
     while size < count:
         size *= 2
     if size > FOLDED:

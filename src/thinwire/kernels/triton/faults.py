@@ -11,7 +11,7 @@ from .. import flags
 def faults_of(device: torch.device) -> Tensor:
     """Counters for kernels to add to: the device's own, or new ones for tensors in main memory."""
     if flags.raises_at_once(device):
-        return torch.zeros(len(flags.Fault), dtype=torch.int32)
+        return torch.zeros(len(flags.Fault), dtype=torch.int32, device="cpu")
     return flags.fault_counters(device)
 
 

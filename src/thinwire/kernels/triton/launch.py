@@ -76,8 +76,8 @@ def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream:
 def _uploaded(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     refuse_capture(device)
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=dtype)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu").to(device, non_blocking=True)
 
 
 def pointers(tensors: Sequence[Tensor] | None, count: int = 0) -> list[int]:

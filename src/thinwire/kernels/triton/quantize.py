@@ -9,7 +9,7 @@ from torch import Tensor
 from ..flags import Flag
 from ..quantize import Quantizer
 from ..random import keys_on
-from ..scales import MIN_SCALE, MIN_SCALE_WIDE
+from ..scales import MAX_SCALE, MIN_SCALE, MIN_SCALE_WIDE
 from .block_sums import store_scales
 from .buckets import (
     SIGNATURE,
@@ -24,7 +24,7 @@ from .buckets import (
     store_tile,
     store_total,
 )
-from .device import is_finite, load_codes, load_floats, position_of, uniform
+from .device import is_finite, load_codes, load_floats, position_of, store_floats, uniform
 from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
@@ -47,6 +47,7 @@ def encode(
         BITS=quantizer.bits,
         STEPS=quantizer.num_steps,
         LEAST=least,
+        MOST=MAX_SCALE / 2,
         L2=quantizer.norm == "l2",
         BUCKET=quantizer.bucket_size,
         RESIDUAL=residuals is not None,
@@ -85,6 +86,7 @@ def _encode_buckets(
     BITS: tl.constexpr,
     STEPS: tl.constexpr,
     LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     L2: tl.constexpr,
     BUCKET: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -103,6 +105,9 @@ def _encode_buckets(
         scale = scales_of_rows(pointer, x, numel, payload, index, has_scale, LEAST, L2, ALIGNED, SIZE, WIDTH, ROWS)
     else:
         scale = load_floats(payload, index, has_scale, ALIGNED)
+    if STEPS == 1:  # a step is twice the scale: where that overflows, so may the residual
+        scale = tl.where(scale > MOST, float("inf"), scale)
+        store_floats(payload, index, scale, has_scale, ALIGNED)
     u = uniform(tl.load(key_table + segment), position_of(start, offset))
     codes, value = quantize(x, scale, u, STEPS)
     arguments = (rows, payload, num_segments, segment, start, numel, offset, inside, codes, x - value)
@@ -170,7 +175,7 @@ def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool, decode
         Variant(
             f"quantize.encode: {what}, {norm}{', residual' if residual else ''}",
             _encode_buckets,
-            {**constants, "LEAST": MIN_SCALE, "L2": l2, "RESIDUAL": residual, "ALIGNED": True},
+            {**constants, "LEAST": MIN_SCALE, "MOST": MAX_SCALE / 2, "L2": l2, "RESIDUAL": residual, "ALIGNED": True},
             SIGNATURE,
             tiles.numel,
             least_bytes=4 + code_bytes + 4 * residual,

@@ -56,7 +56,7 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
     """Three launches; the host waits for the counts, because they are the sizes of the result."""
     device = xs[0].device if xs else torch.device("cpu")
     first_tile = starts([triton.cdiv(x.numel(), TILE) for x in xs])
-    bits = torch.tensor(thresholds, dtype=torch.float32).view(torch.int32).tolist()
+    bits = torch.tensor(thresholds, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
     layout = [pointers(xs), numels_of(xs), bits, first_tile[:-1]]
     before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
     totals = torch.empty(len(xs), dtype=torch.int32, device=device)

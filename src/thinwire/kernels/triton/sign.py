@@ -44,12 +44,12 @@ def _store_means(
     BUCKET: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program per segment: store the mean magnitude, or a fixed scale where it is finite."""
+    """One program per segment: store the mean magnitude, or a fixed scale where it is finite and not zero."""
     _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
     total = total_of(sums + first_block, count, False)
     scale = (total / tl.maximum(size, 1).to(tl.float64)).to(tl.float32)  # the sum of an empty segment is 0
     if FIXED:
-        scale = tl.where(is_finite(scale), fixed_scale, scale)
+        scale = tl.where(is_finite(scale) & (scale > 0), fixed_scale, scale)
     store_floats(payload, tl.program_id(0), one_nan(scale), True, ALIGNED)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from ...average import Averager
-from .rows import as_parsed
-
-if TYPE_CHECKING:
-    from ..train.strategy import Strategy
+from ...algorithm import require
+from ...attaching import strategy_of
+from ...strategy import AveragerAttachment, Averaging, Gradients, Rhythm
 
 NUM_INPUTS, NUM_CLASSES = 512, 10
 
@@ -59,54 +56,67 @@ class Method:
     Args:
         name: of the row.
         ddp: whether the model is in DDP.
-        attach: what makes the training data-parallel; it returns the strategy, or None where DDP itself averages.
+        attach: what makes the training data-parallel; it returns the strategy at work, or None where DDP itself averages.
         bytes_per_element: of DDP's own all-reduce; the ledger counts those of strategies.
-        every: steps from one round to the next.
-        is_concurrent: whether messages fly while the training goes on.
-        is_late: whether a round ends in the step after the one that began it.
+        rhythm: when workers exchange messages.
     """
 
     name: str
     ddp: bool
-    attach: Callable[[Training], Strategy | None]
+    attach: Callable[[Training], AveragerAttachment | None]
     bytes_per_element: int = 0
-    every: int = 1
-    is_concurrent: bool = True
-    is_late: bool = False
+    rhythm: Rhythm = Rhythm(in_backward=True)
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether messages fly while the training goes on."""
+        return self.rhythm.in_backward or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a round ends in the step after the one that began it."""
+        return self.rhythm.delay > 0
 
     @contextmanager
-    def on(self, training: Training) -> Iterator[Strategy | None]:
-        """Context in which this method trains; yields the strategy, or None."""
-        strategy = self.attach(training)
+    def on(self, training: Training) -> Iterator[AveragerAttachment | None]:
+        """Context in which this method trains; yields the strategy at work, or None."""
+        attachment = self.attach(training)
         try:
-            yield strategy
+            yield attachment
         finally:
-            if strategy is not None:
-                strategy.detach()
+            if attachment is not None:
+                attachment.detach()
 
 
-def of_averager(text: str, overlap: bool, every: int | None, ddp: bool, bucket_bytes: int | None) -> Method:
-    """What `thinwire train` does with the same averager and options, but that overlap is left out where it has no meaning.
+def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> Method:
+    """What `thinwire train` does with the same strategy.
 
     Args:
-        text: an averager, in Python's notation.
-        overlap: of averagers of parameters.
-        every: steps between rounds of local updates; None averages gradients or parameters in every step.
-        ddp: whether averagers of gradients are attached to a model in DDP.
-        bucket_bytes: size of the buckets of gradients; None for the default of `compress_gradients`.
+        text: a strategy, in Python's notation.
+        ddp: whether strategies of gradients are attached to a model in DDP.
+        bucket_bytes: size of the buckets of gradients of a plain module; None for that of the strategy.
+
+    Raises:
+        ValueError: no strategy, or its rounds do not begin and end in a turn: asynchronous ones, and a delay of more steps.
     """
-    averager: Averager = as_parsed(text, Averager)
-    is_of_gradients = averager.gives_one_mean and every is None
-    is_late = overlap and every is None and not averager.gives_one_mean
+    strategy = strategy_of(text)
+    require(
+        isinstance(strategy, Averaging) and strategy.averager.has_rounds,
+        f"{text!r} has no rounds to measure; give one such as Gradients(Mean()), Gossip(Mix()) or Local(Mean(), every=4)",
+    )
+    assert isinstance(strategy, Averaging)
+    rhythm = strategy.rhythm
+    require(
+        rhythm.delay == 0 or rhythm == Rhythm(delay=1),
+        f"{strategy!r}: a turn of bench step begins and ends one round; leave delay and staleness out",
+    )
+    if isinstance(strategy, Gradients) and bucket_bytes is not None and not ddp:
+        strategy = replace(strategy, bucket_bytes=bucket_bytes)
 
-    def attach(training: Training) -> Strategy:
-        from ..train.config import RunConfig
-        from ..train.strategy import attach
-
-        config = RunConfig("bench", repr(averager), overlap=is_late, every=every)
-        return attach(config, training.model, training.optimizer, bucket_bytes=bucket_bytes)
-
-    name = repr(averager) + ", overlap" * is_late + (f", every {every}" if every else "")
+    chosen = strategy
     return Method(
-        name, ddp and is_of_gradients, attach, 0, every or 1, is_concurrent=is_of_gradients or is_late, is_late=is_late
+        repr(strategy),
+        ddp and rhythm.in_backward,
+        lambda training: chosen.attach(training.model, training.optimizer),
+        rhythm=rhythm,
     )

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...average import Averager
 from ...codec import Codec
 from ...plan import Network, Speeds, methods
+from ...plan.averagers import parts_of
 from ...plan.measure import measure_lines, measure_link
-from ...plan.sized import parts_of
 from ...plan.speeds import Share
 from .codecs import measure
 from .step import joined
@@ -33,7 +34,8 @@ def measured_speeds(numel: int) -> Speeds:
     """
     numel = min(numel, BUCKET)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    parts = [part for method in methods(2) for part in parts_of(method.averager).values()]
+    averagers = [method.strategy.averager for method in methods(2)]
+    parts = [part for averager in averagers if isinstance(averager, Averager) for part in parts_of(averager).values()]
     codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []
     for name, codec in codecs.items():

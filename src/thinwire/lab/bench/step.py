@@ -1,13 +1,13 @@
 """`thinwire bench step`: the time of a training step over this network, compared with its computation alone.
 
-Each method trains a multilayer perceptron data-parallel: gradients, gossip or local updates, as the averager and the options
-say. Turns of its steps alternate with as many steps of the same model without any communication, on all workers at once, so
+Each method trains a multilayer perceptron data-parallel: gradients, gossip or local updates, as the strategy says.
+Turns of its steps alternate with as many steps of the same model without any communication, on all workers at once, so
 both run under the same conditions. A turn is one step, or the steps from one round of local updates to the next. With overlap,
-an untimed step comes before it, and a round that is in flight at its end is absorbed, untimed too, so that no message flies
+an untimed step comes before it, and a round that is in flight at its end is waited for, untimed too, so that no message flies
 during the computation alone. Each worker takes the median over turns. The result is the median of the slowest worker, because
 all others wait for it. `floor.py` says what the step needs at least.
 
-    python benchmarks/netlab.py --hosts 2 --rate 1gbit -- thinwire bench step    one worker per host
+    python benchmarks/netlab.py --hosts 2 --line 1gbit -- thinwire bench step    one worker per host
     torchrun --nproc-per-node 4 --no-python thinwire bench step                  under any launcher that sets RANK
     thinwire bench step --workers 2                                              starts its own, over the loopback
 """
@@ -39,31 +39,24 @@ from ...comm.process_world import worker_context
 from ...kernels import set_threads
 from . import timeline
 from .floor import Floor, Machine, passes_of
-from .methods import Method, Training, mlp, of_averager
+from .methods import Method, Training, mlp, of_strategy
 from .parts import check_device
 from .processor import seconds_by_thread
 from .rows import check_writable, print_table, write_json
 
 CPU = torch.device("cpu")
-DEFAULT_AVERAGERS = (
-    "Mean(QSGD(bits=4))",
-    "Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback())",
+DEFAULT_STRATEGIES = (
+    "Gradients(Mean(QSGD(bits=4)))",
+    "Gradients(Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback()))",
 )
 
 
 @dataclass(frozen=True)
 class StepBench:
-    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and averagers.
+    """Measure the training step of a 22-million-parameter MLP: DDP's own float32 and float16, and strategies."""
 
-    The same options as those of `thinwire train` choose between gradients, gossip and local updates.
-    """
-
-    averagers: tuple[str, ...] = DEFAULT_AVERAGERS
-    """Averagers in Python's notation, of gradients or of parameters."""
-    overlap: bool = False
-    """Averagers of parameters: send messages during the next forward and backward pass."""
-    every: int | None = None
-    """Local updates: steps between two rounds of each averager. None averages in every step."""
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
+    """Strategies in Python's notation, as for `thinwire train`, such as "Gossip(Mix(), overlap=True)"."""
     baselines: bool = True
     """Also measure DDP's own all-reduce in float32, and with its float16 hook."""
     workers: int = 2
@@ -79,10 +72,10 @@ class StepBench:
     batch_size: int = 64
     """Examples per worker and step; larger => more computation for the same bytes."""
     ddp: bool = False
-    """Attach averagers of gradients to a model in DDP, which copies every gradient into its buckets, instead of the module
+    """Attach strategies of gradients to a model in DDP, which copies every gradient into its buckets, instead of the module
     itself."""
     bucket_megabytes: float | None = None
-    """Bucket size of gradients in MiB, for all methods; by default DDP's own (25), and that of `compress_gradients` (10) for
+    """Bucket size of gradients in MiB, for all methods; by default DDP's own (25), and that of the strategy (10) for
     modules. Smaller => sending starts earlier, with more messages."""
     threads: int = 1
     """Threads that PyTorch and the C++ kernels may use in each worker."""
@@ -90,7 +83,7 @@ class StepBench:
     """Where to train: "cpu", or "cuda" for the GPUs of each machine, which its workers share if they are more. Messages go over
     NCCL if every worker has a GPU of its own."""
     rate: str | None = None
-    """Value of the column `rate`; by default NETLAB_RATE of the environment, or "loopback"."""
+    """Value of the column `rate`; by default NETLAB_LINE of the environment, or "loopback"."""
     json: Path | None = None
     """Write the rows to this file."""
     timeline: Path | None = None
@@ -99,11 +92,10 @@ class StepBench:
     def __post_init__(self):
         for name in ("workers", "steps", "hidden", "layers", "batch_size", "threads"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(self.every is None or self.every >= 1, f"every must be at least 1, got {self.every}")
         require(self.warmup >= 0, f"warmup must be at least 0, got {self.warmup}")
         megabytes = self.bucket_megabytes
         require(megabytes is None or megabytes > 0, f"bucket_megabytes must be positive, got {megabytes}")
-        require(bool(self.averagers) or self.baselines, "nothing to measure: give --averagers or --baselines")
+        require(bool(self.strategies) or self.baselines, "nothing to measure: give --strategies or --baselines")
         check_device(self.device)
         require(
             self.timeline is None or self.device == "cpu",
@@ -181,11 +173,11 @@ def _methods(bench: StepBench) -> list[Method]:
     """What is measured, in the order of the rows.
 
     Raises:
-        ValueError: a text is no averager.
+        ValueError: a text is no strategy that can be measured.
     """
     megabytes = bench.bucket_megabytes
     size = None if megabytes is None else int(megabytes * 2**20)
-    ours = [of_averager(text, bench.overlap, bench.every, bench.ddp, size) for text in bench.averagers]
+    ours = [of_strategy(text, bench.ddp, size) for text in bench.strategies]
     return (_baselines() if bench.baselines else []) + ours
 
 
@@ -211,16 +203,16 @@ def _row(
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
     step = Training(model, bench.batch_size, comm.rank)
     with method.on(step) as strategy:
-        turns = Turns(comm, method, alone, step, strategy.absorb if strategy else _nothing, device)
+        turns = Turns(comm, method, alone, step, strategy.settle if strategy else _nothing, device)
         turns.run(bench.warmup)
         if strategy is not None:
-            handle = strategy.handle
-            before, seconds = handle.ledger.snapshot(), handle.seconds
+            before, seconds = strategy.ledger.snapshot(), strategy.seconds
             times, steps = turns.run(bench.steps)
-            traffic = handle.ledger.since(before)
+            traffic = strategy.ledger.since(before)
             sent, got = traffic.bytes_sent / steps, traffic.bytes_received / steps
-            phases = {phase: (s - seconds.get(phase, 0.0)) / steps for phase, s in handle.seconds.items()}
-            passes = passes_of(model, handle.state_dict(), method.every)
+            phases = {phase: (s - seconds.get(phase, 0.0)) / steps for phase, s in strategy.seconds.items()}
+            (state,) = strategy.state_dict().values()
+            passes = passes_of(model, {**state, "change": None}, method.rhythm.every)  # a round in flight is no memory
         else:
             times, _ = turns.run(bench.steps)
             numel = sum(p.numel() for p in model.parameters())
@@ -229,7 +221,7 @@ def _row(
         spans = _record(comm, turns) if bench.timeline else []
     floor = Floor.of(machine, times.compute_seconds, max(sent, got), passes, method.is_concurrent)
     return {
-        "rate": bench.rate or os.environ.get("NETLAB_RATE", "loopback"),
+        "rate": bench.rate or os.environ.get("NETLAB_LINE", "loopback"),
         "workers": comm.size,
         "device": device.type,
         "method": method.name,
@@ -270,12 +262,12 @@ class Turns:
     method: Method
     alone: Callable[[], None]
     step: Callable[[], None]
-    absorb: Callable[[], None]
+    settle: Callable[[], None]
     device: torch.device = CPU
 
     def run(self, steps: int) -> tuple[Times, int]:
         """At least so many timed steps of each; returns their times, and the steps of the method with the untimed ones."""
-        turns = -(-steps // self.method.every)
+        turns = -(-steps // self.method.rhythm.every)
         measured: list[list[float]] = []
         threads: list[dict[str, float]] = []
         for _ in range(turns):
@@ -284,8 +276,8 @@ class Turns:
             step, by_thread = self._timed(self.step, barrier=not self.method.is_late)
             measured.append(step + alone)
             threads.append(by_thread)
-            self.absorb()
-        every = self.method.every
+            self.settle()
+        every = self.method.rhythm.every
         medians = [median(column) / every for column in zip(*measured, strict=True)] or [0.0] * 4
         names = {name for turn in threads for name in turn}
         by_thread = {name: median(turn.get(name, 0.0) for turn in threads) / every for name in sorted(names)}
@@ -307,7 +299,7 @@ class Turns:
             self.comm.barrier()
         before = seconds_by_thread()
         start, processor_start = time.perf_counter(), time.process_time()
-        for _ in range(self.method.every):
+        for _ in range(self.method.rhythm.every):
             training()
         self._settle()
         took = [time.perf_counter() - start, time.process_time() - processor_start]

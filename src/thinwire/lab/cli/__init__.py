@@ -40,7 +40,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
 
 Each command explains its options with --help. A first run:
 
-  thinwire train digits --workers 4 --averager "Mean(TopK(0.01), ErrorFeedback())"
+  thinwire train digits --workers 4 --strategy "Gradients(Mean(TopK(0.01), ErrorFeedback()))"
 """
 
 

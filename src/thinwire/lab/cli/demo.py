@@ -36,9 +36,9 @@ def demo_command(options: list[str]) -> None:
 
     shared = replace(digits(), workers=demo.workers, seed=demo.seed, max_steps=demo.max_steps, overwrite=True)
     runs = []
-    for label, averager in DEMO.items():
+    for label, strategy in DEMO.items():
         name = re.sub(r"\W+", "-", label)
-        folder = trained(replace(shared, averager=averager, output=demo.output, name=name))
+        folder = trained(replace(shared, strategy=strategy, output=demo.output, name=name))
         runs.append(read_run(folder, label))
     figure = demo.output / "accuracy-against-bytes.png"
     accuracy_against_bytes(runs, figure)

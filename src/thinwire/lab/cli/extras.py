@@ -9,7 +9,7 @@ TRAIN = (
     *("tyro", "rich", "sklearn", "matplotlib", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
     *(("tomli",) if sys.version_info < (3, 11) else ()),
 )
-EXTRAS = dict.fromkeys(TRAIN, "train") | {"submitit": "slurm"}
+EXTRAS = dict.fromkeys(TRAIN, "train")
 TRAINING = ("train", "demo", "sweep")  # commands that check the packages before they start workers
 
 

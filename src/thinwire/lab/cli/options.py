@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_type_hints
+
+from ...suggestion import suggestion
+from .originals import written_here
 
 
 def show(table: Any) -> None:
@@ -31,18 +33,29 @@ def fail(message: object, code: int) -> int:
 def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     """Look up a name; the error for an unknown name suggests a similar one."""
     if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}{_suggestion(name, known)}; see {where}")
+        raise ValueError(f"unknown {kind} {name!r}{suggestion(name, known)}; see {where}")
     return known[name]
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    names = [name for name in known if name[0] != "-"]  # options are too many to list
-    return f", did you mean {close[0]!r}?" if close else f", known are {', '.join(names)}" * bool(names)
-
-
-def parsed(kind: type, options: list[str], program: str, default: Any = None, description: str | None = None) -> Any:
+def parsed(
+    kind: type,
+    options: list[str],
+    program: str,
+    default: Any = None,
+    description: str | None = None,
+    originals: dict[str, str] | None = None,
+    others: tuple[str, ...] = (),
+) -> Any:
     """Read options into a dataclass with tyro.
+
+    Args:
+        kind: the dataclass.
+        options: words of the command line.
+        program: the command, for messages.
+        default: an instance with the default values.
+        description: for `--help`.
+        originals: names of options in other programs, see `originals.py`.
+        others: options of the command that have been read before, to be suggested too.
 
     Raises:
         ValueError: wrong options; one line instead of tyro's box.
@@ -66,6 +79,7 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
             parse(["--help"])
         finally:
             sys.stdout.flush()  # here, where a reader who is gone is met
+    options, parts = _parts(kind, options)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), _wide_terminal():
@@ -75,9 +89,37 @@ def parsed(kind: type, options: list[str], program: str, default: Any = None, de
     if unknown:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse(["--help"])
-        known = sorted(set(re.findall(r"--[\w.-]+", text.getvalue())))
-        raise ValueError(f"unknown option {unknown[0]!r}{_suggestion(unknown[0], known)}; see {program} --help")
+        known = sorted({*re.findall(r"--[\w.-]+", text.getvalue()), *others})
+        near = written_here(unknown[0], originals or {}) or suggestion(unknown[0], known)
+        raise ValueError(f"unknown option {unknown[0]!r}{near}; see {program} --help")
+    if parts:
+        from ..overrides import overridden
+
+        parsed = overridden(parsed, parts)
     return parsed
+
+
+def _parts(kind: type, options: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The options without parts of algorithms, and these: `--strategy.every 4`, where `strategy` is a text."""
+    if not any(re.match(r"--[\w-]+\.", word) for word in options):
+        return options, {}
+    from ..overrides import value_of
+
+    texts = {name for name, hint in get_type_hints(kind).items() if hint in (str, str | None, tuple[str, ...])}
+    rest: list[str] = []
+    parts: dict[str, Any] = {}
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        path = name[2:].replace("-", "_")
+        if not name.startswith("--") or "." not in path or path.partition(".")[0] not in texts:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "--")
+        if value.startswith("--"):
+            raise ValueError(f"{name} needs a value, such as {name} 0.01")
+        parts[path] = value_of(value)
+    return rest, parts
 
 
 @contextlib.contextmanager

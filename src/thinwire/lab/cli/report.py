@@ -22,10 +22,10 @@ class ReportOptions:
     metric: str | None = None
     """Metric that compares methods, such as test_loss or mean_model_test_accuracy. None takes the first test metric."""
     group: tuple[str, ...] = ()
-    """Fields of the configuration that define a method, such as averager optimizer.learning_rate. Default: all fields in
+    """Fields of the configuration that define a method, such as strategy optimizer.learning_rate. Default: all fields in
     which runs differ, except the seed."""
     names: tuple[str, ...] = ()
-    """Names of methods as LABEL=NAME, such as "Mean()=dense". LABEL is the label in the table."""
+    """Names of methods as LABEL=NAME, such as "Gradients(Mean())=dense". LABEL is the label in the table."""
     title: str = "Comparison of runs"
     """Heading of the page."""
 
@@ -58,7 +58,7 @@ def report_command(options: list[str]) -> None:
 
 
 def _name(text: str) -> tuple[str, str]:
-    label, sign, name = text.rpartition("=")  # averagers can contain equal signs
+    label, sign, name = text.rpartition("=")  # strategies can contain equal signs
     if not (sign and label and name):
         raise ValueError(f"names are given as LABEL=NAME, got {text!r}")
     return label, name

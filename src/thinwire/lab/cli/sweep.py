@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...algorithm import require
 from .options import parsed, show
+from .originals import SWEEP
 
 if TYPE_CHECKING:
     from ..sweep import Sweep
@@ -26,14 +28,18 @@ class SweepCommand:
     """Run on this machine, this many runs at a time. The default is 1."""
     slurm: str | None = None
     """Submit a SLURM job array with these options of sbatch, such as "partition=gpu,time=2:00:00"."""
+    pack: int = 1
+    """With --slurm, runs of a job, one after the other; higher => fewer jobs."""
     dry_run: bool = False
-    """List the runs and their states, and start nothing."""
+    """List the runs and their states, and start nothing. With --slurm, write the batch file and submit nothing."""
     status: bool = False
     """Show the state of all runs, live on a terminal. Works while the sweep runs in another terminal."""
 
     def __post_init__(self):
-        given = [self.local is not None, self.slurm is not None, self.dry_run, self.status]
+        given = [self.local is not None, self.slurm is not None, self.dry_run and self.slurm is None, self.status]
         require(sum(given) <= 1, "--local, --slurm, --dry-run and --status: choose one of them")
+        require(self.pack >= 1, f"--pack must be 1 or more, got {self.pack}")
+        require(self.pack == 1 or self.slurm is not None, "--pack is for the jobs of --slurm")
         require(self.local is None or self.local >= 1, f"--local must be 1 or more, got {self.local}")
 
 
@@ -44,16 +50,16 @@ def sweep_command(options: list[str]) -> None:
         options = ["--help"]
     elif file.startswith("-"):
         raise ValueError(f"the file comes first, as in: thinwire sweep examples/sweeps/digits.toml {file}")
-    asked = parsed(SweepCommand, options, "thinwire sweep FILE")
+    asked = parsed(SweepCommand, options, "thinwire sweep FILE", originals=SWEEP)
     from ..sweep import read_sweep
     from ..sweep.file import has_begun, where_it_runs
     from ..sweep.show import plan_table, show_failures, statuses_of, watch
 
     sweep = read_sweep(Path(file))
-    if asked.dry_run:
+    if asked.slurm is not None:
+        _submit(sweep, asked)
+    elif asked.dry_run:
         show(plan_table(sweep, statuses_of(sweep.runs)))
-    elif asked.slurm is not None:
-        _submit(sweep, asked.slurm)
     elif asked.status:
         sweep = where_it_runs(sweep)
         if not has_begun(sweep):
@@ -85,16 +91,21 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
     print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}")
 
 
-def _submit(sweep: Sweep, options: str) -> None:
-    """Submit the runs that are not finished, running or queued."""
-    from ..sweep.slurm import queued, submit
+def _submit(sweep: Sweep, asked: SweepCommand) -> None:
+    """Submit the runs that are not finished, running or queued; with --dry-run, write the batch file of the first two."""
+    from ..sweep.slurm import queued, submit, write_script
     from ..sweep.status import status_of
 
+    options = asked.slurm or ""
     left = [run for run in sweep.runs if status_of(run).state not in ("finished", "running")]
+    if asked.dry_run:
+        require(bool(left), "all runs are finished or running; there is nothing to submit")
+        print(f"  sbatch {shlex.quote(str(write_script(left, options, asked.pack)))}")
+        return
     waiting = {run.identity for run in queued(left)}
     left = [run for run in left if run.identity not in waiting]
     if left:
-        jobs = submit(left, options, sweep.output / ".sweep" / "slurm")
+        jobs = submit(left, options, asked.pack)
         print(f"{sweep.output}: {len(left)} runs submitted, {jobs[0]} to {jobs[-1]}")
     print(f"  {len(sweep.runs) - len(left)} runs are finished, running or queued already")
     print(f"  thinwire sweep {sweep.file} --status")

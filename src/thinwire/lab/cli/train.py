@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from .options import fail, named, parsed, show
+from .originals import TRAIN
 
 if TYPE_CHECKING:
     from ..train import Interrupted
@@ -26,6 +27,8 @@ and mpirun, which then start the workers:
   torchrun --nproc-per-node 4 --no-python thinwire train digits
 
 --config FILE takes values from a TOML file, or from a run's config.json; several are composed in order, and options come last.
+
+--averager.codec.ratio 0.001 changes one part of the averager; so does averager.codec.ratio = 0.001 in a file.
 
 --evaluate CHECKPOINT trains nothing: it tests the model of a checkpoint, such as runs/NAME/checkpoints/best, with the
 configuration that is saved there; options change it, such as --data.folder.
@@ -60,7 +63,8 @@ def train_command(options: list[str]) -> None:
     if checkpoint is not None:
         default = _of_checkpoint(default, checkpoint)
     default, rest = _composed(default, options)
-    config = parsed(type(default), rest, f"thinwire train {recipe}", default, known[recipe].about)
+    about, others = known[recipe].about, ("--config", "--evaluate")
+    config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
     if checkpoint is not None:
         _evaluate(config, checkpoint)
         return
@@ -92,7 +96,7 @@ def _of_checkpoint(config: Any, folder: Path) -> Any:
     """The configuration that is saved in a checkpoint of the same recipe."""
     from ..fields import flat
     from ..files import load_json_object
-    from ..sweep.overrides import overridden
+    from ..overrides import overridden
 
     facts = folder / "checkpoint.json"
     require(facts.is_file(), f"{folder} is no checkpoint: it has no checkpoint.json")
@@ -121,7 +125,7 @@ def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:
     """
     from ..fields import flat
     from ..files import load_json_object, load_toml
-    from ..sweep.overrides import overridden
+    from ..overrides import overridden
 
     rest: list[str] = []
     words = iter(options)
@@ -164,7 +168,7 @@ def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "")
 def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
     """The command that continues a stopped run."""
     kept = [option for option in options if option != "--overwrite"]
-    name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name]
+    name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name.removesuffix(config.suffix)]
     return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])
 
 

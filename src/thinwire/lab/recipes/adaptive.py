@@ -14,16 +14,19 @@ SMALL_NUQSGD = "NUQSGD(bits=3, bucket_size=128, zero=False)"
 square: 1.3 for 128, and 127 for the paper's 8192, with which such a run learns nothing."""
 
 
-def methods(bucket_size: int = 8192, dense: str = "dense", update_every: int = 10_000) -> dict[str, Method]:
+def methods(
+    num_components: int, bucket_size: int = 8192, dense: str = "dense", update_every: int = 10_000
+) -> dict[str, Method]:
     """All quantizers, and the baseline. Buckets run through the whole network, and the last, short one is sent dense.
 
     Args:
+        num_components: buckets of largest norm that make the mixture of truncated normals.
         bucket_size: elements that share a norm.
         dense: end of the baseline's name.
         update_every: steps from one update of the levels to the next, after those at steps 100 and 2000.
     """
     shared = f"bucket_size={bucket_size}"
-    fitted = f"{shared}, num_buckets=150"
+    fitted = f"{shared}, num_buckets={num_components}"
     late = "" if update_every == 10_000 else f", update_every={update_every}"
     made = {dense: Method("the gradients themselves (SuperSGD in the paper)")}
     for name, about, averager in (
@@ -45,9 +48,9 @@ def methods(bucket_size: int = 8192, dense: str = "dense", update_every: int = 1
         ("terngrad", "ternary, not clipped (1705.07878)", f"TernGrad(clip=None, {shared})"),
     ):
         made[name] = Method(about, _mean(codec))
-    made["nuqsgd"] = replace(made["nuqsgd"], small_averager=_mean(SMALL_NUQSGD))
+    made["nuqsgd"] = replace(made["nuqsgd"], small_strategy=_mean(SMALL_NUQSGD))
     return made
 
 
 def _mean(codec: str) -> str:
-    return f"Mean(DenseLast({codec}), granularity='model', min_ndim=0)"
+    return f"Gradients(Mean(DenseLast({codec}), granularity='model', min_ndim=0))"

@@ -32,15 +32,15 @@ class Method:
 
     Args:
         about: a line: what is sent, and the paper (arXiv number) unless it is the task's own.
-        averager: as in `RunConfig`.
-        small_averager: the averager of the small recipe, such as one with earlier updates; None => the same.
+        strategy: what is averaged, when and how.
+        small_strategy: that of the small recipe, such as one with earlier updates; None => the same.
         changes: fields of `RunConfig` that this method changes.
         small_changes: the same for the small recipe, which ignores `changes`.
     """
 
     about: str
-    averager: str = "Mean()"
-    small_averager: str | None = None
+    strategy: str = "Gradients(Mean())"
+    small_strategy: str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     small_changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,11 +73,11 @@ class Task:
         made = {}
         for end, method in self.methods.items():
             name, about = self.name(end), f"{self.title}. {method.about}"
-            made[name] = _recipe(name, about, self.full, method.averager, method.changes)
+            made[name] = _recipe(name, about, self.full, method.strategy, method.changes)
             if self.small is not None:
-                averager = method.small_averager or method.averager
+                strategy = method.small_strategy or method.strategy
                 made[name + SMALL] = _recipe(
-                    name + SMALL, f"{about} (small)", self.small, averager, method.small_changes
+                    name + SMALL, f"{about} (small)", self.small, strategy, method.small_changes
                 )
         return made
 
@@ -86,8 +86,8 @@ class Task:
         return f"{self.full.recipe}-{method}" if method else self.full.recipe
 
 
-def _recipe(name: str, about: str, base: RunConfig, averager: str, changes: Mapping[str, Any]) -> Recipe:
-    config = replace(base, recipe=name, averager=averager, **changes)
+def _recipe(name: str, about: str, base: RunConfig, strategy: str, changes: Mapping[str, Any]) -> Recipe:
+    config = replace(base, recipe=name, strategy=strategy, **changes)
     return Recipe(about, replace(config, optimizer=momentum_applied_once(config)))
 
 
@@ -99,7 +99,7 @@ def momentum_applied_once(config: RunConfig) -> Any:
     Raises:
         ValueError: the averager's momentum factor is not the optimizer's.
     """
-    averager, optimizer = config.parsed_averager(), config.optimizer
+    averager, optimizer = config.parsed_strategy().averager, config.optimizer
     if not (averager.has_momentum and isinstance(optimizer, SGD) and optimizer.momentum):
         return optimizer
     memory: Any = cast(Mean | PowerSGD, averager).memory  # only these have a memory, and with it momentum

@@ -66,7 +66,7 @@ def _dgc_task(depth: int) -> Task:
     return Task(f"ResNet-{depth} on CIFAR-10: {dgc.SOURCE}", full, dgc.methods(), twin)
 
 
-def _adaptive_task(depth: int, bucket_size: int, dense: str) -> Task:
+def _adaptive_task(depth: int, num_components: int, bucket_size: int, dense: str) -> Task:
     schedule = LearningRateSchedule(0.0, "steps", drops=(0.5, 0.75))
     optimizer = SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False)
     full = RunConfig(
@@ -74,13 +74,13 @@ def _adaptive_task(depth: int, bucket_size: int, dense: str) -> Task:
         workers=4, epochs=825, max_steps=80_000, batch_size=128,
         data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(depth, "identity"), optimizer=optimizer,
     )  # fmt: skip
-    methods = adaptive.methods(bucket_size, dense)
+    methods = adaptive.methods(num_components, bucket_size, dense)
     twin = small(full, model=CIFARResNet(min(depth, 32), "identity"))
     return Task(f"ResNet-{depth} on CIFAR-10: {adaptive.SOURCE}", full, methods, twin)
 
 
 def _power_gossip_task() -> Task:
-    schedule = LearningRateSchedule(5 / 300, "steps", drops=(0.5, 0.75), scale_by_workers=True, warmup_start=0.1)
+    schedule = LearningRateSchedule(5 / 300, "steps", drops=(0.5, 0.75), scale_by_workers=True)
     full = RunConfig(
         "cifar10-resnet20",
         workers=8, epochs=300, batch_size=128, data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(20),
@@ -95,7 +95,7 @@ TASKS = (
     *_layerwise_tasks(),
     _dgc_task(20),
     _dgc_task(110),
-    _adaptive_task(32, bucket_size=8192, dense="dense"),
-    _adaptive_task(110, bucket_size=16384, dense="alq-dense"),
+    _adaptive_task(32, 50, bucket_size=8192, dense="dense"),
+    _adaptive_task(110, 150, bucket_size=16384, dense="alq-dense"),
     _power_gossip_task(),
 )

@@ -15,11 +15,11 @@ def methods(dense: str = "dense", warmup_epochs: int = 5) -> dict[str, Method]:
         warmup_epochs: epochs in which the ratio falls to 0.001; at most 2 in the small recipe.
     """
 
-    def averager(epochs: int) -> str:
-        return f"dgc(0.001, warmup_epochs={epochs})"
+    def strategy(epochs: int) -> str:
+        return f"Gradients(dgc(0.001, warmup_epochs={epochs}))"
 
     about = f"0.1 % of the coordinates{', after a warm-up' * (warmup_epochs > 0)}; momentum is corrected and masked"
     return {
         dense: Method("the gradients themselves"),
-        "dgc": Method(about, averager(warmup_epochs), averager(min(warmup_epochs, 2))),
+        "dgc": Method(about, strategy(warmup_epochs), strategy(min(warmup_epochs, 2))),
     }

@@ -12,13 +12,13 @@ def digits() -> RunConfig:
 
 
 TASKS = (
-    Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any averager")}),
+    Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any strategy")}),
 )
 
 DEMO = {
-    "dense": "Mean()",
-    "4-bit": "Mean(QSGD(bits=4))",
-    "sparse": "Mean(TopK(0.005), ErrorFeedback())",
-    "sparse + 4-bit": "Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback())",
+    "dense": "Gradients(Mean())",
+    "4-bit": "Gradients(Mean(QSGD(bits=4)))",
+    "sparse": "Gradients(Mean(TopK(0.005), ErrorFeedback()))",
+    "sparse + 4-bit": "Gradients(Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback()))",
 }
-"""What `thinwire demo` compares on this recipe: label -> averager."""
+"""What `thinwire demo` compares on this recipe: label -> strategy."""

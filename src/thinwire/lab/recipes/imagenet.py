@@ -88,23 +88,20 @@ def _sgp_task() -> Task:
         workers=8, epochs=90, batch_size=256, data=ImageFolder(), model=ResNet(50, head_std=0.01),
         optimizer=SGD(0.1, 1e-4, undecayed=(), schedule=schedule),
     )  # fmt: skip
-    after = {"order": "adapt_then_combine"}
-    late = after | {"overlap": True, "staleness": 1}
+    push, after = "PushSum(Exponential(alternating=True))", "order='adapt_then_combine'"
     methods = {
         "sgp-dense": Method("gradients, averaged over all workers (AR-SGD in the paper)"),
-        "sgp": _gossip("push-sum, one peer a step, exponential graph", "PushSum(Exponential(alternating=True))", after),
-        "osgp": _gossip("likewise, messages fly during the next step", "PushSum(Exponential(alternating=True))", late),
-        "sgp-2peer": _gossip("push-sum, two peers a step", "PushSum(Exponential(peers=2))", after),
-        "dpsgd": _gossip("D-PSGD, both ways with one peer a step", "Mix(BipartiteExponential())", after),
-        "adpsgd": _gossip("AD-PSGD: with one neighbour, whenever it answers", "Pairwise()", {}),
+        "sgp": Method("push-sum, one peer a step, exponential graph", f"Gossip({push}, {after})"),
+        "osgp": Method(
+            "likewise, messages fly during the next step", f"Gossip({push}, overlap=True, staleness=1, {after})"
+        ),
+        "sgp-2peer": Method("push-sum, two peers a step", f"Gossip(PushSum(Exponential(peers=2)), {after})"),
+        "dpsgd": Method("D-PSGD, one peer a step", f"Gossip(Mix(OddExponential()), {after})"),
+        "adpsgd": Method("AD-PSGD: with one neighbour, whenever it answers", "Asynchronous()"),
     }
     return Task(
         f"ResNet-50 on ImageNet, 8 nodes: {SGP_SOURCE}", full, methods, small(full, model=ResNet(18, head_std=0.01))
     )
-
-
-def _gossip(about: str, averager: str, changes: dict) -> Method:
-    return Method(about, averager, changes=changes, small_changes=changes)
 
 
 def _adaptive_task() -> Task:
@@ -114,7 +111,7 @@ def _adaptive_task() -> Task:
         workers=4, epochs=120, max_steps=600_000, batch_size=64, data=ImageFolder(), model=ResNet(18, False),
         optimizer=SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False),
     )  # fmt: skip
-    methods = adaptive.methods(dense="alq-dense", update_every=50_000)
+    methods = adaptive.methods(350, dense="alq-dense", update_every=50_000)
     return Task(f"ResNet-18 on ImageNet: {adaptive.SOURCE}", full, methods, small(full))
 
 

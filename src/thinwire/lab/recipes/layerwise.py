@@ -35,11 +35,11 @@ def methods(slow: Mapping[str, Any], summed_over: int = 1) -> dict[str, Method]:
     values = {"threshold": threshold, "threshold_about": f"{threshold:.3g}{study}"}
     made = {
         "dense": Method("the gradients themselves"),
-        "fp16": Method("the gradients as float16", "Mean(Cast('float16'), min_ndim=0)"),
+        "fp16": Method("the gradients as float16", "Gradients(Mean(Cast('float16'), min_ndim=0))"),
     }
     for end, (what, granularity) in _GRANULARITIES.items():
         for name, (sends, codec) in _COMPRESSORS.items():
-            averager = f"Mean({codec.format(**values)}, granularity='{granularity}', min_ndim=0)"
+            strategy = f"Gradients(Mean({codec.format(**values)}, granularity='{granularity}', min_ndim=0))"
             changes = slow if name in _SLOW else {}
-            made[name + end] = Method(f"{sends.format(**values)}, of {what}", averager, changes=changes)
+            made[name + end] = Method(f"{sends.format(**values)}, of {what}", strategy, changes=changes)
     return made

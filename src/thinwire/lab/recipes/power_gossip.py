@@ -8,33 +8,48 @@ from ..train import RunConfig
 from .base import Method
 
 SOURCE = "Vogels et al. 2020, PowerGossip, arXiv 2008.01425"
+BASE_RATE = 0.1
+"""Of all workers together, at which warm-up starts, whatever the tuned rate is."""
 _FASTEST = "step_size=1.308"  # the fastest without compression on a ring of 8; the authors' scripts set it
 
 _METHODS = {
-    "powergossip-dense": ("gradients, averaged over all workers", "Mean()", None),
-    "dpsgd": ("D-PSGD: models, averaged with those of both neighbours", f"Mix(Ring(), {_FASTEST})", None),
-    "powergossip": ("differences along edges, rank 1", f"PowerGossip(Ring(), {_FASTEST})", None),
-    "powergossip-2it": ("likewise, two iterations a step", f"PowerGossip(Ring(), iterations=2, {_FASTEST})", None),
-    "powergossip-random": ("likewise, p is random", f"PowerGossip(Ring(), warm_start=False, {_FASTEST})", None),
-    "powergossip-2it-random": (
-        "likewise, two iterations a step, p is random",
-        f"PowerGossip(Ring(), iterations=2, warm_start=False, {_FASTEST})",
+    "powergossip-dense": ("gradients, averaged over all workers", "Gradients(Mean())", None),
+    "dpsgd": ("D-PSGD: models, averaged with those of both neighbours", f"Gossip(Mix(Ring(), {_FASTEST}))", None),
+    "powergossip": ("differences along edges, rank 1", f"Gossip(PowerGossip(Ring(), {_FASTEST}))", None),
+    "powergossip-2it": (
+        "likewise, two iterations a step",
+        f"Gossip(PowerGossip(Ring(), iterations=2, {_FASTEST}))",
         None,
     ),
-    "choco": ("CHOCO, signs of differences, tuned", "Choco(Ring(), SignNorm(), step_size=0.45)", 1.6),
-    "choco-topk": ("CHOCO, top 1 % of differences, tuned", "Choco(Ring(), TopK(0.01), step_size=0.0375)", None),
-    "deepsqueeze": ("DeepSqueeze, signs of models, tuned", "DeepSqueeze(Ring(), SignNorm(), step_size=0.01)", 0.48),
-    "moniqua": ("Moniqua, 2 bits modulo a bound, tuned", "Moniqua(Ring(), theta=0.25, bits=2, step_size=0.005)", 0.4),
+    "powergossip-random": ("likewise, p is random", f"Gossip(PowerGossip(Ring(), warm_start=False, {_FASTEST}))", None),
+    "powergossip-2it-random": (
+        "likewise, two iterations a step, p is random",
+        f"Gossip(PowerGossip(Ring(), iterations=2, warm_start=False, {_FASTEST}))",
+        None,
+    ),
+    "choco": ("CHOCO, signs of differences, tuned", "Gossip(Choco(Ring(), SignNorm(), step_size=0.45))", 1.6),
+    "choco-topk": ("CHOCO, top 1 % of differences, tuned", "Gossip(Choco(Ring(), TopK(0.01), step_size=0.0375))", None),
+    "deepsqueeze": (
+        "DeepSqueeze, signs of models, tuned",
+        "Gossip(DeepSqueeze(Ring(), SignNorm(), step_size=0.01))",
+        0.48,
+    ),
+    "moniqua": (
+        "Moniqua, 2 bits modulo a bound, tuned",
+        "Gossip(Moniqua(Ring(), theta=0.25, bits=2, step_size=0.005))",
+        0.4,
+    ),
 }
-"""End of the name -> what is sent, averager, and the learning rate of all workers together, if not the task's own."""
+"""End of the name -> what is sent, strategy, and the learning rate of all workers together, if not the task's own."""
 
 
 def methods(full: RunConfig) -> dict[str, Method]:
     """All methods, for data split evenly and by class, with the tuned learning rates of the paper."""
     made = {}
     for end, (how, fields) in {"": ("", {}), "-by-class": (", data split by class", {"split": "by-class"})}.items():
-        for name, (about, averager, total_rate) in _METHODS.items():
+        for name, (about, strategy, total_rate) in _METHODS.items():
             rate = total_rate / full.workers if total_rate else full.optimizer.learning_rate
-            changes = fields | {"optimizer": replace(full.optimizer, learning_rate=rate)}
-            made[name + end] = Method(about + how, averager, changes=changes, small_changes=fields)
+            schedule = replace(full.optimizer.schedule, warmup_start=BASE_RATE / (rate * full.workers))
+            changes = fields | {"optimizer": replace(full.optimizer, learning_rate=rate, schedule=schedule)}
+            made[name + end] = Method(about + how, strategy, changes=changes, small_changes=fields)
     return made

@@ -68,14 +68,13 @@ METHODS = {
     "dense": Method("all-reduce of gradients"),
     "sgp": Method(
         "Stochastic Gradient Push: one peer a step, each worker its own Adam",
-        "PushSum(Exponential(alternating=True))",
+        "Gossip(PushSum(Exponential(alternating=True)))",
         small_changes={"optimizer": OWN_ADAM},
     ),
     "osgp": Method(
         "Overlap SGP: the same, and messages fly during the next step",
-        "PushSum(Exponential(alternating=True))",
-        changes={"overlap": True, "staleness": 1},
-        small_changes={"overlap": True, "staleness": 1, "optimizer": OWN_ADAM},
+        "Gossip(PushSum(Exponential(alternating=True)), overlap=True, staleness=1)",
+        small_changes={"optimizer": OWN_ADAM},
     ),
 }
 

@@ -1,9 +1,10 @@
-"""Figures of speed: the time of a step by phase, and the speed against the number of workers."""
+"""Figures of speed: the time of a step by phase, and the speed and the time of one, against the number of workers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import mean, median, stdev
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,12 +79,15 @@ def _key(axes: Axes, phases: Sequence[str]) -> None:
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.3, **style)
 
 
-class Speed(NamedTuple):
-    """Examples per second of all workers together: mean and standard deviation over seeds."""
+class Point(NamedTuple):
+    """A quantity on a number of workers: mean and standard deviation over seeds."""
 
     workers: int
     mean: float
     std: float
+
+
+Measure = Callable[[Run], float | None]
 
 
 def speed(run: Run) -> float | None:
@@ -92,44 +96,77 @@ def speed(run: Run) -> float | None:
     return median(rates) if rates else None
 
 
-def speeds(runs: Sequence[Run]) -> list[Speed]:
-    """The speed for each number of workers, in ascending order."""
+def iteration_time(run: Run) -> float | None:
+    """Milliseconds of a step, the next one's begin included: the median over the intervals between two rows."""
+    return _between_rows(run, "seconds")
+
+
+def virtual_iteration_time(run: Run) -> float | None:
+    """The same on the network of `--network`."""
+    return _between_rows(run, "virtual_seconds")
+
+
+def _between_rows(run: Run, key: str) -> float | None:
+    rows = [row for row in run.rows if row.get(key) is not None]
+    times = [1e3 * (b[key] - a[key]) / (b["step"] - a["step"]) for a, b in pairwise([{"step": 0, key: 0.0}, *rows])]
+    return median(times) if times else None
+
+
+def by_workers(runs: Sequence[Run], measure: Measure) -> list[Point]:
+    """The quantity for each number of workers, in ascending order."""
     by_size: dict[int, list[float]] = {}
     for run in runs:
-        rate = speed(run)
-        if rate is not None and isinstance(run.config.get("workers"), int):
-            by_size.setdefault(run.config["workers"], []).append(rate)
-    return [Speed(n, mean(r), stdev(r) if len(r) > 1 else 0.0) for n, r in sorted(by_size.items())]
+        value = measure(run)
+        if value is not None and isinstance(run.config.get("workers"), int):
+            by_size.setdefault(run.config["workers"], []).append(value)
+    return [Point(n, mean(r), stdev(r) if len(r) > 1 else 0.0) for n, r in sorted(by_size.items())]
 
 
 def scaling(groups: Sequence[Group]) -> Figure | None:
     """Draw examples per second against workers, with the line of ideal scaling; None for one number of workers."""
-    methods = _methods(groups)
+    return _against_workers(groups, speed, "examples a second, all workers (log scale)", rises=True)
+
+
+def iteration_times(groups: Sequence[Group], measure: Measure) -> Figure | None:
+    """Draw milliseconds of a step against workers, which a method that scales keeps flat; None for one number of workers."""
+    return _against_workers(groups, measure, "time per iteration (ms)", rises=False)
+
+
+def _against_workers(groups: Sequence[Group], measure: Measure, label: str, rises: bool) -> Figure | None:
+    """Draw a quantity against workers; one that rises with them on a logarithmic axis, with the ideal."""
+    methods = _methods(groups, measure)
     known = [(i, label, points) for i, (label, points) in enumerate(methods) if len(points) > 1]
     if not known:
         return None
     figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
-    for i, label, points in known:
+    for i, method, points in known:
         style, sizes, means = line_style(i), [p.workers for p in points], [p.mean for p in points]
-        axes.plot(sizes, means, label=label, marker="o", markersize=4.5, markeredgecolor="white", **style)
+        axes.plot(sizes, means, label=method, marker="o", markersize=4.5, markeredgecolor="white", **style)
         spreads = [min(p.std, 0.99 * p.mean) for p in points]  # zero has no place on a logarithmic axis
         axes.errorbar(sizes, means, spreads, fmt="none", ecolor=style["color"], elinewidth=1)
-    _draw_ideal(axes, [points for _, _, points in known])
-    _logarithmic_in_twos(axes, sorted({p.workers for _, _, points in known for p in points}))
+    if rises:
+        _draw_ideal(axes, [points for _, _, points in known])
+    _workers_axis(axes, sorted({p.workers for _, _, points in known for p in points}))
+    if rises:
+        _logarithmic_in_twos(axes)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel(label)
+    plain_axes(axes)
     add_legend(axes, height=3.2)
     return figure
 
 
-def _methods(groups: Sequence[Group]) -> list[tuple[str, list[Speed]]]:
+def _methods(groups: Sequence[Group], measure: Measure) -> list[tuple[str, list[Point]]]:
     """The groups without the number of workers in their methods."""
     runs: dict[str, list[Run]] = {}
     for group in groups:
         runs.setdefault(group.without("workers").label, []).extend(group.runs)
-    return [(label, speeds(members)) for label, members in runs.items()]
+    return [(label, by_workers(members, measure)) for label, members in runs.items()]
 
 
-def _draw_ideal(axes: Axes, methods: Sequence[Sequence[Speed]]) -> None:
+def _draw_ideal(axes: Axes, methods: Sequence[Sequence[Point]]) -> None:
     """Draw speed in proportion to the workers, from the fastest method at the smallest number of workers."""
     fewest, most = min(m[0].workers for m in methods), max(m[-1].workers for m in methods)
     start = max(m[0].mean for m in methods if m[0].workers == fewest)
@@ -137,19 +174,23 @@ def _draw_ideal(axes: Axes, methods: Sequence[Sequence[Speed]]) -> None:
     axes.plot([fewest, most], ideal, label="ideal", color=GREY, linewidth=1, linestyle=(0, (2, 2)))
 
 
-def _logarithmic_in_twos(axes: Axes, sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+def _workers_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("workers (log scale)")
+
+
+def _logarithmic_in_twos(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set_yscale("log", base=2)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
     steps = (1, 2, 5) if math.log2(high / low) < 8 else (1,)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("workers (log scale)")
-    axes.set_ylabel("examples a second, all workers (log scale)")
-    plain_axes(axes)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .bar_figures import scaling, step_times
+from .bar_figures import iteration_time, iteration_times, scaling, step_times, virtual_iteration_time
 from .consensus import FLOOR, best_of_each, error_lines, experiment
 from .groups import Group, what_was_run
 from .line_figures import along_bytes, along_epochs, along_seconds, along_virtual_seconds, levels, lines
@@ -82,6 +82,14 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
     yield CaptionedFigure("step-time", title, step_times(groups), f"{STEP_TIME} {about}", needs)
     needs = "its methods on more than one number of workers"
     yield CaptionedFigure("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
+    for name, title, measure, text in (
+        ("iteration-time", "Time per iteration by workers", iteration_time, MEASURED),
+        ("virtual-iteration-time", "Virtual time per iteration by workers", virtual_iteration_time, VIRTUAL),
+    ):
+        figure = iteration_times(groups, measure)
+        yield CaptionedFigure(
+            name, title, figure, f"{ITERATION}{text}{about}", needs if text == MEASURED else VIRTUAL_NEEDS
+        )
 
 
 BYTES = "Bytes are those handed to the network, in MB (10⁶ bytes), mean over the workers. "
@@ -111,6 +119,12 @@ SCALING = (
     "Examples a second of all workers together: the median over the rows of a run; mean and standard deviation over seeds. "
     "Ideal is in proportion to the workers, from the fastest method on the fewest."
 )
+ITERATION = (
+    "Milliseconds from one step to the next: the median over the intervals between two rows of a run; mean and standard "
+    "deviation over seeds. A method that scales stays flat. "
+)
+MEASURED = "As measured on the machine of the run; a test between two rows counts. "
+VIRTUAL_NEEDS = "virtual_seconds on more than one number of workers"
 
 
 def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[CaptionedFigure]:

@@ -14,6 +14,7 @@ IGNORED = {
     *(
         "seed",
         "name",
+        "suffix",
         "output",
         "overwrite",
         "resume",
@@ -94,9 +95,9 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
 
 
 def _telling(configs: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
-    """The fewest fields that distinguish all groups, the averager first."""
+    """The fewest fields that distinguish all groups, the strategy first."""
     chosen: list[str] = []
-    for key in sorted(fields, key=lambda key: key != "averager"):
+    for key in sorted(fields, key=lambda key: key != "strategy"):
         before, after = (
             {tuple(repr(c.get(k, MISSING)) for k in keys) for c in configs} for keys in (chosen, [*chosen, key])
         )
@@ -118,7 +119,7 @@ def _group(words: dict[str, str], runs: list[Run], names: Mapping[str, str]) -> 
 
 def _words(key: str, value: Any) -> str:
     """A field and its value, as short as is clear."""
-    if key == "averager":
+    if key == "strategy":
         return str(value)
     if key == "workers" and isinstance(value, int):
         return f"{value} worker{'s' * (value != 1)}"

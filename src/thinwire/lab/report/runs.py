@@ -61,7 +61,7 @@ class Found:
 
 
 def read_run(folder: Path, label: str | None = None) -> Run:
-    """Read a finished run; its averager is its label, unless another is given.
+    """Read a finished run; its strategy is its label, unless another is given.
 
     Raises:
         ValueError: the folder has no finished run, or a damaged file; the message names the file.
@@ -70,12 +70,12 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         require((folder / name).exists(), f"{folder} holds no finished run: {name} is missing")
     summary, complaints = load_json_object(folder / "summary.json"), list[str]()
     rows = _read_rows(folder / "metrics.jsonl", complaints)
-    complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("averager", "final", *NUMBERS))
+    complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("strategy", "final", *NUMBERS))
     require(
         complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again"
     )
     require(not complaints, f"{folder / 'metrics.jsonl'} is damaged: {'; '.join(complaints)}; restore it, or run again")
-    return Run(label or str(summary["averager"]), summary, rows, folder=folder)
+    return Run(label or str(summary["strategy"]), summary, rows, folder=folder)
 
 
 def _is_summary(value: dict[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _add_run(folder: Path, found: Found) -> None:
     if complaints:
         found.problems.append(Problem(folder, "; ".join(complaints) + ("" if usable else "; left out")))
     if config and rows:
-        found.runs.append(Run(str(config.get("averager", folder.name)), summary, rows, config, folder))
+        found.runs.append(Run(str(config.get("strategy", folder.name)), summary, rows, config, folder))
 
 
 def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@
     workers = 4
 
     [grid]                         field path = list of values; all combinations are run
-    averager = ["Mean()", "Mean(QSGD(bits=4))"]
+    strategy = ["Gradients(Mean())", "Local(Mean(), every=4)"]
     seed = [1, 2, 3]               (recipe = [...] too)
 
     [[list]]                       values that go together; every such table is combined with the whole grid
@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithm import require
-from ...notation import suggestion
+from ...suggestion import suggestion
 from ..fields import flat
 from ..files import load_toml
+from ..overrides import overridden
 from .identity import identity
-from .overrides import overridden
 from .tasks import TASKS, Task
 
 TOP = ("recipe", "command", "output", "fixed", "grid", "list")
@@ -162,8 +162,8 @@ def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[V
     Example:
         >>> list(points({"seed": [1, 2]}, []))
         [{'seed': 1}, {'seed': 2}]
-        >>> list(points({}, [{"averager": "Mean()", "optimizer": {"momentum": 0.0}}]))
-        [{'averager': 'Mean()', 'optimizer.momentum': 0.0}]
+        >>> list(points({}, [{"strategy": "Gossip(Mix())", "optimizer": {"momentum": 0.0}}]))
+        [{'strategy': 'Gossip(Mix())', 'optimizer.momentum': 0.0}]
     """
     lists = _unique(flat(grid))
     for path, values in lists.items():
@@ -211,8 +211,8 @@ def readable(varied: Mapping[str, Any]) -> str:
     """The varied values in characters that are safe in a path; numbers get the name of their field.
 
     Example:
-        >>> readable({"averager": "Mean(TopK(ratio=0.01))", "optimizer.learning_rate": 0.1})
-        'mean-topk-0.01-learning_rate0.1'
+        >>> readable({"strategy": "Local(Mean(), every=4)", "optimizer.learning_rate": 0.1})
+        'local-mean-4-learning_rate0.1'
     """
     parts = []
     for path, value in varied.items():
@@ -225,8 +225,8 @@ def in_words(values: Mapping[str, Any]) -> str:
     """The values in the notation of the file, on one line.
 
     Example:
-        >>> print(in_words({"averager": "Mean()", "seed": 1}))
-        averager = "Mean()", seed = 1
+        >>> print(in_words({"strategy": "Gossip(Mix())", "seed": 1}))
+        strategy = "Gossip(Mix())", seed = 1
     """
     quoted = {path: f'"{value}"' if isinstance(value, str) else str(value) for path, value in values.items()}
     return ", ".join(f"{path} = {value}" for path, value in quoted.items())

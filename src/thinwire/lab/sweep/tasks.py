@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from ...notation import suggestion
+from ...suggestion import suggestion
 
 if TYPE_CHECKING:
     from ...average import Averager
@@ -73,7 +73,7 @@ class Task(ABC):
 class Train(Task):
     """`thinwire train`."""
 
-    reserved = frozenset({"output", "name", "overwrite", "resume", "requeue"})
+    reserved = frozenset({"output", "name", "suffix", "overwrite", "resume", "requeue"})
 
     def base(self, recipe: str | None) -> Any:
         from ..recipes import recipes
@@ -88,7 +88,7 @@ class Train(Task):
         try:
             return config.as_dict()
         except ValueError as error:  # of its notation
-            raise ValueError(f"averager: {error}") from None
+            raise ValueError(f"strategy: {error}") from None
 
     def check(self, config: Any) -> None:
         from ..train.check import check_without_data

@@ -1,6 +1,6 @@
 """Training runs: configuration, the loop, the processes it runs in, and the files it leaves behind."""
 
-from .callbacks import Callback, gradient_spectra, worker_differences
+from .callbacks import Callback, EachStep, gradient_spectra, worker_differences
 from .config import RunConfig
 from .evaluation import evaluate_checkpoint
 from .interrupt import Interrupted
@@ -9,6 +9,7 @@ from .spawn import WorkerError
 
 __all__ = [
     "Callback",
+    "EachStep",
     "Interrupted",
     "RunConfig",
     "WorkerError",

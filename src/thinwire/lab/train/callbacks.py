@@ -9,6 +9,7 @@ train(config, callbacks=[norms])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,34 @@ from ...comm import Communicator
 Callback = Callable[[nn.Module, Mapping[str, Any], Communicator], Mapping[str, float]]
 """`callback(model, row, comm)` is called on every worker together with the metrics so far. What it returns on rank 0 joins
 the row. It must be a function that worker processes can import. `comm` is not the communicator that is measured."""
+
+
+@dataclass(frozen=True)
+class EachStep:
+    """Calls a callback after every step instead of before each row of metrics.
+
+    What it returns is written at once, to `info.jsonl` and TensorBoard; where it returns `{}`, nothing is. `row` has the step,
+    the epoch and the learning rate.
+
+    Args:
+        callback: see `Callback`.
+
+    Example:
+        >>> def first_bias(model, row, comm):
+        ...     return {"bias": next(iter(model.parameters())).mean().item()} if row["step"] % 3 == 0 else {}
+        >>> EachStep(first_bias)(nn.Linear(1, 1), {"step": 4}, None)
+        {}
+    """
+
+    callback: Callback
+
+    def __call__(self, model: nn.Module, row: Mapping[str, Any], comm: Communicator) -> Mapping[str, float]:
+        """Call the callback."""
+        return self.callback(model, row, comm)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.callback, "__name__", repr(self.callback))
 
 
 def called(

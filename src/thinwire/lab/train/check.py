@@ -10,13 +10,12 @@ from torch import nn
 
 from ...comm import Communicator, LocalWorld
 from .config import RunConfig
-from .strategy import attach
 from .training import check_clipping
 from .weights_and_biases import check_installed
 
 
 def check_without_data(config: RunConfig) -> None:
-    """Build averager, optimizer and strategy for the run's number of workers, as threads.
+    """Build optimizer and strategy for the run's number of workers, as threads.
 
     Raises:
         ValueError: they do not go together, as training would find minutes later.
@@ -28,13 +27,14 @@ def check_without_data(config: RunConfig) -> None:
 def _check(config: RunConfig) -> None:
     check_installed(config)
     check_clipping(config)
-    if config.parsed_averager().needs_names:
+    strategy = config.parsed_strategy()
+    if strategy.averager.needs_names:
         return  # only the real model has them
 
     def worker(comm: Communicator) -> None:
         model = nn.Linear(4, 4)
         optimizer = replace(config.optimizer, undecayed=())  # only the real model has the names
-        attach(config, model, optimizer.build(model), comm=comm).detach()
+        strategy.attach(model, optimizer.build(model), comm=comm).detach()
 
     try:
         LocalWorld(config.workers).run(worker)

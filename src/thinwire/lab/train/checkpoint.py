@@ -3,7 +3,7 @@
     checkpoints/step-000330/
         checkpoint.json    number of steps, the last row of metrics, the configuration; where its number of workers began
         shared.pt          equal on all workers: model and optimizer; if models differ, only the mean model
-        worker-0.pt ...    different on each worker: the averager's state, buffers (running statistics), the loss scaler, the
+        worker-0.pt ...    different on each worker: the strategy's state, buffers (running statistics), the loss scaler, the
                            state of a recurrent model, random states, sums and bytes so far; if models differ, also model
                            and optimizer
     checkpoints/best       a link to the checkpoint with the best test result
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -70,11 +71,9 @@ def save(
     with _appears_whole(folder, step, comm) as unfinished:
         if unfinished is None:
             return
-        own = training.own_state() | {
-            "meter": meter.state_dict()
-        }  # first: it absorbs messages in flight into the model
+        own = training.own_state() | {"meter": meter.state_dict()}
         _write(unfinished / f"worker-{comm.rank}.pt", own)
-        with training.strategy.handle.average_model(comm):
+        with training.strategy.average_model(comm):
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
                 facts = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
@@ -138,15 +137,18 @@ def _to_disk(path: Path) -> None:
         os.close(file)
 
 
-def tidy(folder: Path, config: RunConfig, metric: str) -> None:
+def tidy(folder: Path, step: int, config: RunConfig, metric: str) -> None:
     """Remove all checkpoints but the last `config.keep` and the best, and link to the best. Only one worker calls this.
+
+    Newer ones than the run's own last are left alone and do not count: the run has not written them.
 
     Args:
         folder: the run's `checkpoints`.
+        step: of the run's last checkpoint.
         config: of the run.
         metric: the metric that decides which is best, such as "accuracy".
     """
-    found = _finished(folder)
+    found = _finished(folder, step)
     best = _best(found, metric)
     if best is not None:
         link = folder / ".best"
@@ -154,20 +156,31 @@ def tidy(folder: Path, config: RunConfig, metric: str) -> None:
         link.symlink_to(best.name)
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
-    begun = [path for path in folder.glob(".step-*") if path.name.removeprefix(".step-").isdecimal()]
-    begun_and_left = [path for path in begun if path.name < f".{found[-1].name}"] if found else []
-    for path in begun_and_left:
-        shutil.rmtree(path)
+    for path in folder.glob(".step-*"):
+        if (begun := _step_of(path)) is not None and begun < step:
+            shutil.rmtree(path)  # of a run that was killed while it saved
     for path in found:
         if path not in kept:
             hidden = path.rename(folder / f".{path.name}")  # so that a partly removed checkpoint is not taken for one
             shutil.rmtree(hidden)
 
 
-def _finished(folder: Path) -> list[Path]:
-    """All checkpoints in the order of their steps. Folders with other names, such as copies, are ignored."""
-    named = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+def _finished(folder: Path, last: float = math.inf) -> list[Path]:
+    """All checkpoints up to step `last`, in order. Folders with other names, such as copies, are ignored."""
+    found = [(step, path) for path in folder.glob("step-*") if (step := _step_of(path)) is not None and path.is_dir()]
+    return [path for step, path in sorted(found) if step <= last]
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of a finished or begun checkpoint; None for a name that `name_of` does not give.
+
+    Example:
+        >>> _step_of(Path(".step-000330")), _step_of(Path("step-330")), _step_of(Path("step-\u0663"))
+        (330, None, None)
+    """
+    name = path.name.removeprefix(".")
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() and name == name_of(int(digits)) else None
 
 
 def _best(found: list[Path], metric: str) -> Path | None:
@@ -262,7 +275,7 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
     """Restore the newest whole checkpoint in place, if there is one. All workers call this together, before the first step.
 
     Raises:
-        ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or averager.
+        ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or strategy.
     """
     mistakes: dict[str, str] = {}
     while (name := comm.gather_objects(_newest(folder, mistakes))[0]) is not None:
@@ -317,7 +330,7 @@ def _restore(
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(
-            f"{path} does not fit this run; it is damaged, or of another model, optimizer or averager ({reason}). Remove "
+            f"{path} does not fit this run; it is damaged, or of another model, optimizer or strategy ({reason}). Remove "
             "this folder to go on from the checkpoint before it, or choose another --name"
         ) from error
 

@@ -13,14 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...average import Mean
 from ...codec import Codec, Key
-from ...strategy import GradientCompression
-from .strategy import Strategy
+from ...codec.quantize.levels import level_values
+from ...strategy import AveragerAttachment, GradientCompression
 
 NOTHING: Mapping[str, Tensor] = {}
 
 
-def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
+def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
     """Return the codec's relative `variance` on these gradients, and its `levels` if they adapt.
 
         variance = |Q(g) - g|^2 / |g|^2
@@ -28,7 +29,7 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
     over the gradients that are encoded. It costs one more encoding. It does not include the memory: g is the gradient alone.
 
     Args:
-        strategy: the run's.
+        strategy: the run's, at work.
         gradients: this worker's gradients before averaging, by name; see `own_gradients`. Empty => no `variance`.
 
     Returns:
@@ -37,11 +38,10 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
 
     Example:
         >>> import torch, thinwire as tw
-        >>> from thinwire.lab.train.strategy import Strategy
         >>> def worker(comm):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     handle = tw.compress_gradients(model, tw.Mean(tw.TopK(0.5)), comm=comm)
-        ...     found = codec_statistics(Strategy(handle, False, ()), {"weight": torch.tensor([[1.0, 3.0]])})
+        ...     found = codec_statistics(handle, {"weight": torch.tensor([[1.0, 3.0]])})
         ...     handle.detach()
         ...     return found
         >>> tw.LocalWorld(1).run(worker)
@@ -49,16 +49,18 @@ def codec_statistics(strategy: Strategy, gradients: Mapping[str, Tensor] = NOTHI
     """
     if strategy.models_differ:
         return {}
-    handle = cast(GradientCompression, strategy.handle)  # models are equal only if their gradients are averaged
+    handle = cast(GradientCompression, strategy)  # models are equal only if their gradients are averaged
     codec = handle.codec
     if codec is None:
         return {}
     found: dict[str, Any] = {}
-    variance = _variance(codec, handle.averager.encoded_tensors(list(gradients.items())))
+    mean = cast(Mean, handle.averager)  # no other averager of gradients has a codec
+    variance = _variance(codec, _encoded(mean, list(gradients.values())))
     if variance is not None:
         found["variance"] = variance
-    if handle.averager.is_adaptive and codec.level_values is not None:
-        found["levels"] = list(codec.level_values)
+    levels = level_values(codec) if mean.codec.traits.adaptive is not None else None
+    if levels is not None:
+        found["levels"] = list(levels)
     return found
 
 
@@ -90,8 +92,16 @@ def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
+def _encoded(mean: Mean, tensors: list[Tensor]) -> list[Tensor]:
+    """What the codec encodes in a round with these tensors."""
+    encoded = [tensor for tensor in tensors if tensor.ndim >= mean.min_ndim]
+    if mean.granularity == "layer" or not encoded:
+        return encoded
+    return [torch.cat([tensor.reshape(-1) for tensor in encoded])]
+
+
 def _variance(codec: Codec, encoded: list[Tensor]) -> float | None:
-    if codec.lossless or codec.votes or not encoded:
+    if codec.traits.lossless or codec.traits.votes or not encoded:
         return None
     if not all(g.isfinite().all() for g in encoded):
         return math.nan

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import tyro
 
 from ...algorithm import require
-from ...average import Averager, OuterSGD, Pairwise
-from ...network import Link, Network
-from ...notation import parse
+from ...attaching import strategy_of
+from ...plan import Link, Network
+from ...strategy import AveragerAttachment, Averaging
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
 from .loss import CrossEntropy
 from .models import (
@@ -38,28 +38,12 @@ class RunConfig:
 
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
     """Name of the recipe that this configuration began as."""
-    averager: str = "Mean()"
-    """The averager, in Python's notation. Of gradients: such as "Mean(TopK(0.01), ErrorFeedback())". Of parameters, where each
-    worker has a model of its own: such as "Choco(Ring(), TopK(0.01))" or, without rounds, "Pairwise()"."""
-    overlap: bool = False
-    """Averagers of parameters: send messages during the next forward and backward pass."""
-    staleness: int = 0
-    """With overlap, how many updates a message may come late; higher => slower networks are hidden, fewer rounds."""
-    order: Literal["combine_then_adapt", "adapt_then_combine"] = "combine_then_adapt"
-    """Averagers of parameters: whether a step mixes before or after the optimizer's update."""
-    every: int | None = None
-    """Local updates: steps between two rounds, in which workers average what they changed; higher => fewer bytes, workers drift
-    further apart. None averages in every step."""
-    outer: str | None = None
-    """With every, the outer optimizer, such as "OuterSGD(lr=0.7)" for DiLoCo. None is plain averaging of the models."""
-    fragments: int = 1
-    """With every, parts of the model that are exchanged at different steps; higher => lower peaks."""
-    delay: int = 0
-    """With every, steps from the begin of a round to its merging, while messages fly; higher => slower networks are hidden."""
-    alpha: float = 0.0
-    """With every, the share of a worker's own parameters in the merged ones; 0.5 suits a delay."""
-    pull: float | None = None
-    """With every and Mix, the strength with which anchors are pulled together, as in NoLoCo."""
+    strategy: str = "Gradients(Mean())"
+    """What is averaged, when and how, in Python's notation. Gradients in every step: such as
+    "Gradients(Mean(TopK(0.01), ErrorFeedback()))". Parameters, where each worker has a model of its own: such as
+    "Gossip(Choco(Ring(), TopK(0.01)))", without rounds "Asynchronous()". Changes of parameters, every few steps: such as
+    "Local(Mean(QSGD(bits=4)), every=4)" or "diloco(every=30)". Parts of it are options too:
+    --strategy.averager.codec.ratio 0.001."""
     workers: int = 4
     """Number of worker processes on this machine; under torchrun, srun and mpirun, their number of tasks."""
     seed: int = 0
@@ -87,11 +71,6 @@ class RunConfig:
     clip_norm: float | None = None
     """Clip the gradient to this norm: the averaged gradient, or each worker's own if parameters are averaged. None clips
     nothing. (With `MomentumCorrection` use its own `clip` instead.)"""
-    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
-    """If a gradient is infinite or NaN: "skip" leaves the step out and counts it in `skipped_steps`, "raise" ends the run,
-    "apply" applies the gradient. Where gradients are averaged, all workers skip together; else only the one concerned."""
-    max_nonfinite: int = 100
-    """With "skip", this many such steps in a row end the run with an error that names the worker and the parameter."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of matrix products and convolutions; weights stay fp32. fp16 uses a loss scaler."""
     compile: bool = False
@@ -113,7 +92,9 @@ class RunConfig:
     output: Path = Path("runs")
     """Folder that gets the run's folder."""
     name: str | None = None
-    """Name of the run's folder. None makes a name from recipe, averager and seed, and adds a number if it is taken."""
+    """Name of the run's folder. None makes a name from recipe, strategy and seed, and adds a number if it is taken."""
+    suffix: str = ""
+    """Text at the end of the folder's name, given or made, such as ".e500"; runs that differ in it keep apart."""
     overwrite: bool = False
     """Replace an existing run of this name."""
     log_every: int = 10
@@ -134,7 +115,7 @@ class RunConfig:
     """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
 
     network: str | None = None
-    """Also count virtual seconds: those of the steps on a network of RATE,LATENCY that is not there, such as "1gbit,0.5ms"."""
+    """Also count virtual seconds: those of the steps on a modelled network of RATE,LATENCY, such as "1gbit,0.5ms"."""
     per_node: int = 1
     """With network, the number of consecutive ranks that share a node, and its line to the other nodes."""
     compute: float | None = None
@@ -157,7 +138,7 @@ class RunConfig:
     def __post_init__(self):
         for name in (
             *("workers", "epochs", "batch_size", "accumulate", "log_every", "threads"),
-            *("max_nonfinite", "evaluate_every", "test_batch_size", "keep", "per_node"),
+            *("evaluate_every", "test_batch_size", "keep", "per_node"),
         ):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("max_steps", "checkpoint_every"):
@@ -167,12 +148,10 @@ class RunConfig:
         require(clips, f"clip_norm must be above 0, got {self.clip_norm}; leave it out for no clipping")
         both = self.resume and self.overwrite
         require(not both, "resume goes on with the run of this name, and overwrite replaces it; leave one of them out")
-        require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
         require(self.compute is None or self.compute >= 0, f"compute must be 0 seconds or more, got {self.compute}")
         alone = self.network is None and (self.compute is not None or self.per_node > 1)
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
-        self._check_local_updates()
         self._check_elastic()
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
@@ -186,7 +165,11 @@ class RunConfig:
         require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
-        require(len((self.name or "").encode()) <= 255, f"name must have at most 255 bytes, got {self.name!r}")
+        require(
+            "/" not in self.suffix, f"suffix must have no slash, got {self.suffix!r}; say where it goes with output"
+        )
+        whole = (self.name or "") + self.suffix
+        require(len(whole.encode()) <= 255, f"name must have at most 255 bytes, got {whole!r}")
         if isinstance(self.model, GPT):
             context = getattr(self.data, "context", 0)
             fits = context <= self.model.context
@@ -195,35 +178,6 @@ class RunConfig:
                 f"data.context {context} is more than the model reads at once; set model.context to it, or lower it",
             )
 
-    def parsed_outer(self) -> OuterSGD | None:
-        """The outer optimizer; None for plain averaging.
-
-        Raises:
-            ValueError: the text cannot be read, or names something else.
-        """
-        outer = None if self.outer is None else parse(self.outer)
-        require(
-            outer is None or isinstance(outer, OuterSGD),
-            f"outer must be an outer optimizer such as OuterSGD(lr=0.7), got {outer!r}",
-        )
-        assert outer is None or isinstance(outer, OuterSGD)
-        return outer
-
-    def _check_local_updates(self) -> None:
-        """Options of local updates need `every`; `local_updates` checks their values."""
-        require(self.every is None or self.every >= 1, f"every must be 1 or more, got {self.every}")
-        defaults = {"outer": None, "fragments": 1, "delay": 0, "alpha": 0.0, "pull": None}
-        given = [name for name, value in defaults.items() if getattr(self, name) != value]
-        require(
-            self.every is not None or not given,
-            f"{', '.join(given)} are for local updates; add --every H, such as --every 30",
-        )
-        require(
-            self.every is None or not (self.overlap or self.staleness or self.order != "combine_then_adapt"),
-            "overlap, staleness and order are for gossip in every step; with every, messages fly for --delay steps",
-        )
-        self.parsed_outer()
-
     def _check_elastic(self) -> None:
         require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
         require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
@@ -231,7 +185,6 @@ class RunConfig:
         require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
         wrong = {
             "network": self.network is not None,
-            "overlap": self.overlap,
             "split": self.split != "even",
             "data.in_order": bool(getattr(self.data, "in_order", False)),
             "backend mpi": self.backend == "mpi",
@@ -241,29 +194,27 @@ class RunConfig:
             not named, f"elastic runs go over Gloo or NCCL with data that is split anew; leave out {', '.join(named)}"
         )
 
-    def parsed_averager(self) -> Averager | Pairwise:
-        """The averager object.
+    def parsed_strategy(self) -> Averaging[AveragerAttachment]:
+        """The strategy object.
 
         Raises:
-            ValueError: the text cannot be read, or names something else than an averager.
+            ValueError: the text cannot be read, or names something else than a strategy that suits the run.
         """
-        averager = parse(self.averager)
+        strategy = strategy_of(self.strategy)
         require(
-            isinstance(averager, (Averager, Pairwise)),
-            f"averager must be an averager, got {averager!r}; did you mean 'Mean({self.averager.strip()})'?",
+            isinstance(strategy, Averaging),
+            f"strategy must average gradients or parameters, such as Gradients(Mean()), got {strategy!r}",
+        )
+        assert isinstance(strategy, Averaging)
+        require(
+            strategy.averager.has_rounds or self.network is None,
+            f"{strategy!r} has no rounds, and so no virtual seconds; leave --network out",
         )
         require(
-            averager.has_rounds or self.network is None,
-            f"{averager!r} has no rounds, and so no virtual seconds; leave --network out",
+            strategy.suits_elastic or not self.elastic,
+            f"{strategy!r} needs a fixed number of workers; leave --elastic out",
         )
-        require(averager.has_rounds or not self.elastic, f"{averager!r} has no rounds; leave --elastic out")
-        late = self.overlap or self.staleness or self.order != "combine_then_adapt"
-        require(
-            (averager.has_rounds and not averager.gives_one_mean) or not late,
-            f"overlap, staleness and order are for averagers of parameters such as Mix(Ring()); {averager!r} "
-            + ("averages gradients, always during the backward pass" if averager.has_rounds else "has no rounds"),
-        )
-        return averager
+        return strategy
 
     def parsed_network(self) -> Network | None:
         """The network of `network`, or None.
@@ -274,28 +225,30 @@ class RunConfig:
         if self.network is None:
             return None
         rate, comma, latency = self.network.partition(",")
-        require(bool(comma), f"network is written RATE,LATENCY such as 1gbit,0.5ms; got {self.network!r}")
+        require(
+            bool(comma),
+            f"network is a line, written RATE,LATENCY such as 1gbit,0.5ms; got {self.network!r}; --model.kind chooses a model",
+        )
         return Network(self.workers, self.per_node, outer=Link.of(rate, latency))
 
     @property
     def default_name(self) -> str:
-        """Default name of the run's folder: recipe, averager and seed, in characters that are safe in a path.
+        """Default name of the run's folder: recipe, strategy and seed, in characters that are safe in a path.
 
         Example:
-            >>> RunConfig("digits", "Mean(TopK(0.01), ErrorFeedback())").default_name
-            'digits-mean-topk-0.01-errorfeedback-seed0'
+            >>> RunConfig("digits", "Local(Mean(TopK(0.01), ErrorFeedback()), every=4)").default_name
+            'digits-local-mean-topk-0.01-errorfeedback-4-seed0'
         """
-        words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_averager())))
-        local = [] if self.every is None else [f"every{self.every}"]
-        return "-".join([self.recipe, "-".join(words)[:160], *local, f"seed{self.seed}"]).lower()
+        words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_strategy())))
+        return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the averager as its `repr`; data, model, loss and optimizer with their `kind`."""
+        """Plain values for JSON: the strategy as its `repr`; data, model, loss and optimizer with their `kind`."""
         parts = {name: _plain(getattr(self, name)) for name in ("data", "model", "loss", "optimizer")}
         plain = _plain(self) | {
             name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()
         }
-        return plain | {"averager": repr(self.parsed_averager())}
+        return plain | {"strategy": repr(self.parsed_strategy())}
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from warnings import filterwarnings
 
 import torch
 
+from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import CommunicationError, Communicator, ElasticCommunicator, LocalWorld
+from ...comm.claims import MAX_NUMBER, MAX_ROUNDS
 from ...comm.members import Members
 from ...kernels import mix_key, set_threads
 from ..files import write_json
@@ -43,6 +45,15 @@ from .run_folder import begin
 from .shared_errors import same_error_on_all
 from .steps import START, Course, Place, Step, course, steps
 from .training import Training, prepare
+
+OWN_SETTINGS = frozenset(
+    [
+        *("recipe", "workers", "min_workers", "first_worker", "lighthouse", "elastic", "threads", "device", "compile"),
+        *("output", "name", "suffix", "overwrite", "resume", "wandb", "keep", "requeue"),
+        *("backend", "interface", "port", "timeout"),
+    ]
+)
+"""Options in which the workers of a run may differ."""
 
 
 @dataclass
@@ -67,6 +78,28 @@ class Progress:
     row_is_due: bool = False
     test_is_due: bool = False
     save_is_due: bool = False
+
+    def take(self, told: dict[str, Any]) -> None:
+        """Take over what another worker told.
+
+        Raises:
+            ValueError: it cannot be true; nothing is taken over then.
+        """
+        counts = [told["done"], told["aborted"], told["healings"], *told["origin"]]
+        is_sane = all(type(count) is int and 0 <= count <= MAX_ROUNDS for count in counts)
+        flags = [told[name] for name in ("row_is_due", "test_is_due", "save_is_due")]
+        require(
+            is_sane
+            and len(told["origin"]) == len(START)
+            and all(type(flag) is bool for flag in flags)
+            and type(told["size"]) is int
+            and 1 <= told["size"] <= MAX_NUMBER
+            and isinstance(told.get("row", {}), dict)
+            and told["origin"][0] <= told["done"],
+            f"a place in the run that cannot be: step {told['done']!r} of {told['size']!r} workers, from {told['origin']!r}",
+        )
+        known = {name: value for name, value in told.items() if name in vars(self)}
+        vars(self).update(known | {"origin": Place(*told["origin"])})
 
 
 def run(
@@ -97,6 +130,7 @@ def run(
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)
     with same_error_on_all():
+        comm.check_agreement(shared_settings(config))
         data, device = config.data.load(), choose_device(config)
         ahead = course(config, data, config.workers)
         warnings = check_images(config, data, math.ceil(ahead.num_steps / ahead.per_epoch), device)
@@ -133,7 +167,7 @@ class _Worker:
         callbacks: Sequence[Callback],
     ):
         self.config, self.folder, self.comm, self.data = config, folder, comm, data
-        self.training, self.handle, self.callbacks = training, training.strategy.handle, callbacks
+        self.training, self.handle, self.callbacks = training, training.strategy, callbacks
         self.meter = Meter(data, training.strategy, comm)
         self.progress, self.watchers = Progress(), list[Any]()
         self.members: Members | None = None
@@ -154,7 +188,8 @@ class _Worker:
         """Take all steps; returns the signal that stopped the run, or 0."""
         comm, progress, stop = self.comm, self.progress, 0
         while not stop:
-            self.handle.begin_round()
+            with same_error_on_all():  # such as another configuration than the others'
+                self.handle.begin_round()
             if comm.members is not self.members:
                 self._split()
             if progress.done >= self.ahead.num_steps:  # what is left makes no step for this many workers
@@ -256,8 +291,8 @@ class _Worker:
         if told is None:
             return
         agreed = told[members.source or 0]
-        vars(progress).update(agreed | {"origin": Place(*agreed["origin"]), "row_is_due": True})
-        progress.healings += len(members.healed) if members.version[1] else 0
+        progress.take(agreed | {"row_is_due": True})
+        progress.healings += len(members.healed) if members.version.committed else 0
         self._split()
         self.close()
         if number_that_tells(members) == self.comm.number:
@@ -272,12 +307,12 @@ class _Worker:
         """Say on stderr who has left, with what is lost, and who was healed."""
         last = () if self.synchronized is None else self.synchronized.numbers
         for loss in self.comm.counts.losses:
-            if loss.round == members.version[1] and loss.worker in last:
+            if loss.round == members.version.committed and loss.worker in last:
                 norm = "never voted" if loss.norm is None else f"memory of norm {loss.norm:.3g} is lost"
                 _say(
                     f"worker {loss.worker} is gone after step {self.progress.done}: {norm}; {members_text(members)} go on"
                 )
-        if members.version[1] and members.healed:
+        if members.version.committed and members.healed:
             healed = ", ".join(str(members.numbers[rank]) for rank in members.healed)
             _say(f"healed after step {self.progress.done}: worker {healed}; {members_text(members)} go on")
 
@@ -287,8 +322,7 @@ class _Worker:
         return vars(progress) | {"origin": list(progress.origin), "meter": meter}
 
     def _load(self, saved: dict[str, Any]) -> None:
-        values = {name: value for name, value in saved.items() if name != "meter"}
-        vars(self.progress).update(values | {"origin": Place(*values["origin"])})
+        self.progress.take(saved)
         own = 0 if self.training.strategy.models_differ else saved["meter"]["num_skipped"] - self.handle.num_skipped
         empty = {"sums": torch.zeros_like(saved["meter"]["sums"]), "num_examples": 0, "num_skipped": own}
         self.meter.load_state_dict(saved["meter"] | empty)
@@ -321,7 +355,7 @@ class _Worker:
         return row | called(self.callbacks, self.training.model, row, comm)
 
     def _checkpoint(self) -> None:
-        self.training.strategy.absorb()
+        self.training.strategy.settle()
         self.comm.between_rounds(self._save_checkpoint)
 
     def _save_checkpoint(self) -> None:
@@ -329,7 +363,19 @@ class _Worker:
         folder = Path(comm.gather_objects(str(self.folder.absolute()))[0]) / "checkpoints"
         checkpoint.save(folder, progress.done, self.training, self.meter, progress.row, comm, progress.origin)
         if comm.rank == 0:
-            checkpoint.tidy(folder, self.config, self.data.best_metric)
+            checkpoint.tidy(folder, progress.done, self.config, self.data.best_metric)
+
+
+def shared_settings(config: RunConfig) -> dict[str, Any]:
+    """What all workers of an elastic run must have in common, by the names of the options.
+
+    Example:
+        >>> shared_settings(RunConfig("digits"))["batch_size"]
+        32
+    """
+    settings = {name: value for name, value in config.as_dict().items() if name not in OWN_SETTINGS}
+    places = [item.name for item in fields(config.data) if isinstance(getattr(config.data, item.name), Path)]
+    return settings | {"data": {name: value for name, value in settings["data"].items() if name not in places}}
 
 
 def number_that_tells(members: Members) -> int:

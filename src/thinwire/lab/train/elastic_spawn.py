@@ -1,7 +1,8 @@
 """Starts the workers of an elastic run on this machine, and starts those that are killed again.
 
 A worker that a signal ends (SIGKILL, the kernel's memory killer, a crash) is started again, and healed by the others. One that
-stays stopped (SIGSTOP) is killed first. A worker that fails with an error of its own ends the run, as in other runs.
+stays stopped (SIGSTOP) is killed first. A worker that is left out of the run is started again after a while. All workers end
+with the fork server; they and it are started again too. A worker that fails with an error of its own ends the run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from ...algorithm import require
 from ...comm import ElasticCommunicator, Lighthouse
+from ...comm.forming import LEFT_OUT_SECONDS
 from ...comm.process_world import worker_context
 from . import elastic
 from .callbacks import Callback
@@ -34,7 +36,10 @@ from .interrupt import SIGNALS, Interrupted, Interruption
 from .loop import choose_device
 from .shared_errors import same_error_on_all
 from .spawn import (
+    FORK_SERVER_DIED,
+    LEFT_OUT,
     MISTAKEN,
+    NO_FORK_SERVER,
     PRELOADED,
     Requests,
     WorkerError,
@@ -117,7 +122,7 @@ def spawn_elastic(config: RunConfig, folder: Path, callbacks: Sequence[Callback]
             arguments = (place, config, folder, address, store.port, callbacks, is_restart)
             process = context.Process(target=_worker, args=arguments)
             with for_children(config):
-                process.start()
+                _start(process)
             return process
 
         workers: list[BaseProcess] = []
@@ -127,6 +132,18 @@ def spawn_elastic(config: RunConfig, folder: Path, callbacks: Sequence[Callback]
                 _Watch(workers, started, folder, requests, store, config).until_the_end()
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"what was written so far is in {folder}") from None
+
+
+def _start(process: BaseProcess, seconds: float = 10.0) -> None:
+    """Start a process; a fork server that was killed just now still refuses, until its end is seen and another one starts."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return process.start()
+        except (ConnectionRefusedError, ConnectionResetError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 class _Watch:
@@ -139,13 +156,14 @@ class _Watch:
         self.config = config
         self.restarts = [0] * len(workers)
         self.stopped_since: dict[int, float] = {}
+        self.left_out_since: dict[int, float] = {}
         self.end = float("inf")
 
     def until_the_end(self) -> None:
         """Return when the run has ended; raise as `spawn_elastic` says."""
         endings = [0, *(128 + number for number in SIGNALS)]
         while running := [worker for worker in self.workers if worker.exitcode not in endings]:
-            wait([worker.sentinel for worker in running], timeout=0.2)
+            wait([worker.sentinel for worker in running if worker.exitcode is None], timeout=0.2)
             if any(worker.exitcode == MISTAKEN for worker in self.workers):
                 raise ValueError(self.store.get("mistake").decode())
             now = time.monotonic()
@@ -167,11 +185,25 @@ class _Watch:
         assert worker.exitcode is not None
         if self.end < float("inf"):  # the others need it no more
             return
-        if worker.exitcode > 0 or self.restarts[place] == MAX_RESTARTS:
+        number, has_ended_too_often = self.config.first_worker + place, self.restarts[place] == MAX_RESTARTS
+        if worker.exitcode == LEFT_OUT:
+            since = self.left_out_since.setdefault(place, time.monotonic())
+            if (has_ended_too_often and any(w.exitcode is None for w in self.workers)) or (
+                time.monotonic() < since + LEFT_OUT_SECONDS
+            ):
+                return
+            del self.left_out_since[place]
+            why = f"worker {number} was left out"
+        elif worker.exitcode == NO_FORK_SERVER:
+            why = f"{FORK_SERVER_DIED}, and worker {number} with it"
+        elif worker.exitcode < 0:
+            why = f"worker {number} was ended by {signal.Signals(-worker.exitcode).name}"
+        else:
+            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+        if has_ended_too_often:
             raise WorkerError(diagnosis(self.workers, self.folder, self.store))
         self.restarts[place] += 1
-        name, number = signal.Signals(-worker.exitcode).name, self.config.first_worker + place
-        print(f"thinwire: worker {number} was ended by {name}; it is started again", file=sys.stderr, flush=True)
+        print(f"thinwire: {why}; it is started again", file=sys.stderr, flush=True)
         self.workers[place] = self.start(place, True)
 
     def _end_stopped(self, now: float) -> None:

@@ -9,13 +9,13 @@ from torch import nn
 
 from ...algorithm import require
 from ...comm import Communicator
+from ...strategy import AveragerAttachment
 from .config import RunConfig
 from .data import Dataset
-from .strategy import Strategy
 
 
 def evaluate(
-    config: RunConfig, data: Dataset, model: nn.Module, strategy: Strategy, comm: Communicator
+    config: RunConfig, data: Dataset, model: nn.Module, strategy: AveragerAttachment, comm: Communicator
 ) -> dict[str, float]:
     """Return the metrics of the data set, each with the prefix `test_`.
 
@@ -24,11 +24,11 @@ def evaluate(
     averaged over the workers for the test.
     """
     if not strategy.models_differ:
-        with strategy.handle.average_model(comm):
+        with strategy.average_model(comm):
             return _named("test_", _shared_out(config, data, model, comm))
     sums = data.evaluate(model, 0, 1, config.test_batch_size)
     of_own = data.metrics(comm.all_reduce(sums).wait())
-    with strategy.handle.average_model(comm):
+    with strategy.average_model(comm):
         of_mean = _shared_out(config, data, model, comm)
     return _named("test_", of_own) | _named("mean_model_test_", of_mean)
 

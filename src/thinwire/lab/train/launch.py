@@ -16,7 +16,7 @@ from pathlib import Path
 from ...algorithm import require
 from ...comm import Communicator
 from . import loop
-from .callbacks import Callback
+from .callbacks import Callback, EachStep
 from .config import RunConfig
 from .connect import check_mpi, choose_interface, connected
 from .elastic_spawn import spawn_elastic
@@ -43,14 +43,19 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
         config: everything that determines the run.
         on_stop: called once after a stopped run was saved, before any worker exits. (Launchers kill the other workers as
             soon as one exits.)
-        callbacks: functions that add values of your own to each row of metrics; see `callbacks.Callback`.
+        callbacks: functions that add values of your own to each row of metrics, see `callbacks.Callback`; an `EachStep` logs
+            between rows.
 
     Raises:
         ValueError: the configuration or the data are wrong, or the folder is taken.
         WorkerError: a worker failed; all others have been stopped.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
     """
-    config.parsed_averager()
+    config.parsed_strategy()
+    between = any(isinstance(callback, EachStep) for callback in callbacks)
+    require(
+        not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"
+    )
     check_installed(config)
     if config.backend == "mpi":
         check_mpi()

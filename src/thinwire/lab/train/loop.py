@@ -1,7 +1,7 @@
 """One worker's run, from the first weight to the summary.
 
     1. data and model    the same on every worker, from the seed
-    2. strategy          attach the averager to model and optimizer (`strategy.py`)
+    2. strategy          attach it to model and optimizer
     3. steps             batches (`steps.py`); forward, backward, clip, optimizer (`training.py`)
     4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
     5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
@@ -30,9 +30,10 @@ from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator
 from ...kernels import mix_key, set_threads
+from ...strategy import AveragerAttachment
 from ..files import write_json
 from . import checkpoint
-from .callbacks import Callback, called
+from .callbacks import Callback, EachStep, called
 from .codec_statistics import codec_statistics, own_gradients
 from .config import RunConfig
 from .data import Dataset
@@ -46,7 +47,6 @@ from .progress import Progress, SkipWarning
 from .run_folder import begin
 from .shared_errors import run_on_all, same_error_on_all
 from .steps import course, steps
-from .strategy import Strategy
 from .training import prepare
 from .weights_and_biases import WandB
 
@@ -98,8 +98,10 @@ def run(
     is_tested = row.get("step") == num_steps and f"test_{data.best_metric}" in row
     if done >= num_steps and not is_tested:  # what is left makes no step for this many workers
         row |= {"step": num_steps} | evaluate(config, data, training.model, training.strategy, comm)
-    training.virtual.begin(training.strategy.handle.comm, comm, meter.virtual_seconds)
+    training.virtual.begin(training.strategy.comm, comm, meter.virtual_seconds)
 
+    at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
+    at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
     watchers = run_on_all(
         comm, lambda: watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
@@ -107,7 +109,7 @@ def run(
     try:
         for step in steps(config, data, comm, done, meter.clock, origin):
             if step.begins_epoch is not None:
-                training.strategy.handle.set_epoch(step.begins_epoch)
+                training.strategy.set_epoch(step.begins_epoch)
                 training.carried = None
             learning_rate = config.optimizer.learning_rate_at(
                 ahead.scheduled(step.number - 1), ahead.num_scheduled, comm.size
@@ -122,23 +124,28 @@ def run(
                 answers = training.step(step.batches)
             for scores, labels in answers:
                 meter.add(scores, labels)
-            in_rounds = training.strategy.in_rounds  # workers without rounds synchronise only at rows
+            if at_steps:
+                now = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate}
+                if info := called(at_steps, training.model, now, comm):
+                    for watcher in watchers:
+                        watcher.info({"step": step.number} | info)
+            in_rounds = training.strategy.averager.has_rounds  # workers without rounds synchronise only at rows
             stop = interruption.requested(comm, at_once=not in_rounds) if in_rounds or row_is_due else 0
             is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
             if is_saved:
-                training.strategy.absorb()  # so that the tested model is the saved one
+                training.strategy.settle()  # so that the row of a checkpoint counts the bytes of whole rounds
             if row_is_due:
                 row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
                 row |= codec_statistics(training.strategy, gradients)
                 if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
                     row |= evaluate(config, data, training.model, training.strategy, comm)
-                row |= called(callbacks, training.model, row, comm)
+                row |= called(at_rows, training.model, row, comm)
                 for watcher in watchers:
                     watcher.row(row)
             if is_saved:
                 checkpoint.save(checkpoints, step.number, training, meter, row, comm, origin)
                 if comm.rank == 0:
-                    checkpoint.tidy(checkpoints, config, data.best_metric)
+                    checkpoint.tidy(checkpoints, step.number, config, data.best_metric)
             if stop:
                 break
     finally:
@@ -148,14 +155,14 @@ def run(
     finished = row.get("step") == num_steps
     if finished and comm.rank == 0:
         write_json(folder / "summary.json", summary(config, data, row, training.strategy))
-    training.strategy.detach()
+    training.detach()
     if not finished:
         raise Interrupted(stop, checkpoints / checkpoint.name_of(step.number))
 
 
 def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
-    """Receivers of each row of metrics; they have `row(values)` and `close()`."""
-    skips = SkipWarning(config.precision, config.max_nonfinite)
+    """Receivers of each row of metrics; they have `row(values)`, `info(values)` and `close()`."""
+    skips = SkipWarning(config.precision, config.parsed_strategy().max_nonfinite)
     watchers = [Progress(folder.name, num_steps, metric, done), MetricsWriter(folder, done), skips]
     return [*watchers, WandB(config, folder)] if config.wandb else watchers
 
@@ -191,13 +198,13 @@ def local_gpu() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: Strategy) -> dict[str, Any]:
+def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: AveragerAttachment) -> dict[str, Any]:
     """The contents of `summary.json`. Bytes are means over the workers."""
-    ledger, bytes_sent = strategy.handle.ledger, last["bytes_sent"]
+    ledger, bytes_sent = strategy.ledger, last["bytes_sent"]
     tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
     return {
         "recipe": config.recipe,
-        "averager": repr(config.parsed_averager()),
+        "strategy": repr(strategy.strategy),
         "workers": config.workers,
         "seed": config.seed,
         "metric": f"test_{data.best_metric}",

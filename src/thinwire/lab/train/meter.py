@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...clock import Clock
 from ...comm import Communicator
-from ...strategy import GossipStrategy
+from ...strategy import AveragerAttachment, GossipAttachment
 from .data import Dataset
-from .strategy import Strategy
 from .virtual import VirtualTime
 
 COUNTS = ("bytes_sent", "bytes_received", "messages")
@@ -25,10 +24,12 @@ class Meter:
         data: turns sums into metrics.
         strategy: has the ledger and the clock.
         comm: sums the metrics over the workers.
-        virtual: the clock of the network that is not there.
+        virtual: the clock of the modelled network.
     """
 
-    def __init__(self, data: Dataset, strategy: Strategy, comm: Communicator, virtual: VirtualTime | None = None):
+    def __init__(
+        self, data: Dataset, strategy: AveragerAttachment, comm: Communicator, virtual: VirtualTime | None = None
+    ):
         self._data, self._strategy, self._comm = data, strategy, comm
         self._virtual = virtual or VirtualTime()
         self.virtual_seconds = 0.0
@@ -46,7 +47,7 @@ class Meter:
         self._num_examples = 0
 
     def _all_phases(self) -> dict[str, float]:
-        return {**self._strategy.handle.seconds, **self.clock.seconds}
+        return {**self._strategy.seconds, **self.clock.seconds}
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
         """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
@@ -60,7 +61,7 @@ class Meter:
             comm: connects these workers; None for those of the constructor.
         """
         comm = comm or self._comm
-        now, ledger = time.perf_counter(), self._strategy.handle.ledger
+        now, ledger = time.perf_counter(), self._strategy.ledger
         counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
         totals = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
         sent = (totals[4:7] / comm.size).round().long().tolist()
@@ -72,14 +73,14 @@ class Meter:
         row |= self._all_virtual_seconds() | self._seconds_by_phase()
         if self._strategy.models_differ:
             # Models differ only under gossip and local updates.
-            gossip = cast(GossipStrategy, self._strategy.handle)
+            gossip = cast(GossipAttachment, self._strategy)
             row["consensus_distance"] = gossip.consensus_distance(comm)
         self._start_row()
         return row
 
     def state_dict(self) -> dict[str, Any]:
         """The part of a checkpoint: this worker's sums since the last row, and its ledger."""
-        now, ledger = time.perf_counter(), self._strategy.handle.ledger
+        now, ledger = time.perf_counter(), self._strategy.ledger
         took = {
             "seconds": now - self._began,
             "row_seconds": now - self._row_began,
@@ -95,13 +96,13 @@ class Meter:
         self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
         self._skipped_before = saved["num_skipped"]
-        self._strategy.handle.ledger.load_state_dict(saved["ledger"])
+        self._strategy.ledger.load_state_dict(saved["ledger"])
         self.virtual_seconds = saved.get("virtual_seconds", 0.0)
 
     def _all_virtual_seconds(self) -> dict[str, float]:
         """Virtual seconds since the start, before a resume too; nothing without a network. All workers call it together."""
         if self._virtual.network is not None:
-            self._strategy.handle.settle()  # what is under way leaves its trace
+            self._strategy.settle()  # what is under way leaves its trace
         seconds = self._virtual.seconds()
         return {} if seconds is None else {"virtual_seconds": seconds}
 
@@ -125,7 +126,7 @@ class Meter:
     @property
     def _num_skipped(self) -> int:
         """Steps that this worker has skipped since the start of the run, before a resume too."""
-        return self._skipped_before + self._strategy.handle.num_skipped
+        return self._skipped_before + self._strategy.num_skipped
 
     def _phases_of_row(self) -> dict[str, float]:
         return {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}

@@ -1,8 +1,9 @@
 """Writes the metrics of a run to its folder, row by row. The folder contains:
 
-config.json       the configuration, with the `repr` of the averager
+config.json       the configuration, with the `repr` of the strategy
 metrics.jsonl     a row per log step; `COLUMNS` explains the columns
 metrics.csv       the same rows, for spreadsheets
+info.jsonl        what callbacks log between rows, a line each
 tensorboard/      the same numbers as TensorBoard events
 checkpoints/      the last checkpoints and the best, see `checkpoint.py`
 summary.json      the result; it exists only when the run has finished
@@ -13,6 +14,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +76,17 @@ class MetricsWriter:
         self._path = folder / "metrics.jsonl"
         kept = read_rows(folder / "metrics.jsonl", done)
         # Write temporary files first, and rename them once the kept rows are in.
-        self._jsonl = (folder / "metrics.jsonl.tmp").open("w", buffering=1)
-        self._csv_file = (folder / "metrics.csv.tmp").open("w", buffering=1, newline="")
+        self._jsonl = (folder / "metrics.jsonl.tmp").open("w+", buffering=1)
+        self._csv_file = (folder / "metrics.csv.tmp").open("w+", buffering=1, newline="")
         self._csv = csv.DictWriter(self._csv_file, COLUMNS, extrasaction="ignore")
         self._csv.writeheader()
         for row in kept:
             self._write(row)
         for file in (self._jsonl, self._csv_file):
             os.replace(file.name, file.name.removesuffix(".tmp"))
+        self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
+        if self._info_path.exists():
+            self._info_path.write_text("".join(json.dumps(row) + "\n" for row in info))
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -89,8 +95,24 @@ class MetricsWriter:
             self._csv.writerow(row)
 
     def row(self, values: dict[str, Any]) -> None:
-        """Append a row. Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv."""
+        """Append a row. Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv.
+
+        A file that was deleted meanwhile is written anew, with all of its rows.
+        """
+        with naming(self._path):
+            self._jsonl = _present(self._jsonl, self._path)
+            self._csv_file = _present(self._csv_file, self._path.with_suffix(".csv"))
+            self._csv.writer = csv.writer(self._csv_file)
         self._write(plain(values))
+        self._write_events(values)
+
+    def info(self, values: dict[str, Any]) -> None:
+        """Log values between two rows; `step` is among them."""
+        with naming(self._info_path), self._info_path.open("a") as file:
+            file.write(json.dumps(plain(values)) + "\n")
+        self._write_events(values)
+
+    def _write_events(self, values: dict[str, Any]) -> None:
         with naming(self._path.with_name("tensorboard")):
             for name, value in values.items():
                 if name not in ("step", "levels"):
@@ -101,6 +123,19 @@ class MetricsWriter:
         with naming(self._path):
             for file in (self._jsonl, self._csv_file, self._events):
                 file.close()
+
+
+def _present(file: TextIOWrapper, path: Path) -> TextIOWrapper:
+    """The file at its path: the open one, or a copy of it if it was deleted or replaced, which goes on."""
+    if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+        return file
+    copy = path.open("w+", buffering=1, newline="")  # an error if the folder is gone too
+    print(f"thinwire: {path} was deleted or replaced, and is written anew", file=sys.stderr, flush=True)
+    with file:
+        file.seek(0)
+        rows = file.read()
+    copy.write(rows)
+    return copy
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:

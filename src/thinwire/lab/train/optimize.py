@@ -140,6 +140,10 @@ class Optimizer(ABC):
         """Learning rate of a step, 0..num_steps-1, on this many workers."""
         return self.learning_rate * self.schedule.at(step, num_steps, num_workers)
 
+    def loss_factor(self, learning_rate: float) -> float:
+        """What the loss of a step with this learning rate is multiplied by before its backward pass."""
+        return 1.0
+
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Parameter groups for PyTorch: trainable parameters with weight decay, and those without.
 
@@ -190,10 +194,15 @@ class SGD(Optimizer):
     """Momentum factor; 0 => plain SGD."""
     nesterov: bool = True
     """Whether to use Nesterov momentum."""
+    rate_in_loss: bool = False
+    """Whether the loss is multiplied by the learning rate too: for DeMo, whose momentum adds up rate times gradient."""
 
     def __post_init__(self):
         super().__post_init__()
         require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+
+    def loss_factor(self, learning_rate: float) -> float:
+        return learning_rate if self.rate_in_loss else 1.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         nesterov = self.nesterov and self.momentum > 0
@@ -236,7 +245,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class DGCSGD(Optimizer):
-    """`thinwire.DGCSGD`, for averagers that apply momentum to gradients themselves: `b = m b + d x; x -= r (g + b)`.
+    """`thinwire.strategy.DGCSGD`, for averagers that apply momentum to gradients themselves: `b = m b + d x; x -= r (g + b)`.
 
     r is the learning rate, m the momentum, d the weight decay. g contains momentum already; weight decay has a momentum buffer
     of its own. With a lossless codec the result equals that of `SGD`.
@@ -266,7 +275,7 @@ class DGCSGD(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """`thinwire.MuonAdamW`: PyTorch's Muon for matrices, and AdamW for all other parameters.
+    """`thinwire.strategy.MuonAdamW`: PyTorch's Muon for matrices, and AdamW for embeddings and all other parameters.
 
     Raises:
         ValueError: a value out of range.
@@ -278,7 +287,7 @@ class Muon(Optimizer):
     """What one worker uses after warm-up; higher => faster, until it diverges. Muon's updates are as large as AdamW's."""
     weight_decay: float = 0.1
     """Pull of the matrices towards zero; higher => smaller weights."""
-    momentum: float = 0.95
+    momentum: float = 0.9
     """Muon's momentum factor."""
     beta2: float = 0.95
     """AdamW's share of the running mean of squared gradients that each step keeps."""
@@ -290,8 +299,9 @@ class Muon(Optimizer):
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
+        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         return strategy.MuonAdamW(
-            trained, self.learning_rate, self.weight_decay, self.momentum, betas=(0.9, self.beta2)
+            trained, self.learning_rate, self.weight_decay, self.momentum, embeddings, betas=(0.9, self.beta2)
         )
 
 

@@ -54,6 +54,9 @@ class Progress:
         """Show a row of metrics."""
         self.show(int(values["step"]), _in_words(values, self._metric))
 
+    def info(self, values: dict[str, float]) -> None:
+        """Show nothing: only rows are shown."""
+
     def show(self, step: int, metrics: str) -> None:
         """Show the number of steps and the metrics."""
         self._bar.update(self._task, completed=step, metrics=metrics)
@@ -90,6 +93,9 @@ class SkipWarning:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def info(self, values: dict[str, Any]) -> None:
+        """Look at rows only."""
 
     def close(self) -> None:
         """Nothing to close."""

@@ -17,20 +17,30 @@ from .config import RunConfig
 from .folder_lock import LOCK, locked
 
 FREE = (
-    *("output", "name", "overwrite", "resume", "keep", "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *(
+        "output",
+        "name",
+        "suffix",
+        "overwrite",
+        "resume",
+        "keep",
+        "checkpoint_every",
+        "evaluate_every",
+        "log_every",
+        "variance",
+    ),
     *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
     *("elastic", "min_workers", "lighthouse", "first_worker"),
     "data.num_loaders",
 )
-"""Fields that may change in a resumed run, because they change its result only by rounding. (With `overlap`, a checkpoint
-absorbs messages in flight early, so the result depends on the steps at which checkpoints are written.)"""
+"""Fields that may change in a resumed run, because they change its result only by rounding."""
 
 KEPT = ("config.json", LOCK)  # files that stay in an overwritten run
 
 
 def folder_of(config: RunConfig) -> Path:
-    """The folder of the run's name, or of its default name without a number."""
-    return config.output / (config.name or config.default_name)
+    """The folder of the run's name, or of its default name without a number, with the suffix."""
+    return config.output / f"{config.name or config.default_name}{config.suffix}"
 
 
 @contextmanager
@@ -72,13 +82,13 @@ def make_folder(config: RunConfig) -> Path:
             for report in folder.glob("worker-*-error.txt"):  # errors of an earlier attempt
                 report.unlink()
             return folder
-        made = _claim(folder, numbered=config.name is None and not config.resume)
+        made = _claim(folder, config.suffix, numbered=config.name is None and not config.resume)
         write_json(made / "config.json", config.as_dict())
         return made
 
 
 def begin(config: RunConfig, folder: Path) -> None:
-    """Write the configuration, and remove an overwritten run. Call it once data, model and averager have been checked.
+    """Write the configuration, and remove an overwritten run. Call it once data, model and strategy have been checked.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -106,10 +116,11 @@ def _writing(config: RunConfig) -> Iterator[None]:
         raise ValueError(f"{reason}; choose another with --output") from None
 
 
-def _claim(folder: Path, numbered: bool) -> Path:
+def _claim(folder: Path, suffix: str, numbered: bool) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    name = folder.name.removesuffix(suffix)
     for number in range(1, 10_000):
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        candidate = folder if number == 1 else folder.with_name(f"{name}-{number}{suffix}")
         try:
             candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
             return candidate

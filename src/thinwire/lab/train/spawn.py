@@ -26,6 +26,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from ...comm.members import LeftOut
 from ...comm.process_world import worker_context
 from ...comm.store import listening_store
 from . import loop
@@ -38,9 +39,12 @@ from .interrupt import SIGNALS, Interrupted, Interruption
 from .parent_death import end_with_parent
 from .shared_errors import SharedError
 
+LEFT_OUT = 3  # exit code of a worker of an elastic run that is left out of it, see `members.LeftOut`
+NO_FORK_SERVER = 255  # what `multiprocessing` says of all workers whose fork server has died
 MISTAKEN = 2  # exit code of a worker after a user error that all workers found
 NOTICE_SECONDS = 5  # after which a worker under SIGSTOP is told of; --timeout ends the run
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
+FORK_SERVER_DIED = "the fork server, the process that starts the workers, was killed"
 # The fork server imports these once, so that workers need not.
 PRELOADED = [
     *("thinwire.lab.train.parent_death", "thinwire.lab.train.spawn"),
@@ -244,6 +248,8 @@ def diagnosis(workers: Sequence[BaseProcess], folder: Path, store: dist.Store) -
     ]
     if silent:  # it did not come as far as to say why; those that did have lost their connection to it
         rank, code = silent[0]
+        if code == NO_FORK_SERVER:
+            return f"{FORK_SERVER_DIED}, and all workers with it; what was saved is in {folder}"
         return f"worker {rank} ended with exit code {code} and gave no reason; what was saved is in {folder}"
     reports = [store.get(name).decode() for rank in range(len(workers)) if store.check([name := f"failed/{rank}"])]
     first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
@@ -298,6 +304,9 @@ def work_and_exit(environment: Environment, folder: Path, work: Callable[[Interr
         assert store is not None, "workers share an error only once they are connected"
         store.set("mistake", str(mistake))
         os._exit(MISTAKEN)
+    except LeftOut as error:
+        print(f"thinwire: {error}", file=sys.stderr, flush=True)
+        os._exit(LEFT_OUT)
     except BaseException as error:
         if isinstance(error, Exception):
             report_failure(store, folder, rank, error)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithm import require
-from ...comm import Communicator
+from ...comm import Communicator, ProcessGroupCommunicator
 from ...membership import mean_of
+from ...plan import TracedCommunicator
+from ...strategy import AveragerAttachment
 from .config import RunConfig
 from .data import Batch, Dataset
 from .models import apply
-from .strategy import Strategy, attach
 from .virtual import VirtualTime
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Training:
-    """A worker's model, optimizer and averager, and the rest of the state that steps change.
+    """A worker's model, optimizer and strategy, and the rest of the state that steps change.
 
     Args:
         config: of the run.
@@ -31,9 +32,10 @@ class Training:
         forward: the same module, compiled if the configuration says so.
         optimizer: a `torch.optim` optimizer.
         scaler: the loss scaler; enabled only for fp16.
-        strategy: the averager attached to the model.
+        strategy: at work on the model.
+        own_comm: its communicator, where `prepare` has opened it.
         carried: the state of a recurrent model after the last batch; None at the start of an epoch.
-        virtual: the clock of the network that is not there.
+        virtual: the clock of the modelled network.
     """
 
     config: RunConfig
@@ -41,9 +43,16 @@ class Training:
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    strategy: Strategy
+    strategy: AveragerAttachment
+    own_comm: Communicator | None = None
     carried: Any = None
     virtual: VirtualTime = field(default_factory=VirtualTime)
+
+    def detach(self) -> None:
+        """Detach the strategy, and close the communicator that was opened for it."""
+        self.strategy.detach()
+        if self.own_comm is not None:
+            self.own_comm.close()
 
     def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
         """One step on these batches of this worker; returns the scores and labels of each.
@@ -51,21 +60,22 @@ class Training:
         If the strategy skips the step because a gradient was not finite, buffers such as running statistics and the recurrent
         state that are not finite return to their values before the step. Otherwise one bad batch would spoil them for good.
         """
-        num_skipped, carried = self.strategy.handle.num_skipped, self.carried
+        num_skipped, carried = self.strategy.num_skipped, self.carried
         buffers = [(b, b.clone()) for b in self.model.buffers() if b.is_floating_point()]
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
+        weight = self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
-            with nullcontext() if last else self.strategy.accumulating():
-                answers.append(self._backward(batch.to(self.device), 1 / len(batches)))
+            with nullcontext() if last else self.strategy.no_sync():
+                answers.append(self._backward(batch.to(self.device), weight))
         if self.config.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.scaler.step(self.optimizer)  # gossip averages parameters in here
         self.scaler.update()
-        if self.strategy.handle.num_skipped > num_skipped:
+        if self.strategy.num_skipped > num_skipped:
             for buffer, before in buffers:
                 if not buffer.isfinite().all():
                     buffer.copy_(before)
@@ -98,7 +108,7 @@ class Training:
 
     def own_state(self) -> dict[str, Any]:
         """The part that differs between workers."""
-        averager = self.strategy.handle.state_dict()  # first: it absorbs messages in flight into the model
+        averager = self.strategy.state_dict()
         model = self.model.state_dict()
         own = {
             "averager": averager,
@@ -141,7 +151,7 @@ class Training:
         self.model.load_state_dict(whole["model"] | own.get("buffers", {}))
         self.optimizer.load_state_dict(whole["optimizer"])
         self.scaler.load_state_dict(own["scaler"])
-        self.strategy.handle.load_state_dict(own["averager"])
+        self.strategy.load_state_dict(own["averager"])
         self.carried = moved(own["carried"], self.device)
         set_random_state(own["random"])
 
@@ -193,10 +203,10 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
 
     Args:
         config, data, device: of the run.
-        comm: connects the workers for averaging; None opens a communicator.
+        comm: connects the workers for averaging; None opens a communicator, with the run's time limit.
 
     Raises:
-        ValueError: averager, optimizer and options do not fit together.
+        ValueError: strategy, model and optimizer do not fit together.
     """
     torch.manual_seed(config.seed)
     model = config.model.build(data.num_classes).to(device)
@@ -204,10 +214,25 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
-    strategy = attach(config, model, optimizer, scaler if scaler.is_enabled() else None, comm)
+    own_comm = _communicator(config) if comm is None else None
+    in_use = scaler if scaler.is_enabled() else None
+    try:
+        strategy = config.parsed_strategy().attach(
+            model, optimizer, comm=comm or own_comm, scaler=in_use, seed=config.seed
+        )
+    except BaseException:
+        if own_comm is not None:
+            own_comm.close()
+        raise
     # A compiled module is a module, although `torch.compile` promises only a callable.
     compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
-    return Training(config, model, compiled, optimizer, scaler, strategy, virtual=virtual)
+    return Training(config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual)
+
+
+def _communicator(config: RunConfig) -> Communicator:
+    """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
+    comm, network = ProcessGroupCommunicator(timeout_seconds=config.timeout), config.parsed_network()
+    return comm if network is None else TracedCommunicator(comm, network, measures=config.compute is None)
 
 
 def check_clipping(config: RunConfig) -> None:
@@ -216,7 +241,7 @@ def check_clipping(config: RunConfig) -> None:
     Raises:
         ValueError: the averager accumulates gradients (momentum) before the clipping.
     """
-    averager = config.parsed_averager()
+    averager = config.parsed_strategy().averager
     require(
         config.clip_norm is None or not averager.has_momentum,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "

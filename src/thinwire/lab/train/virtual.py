@@ -1,6 +1,6 @@
-"""Virtual seconds of a run: what its steps would take on a network that is not there (`--network`).
+"""Virtual seconds of a run: what its steps would take on a modelled network (`--network`).
 
-The averager's communicator traces what it sends (`thinwire.comm.virtual`). Computation is the processor time of the steps'
+The averager's communicator is traced (`TracedCommunicator`). Computation is the processor time of the steps'
 threads; or, with `--compute`, the declared seconds: a third passes in forward, and the rest in backward, in proportion to
 the parameters as their gradients come. Then encoding and decoding take no time, and runs repeat exactly. Loading data,
 tests, rows and checkpoints take no virtual time.
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithm import require
-from ...comm import Communicator, VirtualClock
-from ...network import Network
+from ...comm import Communicator
+from ...plan import Network, TracedCommunicator
+from ...plan.trace import Trace
 from .config import RunConfig
 
 FORWARD_SHARE = 1 / 3  # backward has twice the multiplications
@@ -26,13 +27,13 @@ class VirtualTime:
     """The virtual clock of one worker's run. Without a network it does nothing.
 
     Args:
-        network: the network that is not there.
+        network: the modelled network.
         compute_seconds: of a batch's forward and backward; None measures processor time.
     """
 
     def __init__(self, network: Network | None = None, compute_seconds: float | None = None):
         self.network, self._compute_seconds = network, compute_seconds
-        self._clock: VirtualClock | None = None
+        self._comm: TracedCommunicator | None = None
         self._numel = 0
 
     @classmethod
@@ -63,18 +64,23 @@ class VirtualTime:
             start_seconds: of the run before a resume.
         """
         if self.network is not None:
-            measures = self._compute_seconds is None
-            self._clock = comm.virtual = VirtualClock(self.network, side, measures, start_seconds)
+            assert isinstance(comm, TracedCommunicator), "`attach` has opened it"
+            self._comm = comm
+            comm.start(side, start_seconds)
+
+    @property
+    def _trace(self) -> Trace | None:
+        return None if self._comm is None else self._comm.trace
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a training step: its processor time counts."""
-        if self._clock is not None:
-            self._clock.trace.skip()
+        if self._trace is not None:
+            self._trace.skip()
         yield
-        if self._clock is not None:
-            self._clock.trace.charge()
-            self._clock.trace.skip()
+        if self._trace is not None:
+            self._trace.charge()
+            self._trace.skip()
 
     def pass_forward(self) -> None:
         """A forward pass was done."""
@@ -82,14 +88,14 @@ class VirtualTime:
 
     def seconds(self) -> float | None:
         """Virtual seconds so far, of the slowest worker; None without a network. All workers call it, between steps."""
-        if self._clock is None:
+        if self._comm is None or self._trace is None:
             return None
-        self._clock.trace.skip()
-        return self._clock.seconds()
+        self._trace.skip()
+        return self._comm.virtual_seconds()
 
     def _pass_backward(self, parameter: Tensor) -> None:
         self._pass((1 - FORWARD_SHARE) * parameter.numel() / self._numel)
 
     def _pass(self, share: float) -> None:
-        if self._clock is not None and self._compute_seconds is not None:
-            self._clock.trace.compute(share * self._compute_seconds)
+        if self._comm is not None and self._compute_seconds is not None:
+            self._comm.compute(share * self._compute_seconds)

@@ -50,6 +50,8 @@ class WandB:
         """Send a row."""
         self._run.log(plain(values), step=values["step"])
 
+    info = row
+
     def close(self) -> None:
         """Wait until all rows are sent."""
         self._run.finish()

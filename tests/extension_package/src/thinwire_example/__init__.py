@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.average import Gossip, GossipState
+from thinwire.average import GossipAverager, GossipState
 from thinwire.average.gossip_checks import check_doubly_stochastic
 from thinwire.average.gossip_round import Apply, Arrive, Round, add_vector
 from thinwire.average.gossip_values import Parts, flat
@@ -76,7 +76,7 @@ class FadingMemory(Memory):
 
 
 @dataclass(frozen=True, repr=False)
-class LazyMix(Gossip):
+class LazyMix(GossipAverager):
     """Plain gossip that moves only a part of the way: `x_i <- x_i + step_size sum_j P_ij (x_j - x_i)`."""
 
     topology: Topology = field(default_factory=Ring)

@@ -19,7 +19,7 @@ class Messages:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingAllReduce:
     """An all-reduce of `num_bytes`: 2 (W-1) steps, in each of which a worker sends num_bytes / W to the next."""
 
     num_bytes: int
@@ -33,5 +33,5 @@ class Relay:
     sends: tuple[tuple[int, int], ...]
 
 
-Moves = Messages | Ring | Relay
+Moves = Messages | RingAllReduce | Relay
 """What one call of a communicator sends and receives."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
-from .links import Network
-from .operations import Messages, Ring
+from .network import Network
+from .operations import Messages, RingAllReduce
 from .trace import Entry
 
 
@@ -21,7 +21,7 @@ class Replay:
         network: has W workers.
 
     Example:
-        >>> from thinwire.network import Link
+        >>> from thinwire.plan import Link
         >>> work = [[0, [["work", 0.5], ["ring", 0, 1000], ["wait", 0]]]]
         >>> Replay(Network(2, outer=Link(bytes_per_second=1000.0))).play([work, work])
         1.5
@@ -86,7 +86,7 @@ class Replay:
         end = partial(self._end, gate)
         if kind == "mark":
             return end()
-        action = Ring(*what) if kind == "ring" else Messages(*what)
+        action = RingAllReduce(*what) if kind == "ring" else Messages(*what)
         operation = self._engine.issue(rank, action)
         if operation.is_under_way(self._engine.now):
             operation.waiting.append(end)

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from ..algorithm import require
-from .operations import Moves, Relay, Ring
+from .operations import Moves, Relay, RingAllReduce
 
 Entry = list[Any]
 
@@ -33,7 +33,7 @@ class Trace:
     Example:
         >>> trace = Trace(measures=False)
         >>> trace.compute(0.5)
-        >>> trace.wait(trace.issue(Ring(100)))
+        >>> trace.wait(trace.issue(RingAllReduce(100)))
         >>> trace.take()
         [[0, [['work', 0.5], ['ring', 0, 100], ['wait', 0]]]]
     """
@@ -71,7 +71,7 @@ class Trace:
         self.charge()
         if isinstance(moves, Relay):
             return self._relay(moves)
-        if isinstance(moves, Ring):
+        if isinstance(moves, RingAllReduce):
             return self._numbered("ring", moves.num_bytes)
         return self._numbered("messages", moves.sends, moves.receives)
 

@@ -1,4 +1,4 @@
-"""Methods of training across the internet, put together: the arguments of `local_updates`, or an averager of gradients.
+"""Methods of training across the internet, put together: strategies of local updates, or of gradients.
 
 With n elements, W workers and H steps between rounds, plain float32 gradients cost a worker `2 (W-1)/W 4n` bytes a step. Each
 function says what its method costs instead.
@@ -6,32 +6,16 @@ function says what its method costs instead.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from ..algorithm import require
+from ..average import Dion, Mean, Mix, OuterSGD
 from ..codec import DCT, BinMeans, BlockwiseTopK, Float4, Tiles, chain
 from ..memory import ErrorFeedback, SignDescent
 from ..topology import RandomPairs
-from .base import Averager
-from .dion import Dion
-from .mean import Mean
-from .mix import Mix
-from .outer_sgd import OuterSGD
+from .gradients import Gradients
+from .local_updates import Local
 
 
-class LocalParts(TypedDict, total=False):
-    """Keyword arguments of `local_updates`: `local_updates(model, optimizer, **diloco(every=30))`."""
-
-    averager: Averager
-    every: int
-    outer: OuterSGD
-    fragments: int
-    delay: int
-    alpha: float
-    pull: float
-
-
-def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> LocalParts:
+def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> Local:
     """DiLoCo: H local steps, then an outer step of Nesterov SGD on the mean change.
 
         g = 1/W sum_i (anchor - x_i);   v <- momentum v + g;   anchor <- anchor - lr (g + momentum v);   x_i <- anchor
@@ -44,16 +28,16 @@ def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> LocalPart
         momentum: of the outer optimizer.
 
     Returns:
-        Arguments for `local_updates`; the inner optimizer is AdamW.
+        A strategy; the inner optimizer is AdamW.
 
     Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105.
 
     Example:
         >>> import thinwire as tw
         >>> tw.diloco(every=50)
-        {'averager': Mean(), 'every': 50, 'outer': OuterSGD()}
+        Local(Mean(), every=50, outer=OuterSGD())
     """
-    return {"averager": Mean(), "every": every, "outer": OuterSGD(lr, momentum)}
+    return Local(Mean(), every, OuterSGD(lr, momentum))
 
 
 def streaming_diloco(
@@ -64,7 +48,7 @@ def streaming_diloco(
     lr: float = 0.7,
     momentum: float = 0.9,
     format: str | None = "e3m0",
-) -> LocalParts:
+) -> Local:
     """Streaming DiLoCo: fragments at offsets of their own, messages that fly during tau steps, floats of 4 bits.
 
         x_i <- alpha x_i + (1 - alpha) anchor,   tau steps after the fragment's round began
@@ -82,66 +66,77 @@ def streaming_diloco(
         format: of the changes, as in `Float4`; None sends float32.
 
     Returns:
-        Arguments for `local_updates`; the inner optimizer is AdamW.
+        A strategy; the inner optimizer is AdamW.
 
     Source: Douillard et al. 2025, Streaming DiLoCo, arXiv 2501.18512.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.streaming_diloco(delay=2)["averager"]
-        Mean(Float4(), min_ndim=0)
+        >>> tw.streaming_diloco(delay=2)
+        Local(Mean(Float4(), min_ndim=0), every=100, outer=OuterSGD(), fragments=4, delay=2, alpha=0.5)
     """
     averager = Mean() if format is None else Mean(Float4(format), min_ndim=0)
-    parts: LocalParts = {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum)}
-    return {**parts, "fragments": fragments, "delay": delay, "alpha": alpha}
+    return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, alpha=alpha)
 
 
 def sparse_loco(
     every: int = 15, ratio: float = 0.02, decay: float = 0.95, bits: int = 2, tile: int = 64, lr: float = 1.0
-) -> LocalParts:
+) -> Local:
     """SparseLoCo: each worker sends the largest few of every tile of its decayed error feedback, in 2 bits.
 
-        m_i <- decay m_i + (anchor - x_i);   c_i = C(m_i);   m_i <- m_i - c_i;   anchor <- anchor - lr 1/W sum_i c_i
+        m_i <- decay m_i + (anchor - x_i);   c_i = C(m_i);   m_i <- m_i - c_i;   anchor <- anchor - lr mean c_i
 
-    Bytes per worker and step: about `(W-1) k (bits + log2(n/k) + 1.44)/8 / H` with k = ratio n, by an all-gather.
+    As in the released code, the mean of a coordinate is over the workers that sent it, and the tiles of a tensor are equal:
+    each dimension is cut by its largest divisor up to 64. A smaller tile sends as many elements as a whole one, or all of
+    them. So vectors are sent whole, in 2 bits, where `ratio` is 1/64 or more.
+
+    Bytes per worker and step: about `(W-1) k (bits + log2(n/k) + 1.44)/8 / H`, k = ratio n for whole tiles, by an all-gather.
 
     Args:
         every: H. Published: 15 to 50.
-        ratio: of the elements of a tile that are sent; lower => smaller messages. Published: 0.01 to 0.03.
+        ratio: of the elements of a whole tile that are sent; lower => smaller messages. Published: 0.01 to 0.03.
         decay: of the error feedback.
         bits: of each value; see `BinMeans`.
-        tile: rows and columns of a tile; vectors are cut into runs of its square.
+        tile: rows and columns of a whole tile, 64 at most.
         lr: of the outer step.
 
     Returns:
-        Arguments for `local_updates`; the inner optimizer is AdamW.
+        A strategy; the inner optimizer is AdamW.
 
     Source: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.sparse_loco()["averager"]
-        Mean(chain(Tiles(), BlockwiseTopK(ratio=0.02), BinMeans()), ErrorFeedback(decay=0.95), min_ndim=0)
+        >>> averager = tw.sparse_loco().averager
+        >>> averager.codec, averager.divide_by
+        (chain(Tiles(divisors=True), BlockwiseTopK(ratio=0.02), BinMeans()), 'senders')
     """
-    codec = chain(Tiles(tile), BlockwiseTopK(ratio, tile * tile), BinMeans(bits))
-    averager = Mean(codec, ErrorFeedback(decay), min_ndim=0)
-    return {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum=0.0, nesterov=False)}
+    codec = chain(Tiles(tile, divisors=True), BlockwiseTopK(ratio, tile * tile), BinMeans(bits))
+    averager = Mean(codec, ErrorFeedback(decay), exchange="all_gather", min_ndim=0, divide_by="senders")
+    return Local(averager, every, OuterSGD(lr, momentum=0.0, nesterov=False))
 
 
-def demo(frequencies: int = 32, tile: int = 64, decay: float = 0.999) -> Mean:
+def demo(frequencies: int = 32, tile: int = 64, decay: float = 0.999) -> Gradients:
     """DeMo: every step, the largest frequencies of each tile of the momentum; the update is the sign of their mean.
 
-        m_i <- decay m_i + g_i;   c_i = top-k of DCT(m_i);   m_i <- m_i - DCT^-1(c_i);   result = sign(DCT^-1(1/W sum_i c_i))
+        m_i <- decay m_i + g_i;   c_i = top-k of DCT(m_i);   m_i <- m_i - DCT^-1(c_i);   result = sign(DCT^-1(mean c_i))
 
-    Bytes per worker and step: `(W-1) k (4 + 12/8)` with `k = n frequencies / tile^2`, or less where indices code better.
+    As in the released code, the mean of a frequency is over the workers that sent it, and the tiles of a tensor are equal:
+    each dimension is cut by its largest divisor up to 64. A smaller tile sends as many frequencies as a whole one, or all of
+    them: of a vector, 32 of every 64.
+
+    The released code's momentum adds up rate times gradient. Where the learning rate changes, call `(loss * rate).backward()`
+    with the rate of the step to have the same. The result is a sign, so it does not depend on the size of the loss.
+
+    Bytes per worker and step: `(W-1) k (4 + 12/8)`, k = frequencies for each tile, or less where indices code better.
 
     Args:
         frequencies: k of each tile; higher => larger messages.
-        tile: rows and columns of a tile, 64 at most.
+        tile: rows and columns of a whole tile, 64 at most.
         decay: of the momentum.
 
     Returns:
-        An averager for `compress_gradients`, with `torch.optim.SGD` without momentum; its learning rate is like Adam's.
+        A strategy, with `torch.optim.SGD` without momentum; its learning rate is like Adam's.
 
     Raises:
         ValueError: more frequencies than a tile has.
@@ -150,18 +145,20 @@ def demo(frequencies: int = 32, tile: int = 64, decay: float = 0.999) -> Mean:
 
     Example:
         >>> import thinwire as tw
-        >>> tw.demo(frequencies=64)
-        Mean(chain(DCT(), BlockwiseTopK(ratio=0.015625)), SignDescent(), min_ndim=0)
+        >>> averager = tw.strategy.demo(frequencies=64).averager
+        >>> averager.codec, averager.divide_by
+        (chain(DCT(divisors=True), BlockwiseTopK(ratio=0.015625)), 'senders')
     """
     require(
         isinstance(frequencies, int) and 1 <= frequencies <= tile * tile,
         f"demo: frequencies must be 1 to {tile * tile}, got {frequencies!r}",
     )
-    codec = chain(DCT(tile), BlockwiseTopK(frequencies / tile**2, tile * tile))
-    return Mean(codec, SignDescent(ErrorFeedback(decay)), min_ndim=0)
+    codec = chain(DCT(tile, divisors=True), BlockwiseTopK(frequencies / tile**2, tile * tile))
+    memory = SignDescent(ErrorFeedback(decay))
+    return Gradients(Mean(codec, memory, exchange="all_gather", min_ndim=0, divide_by="senders"))
 
 
-def dion(rank: int = 16, mu: float = 0.95) -> Dion:
+def dion(rank: int = 16, mu: float = 0.95) -> Gradients:
     """Dion: every step, an orthonormal update of low rank, `x <- x - lr sqrt(n/m) P Q'`.
 
     Bytes per worker and step: `2 (W-1)/W 4 (r (n + m) + dense)`, for matrices of n x m.
@@ -171,19 +168,19 @@ def dion(rank: int = 16, mu: float = 0.95) -> Dion:
         mu: of the momentum.
 
     Returns:
-        An averager for `compress_gradients`, with `torch.optim.SGD` without momentum; see `Dion`.
+        A strategy, with `torch.optim.SGD` without momentum; see `Dion`.
 
     Source: Ahn et al. 2025, Dion, arXiv 2504.05295.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.dion(rank=8)
-        Dion(rank=8)
+        >>> tw.strategy.dion(rank=8)
+        Gradients(Dion(rank=8))
     """
-    return Dion(rank, mu)
+    return Gradients(Dion(rank, mu))
 
 
-def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 1.0, seed: int = 0) -> LocalParts:
+def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7, seed: int = 0) -> Local:
     """NoLoCo: no all-reduce. Random pairs average their changes, and a term pulls their anchors together.
 
         d_i <- momentum d_i + lr mean_pair(anchor - x) + gamma (anchor_i - mean_pair(anchor));   anchor_i <- anchor_i - d_i
@@ -194,26 +191,29 @@ def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
         every: H.
         lr: of the outer step.
         momentum: of the outer step.
-        gamma: higher => anchors are pulled together faster; stable between about `momentum` and 1.5.
+        gamma: higher => anchors are pulled together faster; stable between about `momentum` and 1.5. The authors take `lr`.
         seed: of the pairs.
 
     Returns:
-        Arguments for `local_updates`; the inner optimizer is AdamW. `synchronize` at the end gives one model.
+        A strategy; the inner optimizer is AdamW. `synchronize` at the end gives one model.
 
     Source: Kolehmainen et al. 2025, NoLoCo, arXiv 2506.10911.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.no_loco(every=20)["averager"]
+        >>> tw.strategy.no_loco(every=20).averager
         Mix(RandomPairs())
     """
-    outer = OuterSGD(lr, momentum, nesterov=False)
-    return {"averager": Mix(RandomPairs(seed)), "every": every, "outer": outer, "pull": gamma / lr}
+    return Local(Mix(RandomPairs(seed)), every, OuterSGD(lr, momentum, nesterov=False), pull=gamma / lr)
 
 
 def mulo_co(
-    every: int = 30, bits: int | None = 2, decay: float = 1.0, lr: float = 0.7, momentum: float = 0.9
-) -> LocalParts:
+    every: int = 30,
+    bits: int | None = 2,
+    decay: float = 0.9,
+    lr: float | None = None,
+    momentum: float | None = None,
+) -> Local:
     """MuLoCo: DiLoCo with Muon as the inner optimizer, whose changes stand 2 bits with error feedback.
 
         g = 1/W sum_i C(anchor - x_i + e_i);   Nesterov's outer step as in `diloco`
@@ -224,18 +224,22 @@ def mulo_co(
         every: H.
         bits: of each element, see `BinMeans`; None sends float32.
         decay: of the error feedback.
-        lr: of the outer optimizer.
-        momentum: of the outer optimizer.
+        lr: of the outer optimizer; None => the authors': 0.8, or 0.9 without bits.
+        momentum: of the outer optimizer; None => the authors': 0.9, or 0.8 without bits.
 
     Returns:
-        Arguments for `local_updates`; the inner optimizer is `MuonAdamW`.
+        A strategy; the inner optimizer is `MuonAdamW`.
 
     Source: Therien et al. 2025, MuLoCo, arXiv 2505.23725.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.mulo_co()["averager"]
-        Mean(BinMeans(), ErrorFeedback(), min_ndim=0)
+        >>> tw.mulo_co().averager
+        Mean(BinMeans(), ErrorFeedback(decay=0.9), min_ndim=0)
+        >>> tw.mulo_co(bits=None).outer
+        OuterSGD(lr=0.9, momentum=0.8)
     """
+    lr = lr if lr is not None else 0.9 if bits is None else 0.8
+    momentum = momentum if momentum is not None else 0.8 if bits is None else 0.9
     averager = Mean() if bits is None else Mean(BinMeans(bits), ErrorFeedback(decay), min_ndim=0)
-    return {"averager": averager, "every": every, "outer": OuterSGD(lr, momentum)}
+    return Local(averager, every, OuterSGD(lr, momentum))

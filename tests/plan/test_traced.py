@@ -1,4 +1,4 @@
-"""Seconds on a network that is not there: closed forms, the plan's predictions, overlap, and repetition."""
+"""Seconds on a modelled network: closed forms, the plan's predictions, overlap, and repetition."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.network import Link, Network
-from thinwire.plan import Method, Speeds, Workload, ddp_buckets, predict_method
+from thinwire.plan import (
+    Link,
+    Method,
+    Network,
+    SimulatedWorld,
+    Speeds,
+    TracedCommunicator,
+    Workload,
+    ddp_buckets,
+    predict_method,
+)
 
 LINK = Link(bytes_per_second=1e6, latency_seconds=0.01)
 FREE = Link(bytes_per_second=1e30)
@@ -22,7 +31,7 @@ def seconds(fn, size, *args, per_node=1, outer=LINK, inner=FREE, measures=False)
         return comm.virtual_seconds()
 
     network = Network(size, per_node, outer=outer, inner=inner)
-    found = tw.LocalWorld(size, network=network, measures=measures).run(timed)
+    found = SimulatedWorld(network, measures).run(timed)
     assert len(set(found)) == 1
     return found[0]
 
@@ -104,9 +113,9 @@ def test_a_round_takes_as_long_as_the_plan_predicts(averager):
         return comm.virtual_seconds() - begun
 
     network = Network(4, 2, outer=Link(1e6, 0.001), inner=Link(1e8, 0.0001))
-    (found, *_) = tw.LocalWorld(4, network=network, measures=False).run(round_in_buckets)
+    (found, *_) = SimulatedWorld(network, measures=False).run(round_in_buckets)
     workload, no_work = Workload(tuple(SHAPES), 0.0), Speeds(copy_bytes_per_second=float("inf"))
-    predicted, _ = predict_method(Method("", averager, ""), workload, network, no_work)
+    predicted, _ = predict_method(Method("", tw.Gradients(averager), ""), workload, network, no_work)
     assert found == pytest.approx(predicted, rel=0.03)
 
 
@@ -126,7 +135,7 @@ def train(comm, steps, overlap):
 
 
 def test_overlapped_gossip_hides_its_rounds_behind_computation():
-    world = tw.LocalWorld(4, network=Network(4, outer=Link(1e6, 0.0)), measures=False)
+    world = SimulatedWorld(Network(4, outer=Link(1e6, 0.0)), measures=False)
     assert world.run(train, 5, False)[0] == pytest.approx(5 * 0.1 + 4 * 0.08)  # the first step needs no round
     assert world.run(train, 5, True)[0] == pytest.approx(5 * 0.1)
 
@@ -144,7 +153,7 @@ def test_gradients_are_sent_while_backward_computes():
             model(torch.ones(1, 50)).sum().backward()
             return comm.virtual_seconds() - begun
 
-    world = tw.LocalWorld(2, network=Network(2, outer=Link(1e6, 0.0)), measures=False)
+    world = SimulatedWorld(Network(2, outer=Link(1e6, 0.0)), measures=False)
     assert world.run(step, True)[0] == pytest.approx(4 * 0.02 + 4 * 0.01, rel=1e-3)
     assert world.run(step, False)[0] == pytest.approx(4 * 0.02 + 0.01, rel=1e-3)
 
@@ -164,9 +173,7 @@ def test_processor_time_counts_but_not_sleep_nor_the_communicator():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="same number"):
-        tw.LocalWorld(4, network=Network(2))
-    with pytest.raises(ValueError, match="needs a network"):
-        tw.LocalWorld(2).run(lambda comm: comm.virtual_seconds())
+    with pytest.raises(ValueError, match="cannot serve 4"):
+        tw.LocalWorld(4).run(lambda comm: TracedCommunicator(comm, Network(2)))
     with pytest.raises(ValueError, match="no common order"):
         seconds(lambda comm: comm.open_channel([1 - comm.rank]), 2)

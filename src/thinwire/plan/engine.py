@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from .cores import Cores
-from .links import Link, Network
-from .operations import Messages, Ring
+from .network import Link, Network
+from .operations import Messages, RingAllReduce
 
 EVENTS = 64
 """Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
@@ -135,9 +135,9 @@ class Engine:
 
     # ---- operations ----
 
-    def issue(self, rank: int, action: Messages | Ring) -> Operation:
+    def issue(self, rank: int, action: Messages | RingAllReduce) -> Operation:
         """Start an operation of worker `rank` now."""
-        if isinstance(action, Ring):
+        if isinstance(action, RingAllReduce):
             return self._issue_ring(rank, action)
         operation = Operation(len(action.sends) + len(action.receives))
         for source, _ in action.receives:
@@ -148,7 +148,7 @@ class Engine:
             self._after_start(rank, action, lambda: self._send_next(rank, self._groups(rank, action.sends), operation))
         return operation
 
-    def _after_start(self, rank: int, action: Messages | Ring, send: Callable[[], None]) -> None:
+    def _after_start(self, rank: int, action: Messages | RingAllReduce, send: Callable[[], None]) -> None:
         """Have an operation begin to send once the worker has started it."""
         node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
         inside = self.network.nodes == 1 or (
@@ -218,7 +218,7 @@ class Engine:
 
     # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
 
-    def _issue_ring(self, rank: int, action: Ring) -> Operation:
+    def _issue_ring(self, rank: int, action: RingAllReduce) -> Operation:
         size = self.network.workers
         number = self._num_rings[rank]
         self._num_rings[rank] += 1

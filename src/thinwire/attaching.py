@@ -1,0 +1,123 @@
+"""The door of the library: `attach` sets a strategy to work on a model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from .algorithm import require
+from .average import Averager, Pairwise
+from .average.base import averager_hint
+from .comm import Communicator, Group
+from .notation import parse
+from .strategy import Attachment, Strategy
+
+A = TypeVar("A", bound=Attachment)
+
+
+@overload
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategy: Strategy[A],
+    *,
+    comm: Communicator | None = None,
+    replicas: Group | None = None,
+    scaler: Any = None,
+    seed: int = 0,
+) -> A: ...
+
+
+@overload
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategy: str,
+    *,
+    comm: Communicator | None = None,
+    replicas: Group | None = None,
+    scaler: Any = None,
+    seed: int = 0,
+) -> Attachment: ...
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategy: Strategy[A] | str,
+    *,
+    comm: Communicator | None = None,
+    replicas: Group | None = None,
+    scaler: Any = None,
+    seed: int = 0,
+) -> A | Attachment:
+    """Set a strategy to work on a model and its optimizer. All workers call it together.
+
+    Add one line to an ordinary training loop. No module is wrapped that was not wrapped before, so `model.state_dict()` keeps
+    its keys. Errors about the configuration come on all workers together, and name what differs and on which rank.
+
+    Args:
+        model: a plain module, one in `DistributedDataParallel` (`Gradients`), or one under `fully_shard`.
+        optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
+            `prepare` returned. None suits strategies of gradients and shards.
+        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text.
+        comm: how to communicate; by default a process group of its own over all workers, or over DDP's.
+        replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
+            `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
+        scaler: the `torch.amp.GradScaler` in use: memory stays in unscaled units, and a worker whose step it skips takes part
+            in the round all the same.
+        seed: of the random numbers of codecs and averagers; the same on all workers.
+
+    Returns:
+        The strategy at work: a handle with `ledger`, `seconds`, `state_dict`, `load_state_dict`, `detach` and what the strategy
+        adds; also a context manager, which detaches at its end.
+
+    Raises:
+        ValueError: no strategy, or one that does not suit the model: a parameter takes part in another strategy, the model is
+            on the meta device, parameters share memory, or it is sharded without `replicas`. On all workers together, where
+            strategies, seeds, tensors or the layouts of shards differ.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     with tw.attach(model, optimizer, "Local(Mean(), every=30, outer=OuterSGD())", comm=comm) as handle:
+        ...         return handle.strategy == tw.diloco()
+        >>> tw.LocalWorld(1).run(worker)
+        [True]
+    """
+    return strategy_of(strategy).attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+
+
+def strategy_of(value: Strategy[A] | str) -> Strategy[A] | Strategy[Attachment]:
+    """The strategy itself, or the one whose notation a text is.
+
+    Raises:
+        ValueError: the text cannot be read, or it is no strategy; the message proposes one.
+
+    Example:
+        >>> strategy_of("Mix()")
+        Traceback (most recent call last):
+        ValueError: strategy must be a strategy such as Gradients(Mean()), got Mix(); did you mean Gossip(Mix())?
+    """
+    read = parse(value) if isinstance(value, str) else value
+    require(
+        isinstance(read, Strategy),
+        f"strategy must be a strategy such as Gradients(Mean()), got {read!r}{_meant(read)}",
+    )
+    assert isinstance(read, Strategy)
+    return read
+
+
+def _meant(value: Any) -> str:
+    """The end of the message: the strategy of an averager, or what to write in place of a part of one."""
+    hint = averager_hint(value)
+    if hint is not None:
+        return f"; {hint}, within a strategy"
+    if not isinstance(value, (Averager, Pairwise)):
+        return ""
+    name = "Asynchronous" if not value.has_rounds else "Gradients" if value.gives_one_mean else "Gossip"
+    return f"; did you mean {name}({value!r})?"

@@ -1,0 +1,62 @@
+"""A thread beside the training, for what waits for messages and decodes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+from weakref import finalize
+
+from .handle import Handle
+
+
+class Background:
+    """One daemon thread that runs calls in order; it ends when closed, or when nobody refers to this object any more.
+
+    A daemon, so that a process can exit while its neighbours are silent.
+
+    Args:
+        name: of the thread.
+
+    Example:
+        >>> background = Background("adder")
+        >>> handles = [background.submit(lambda n=n: n + 1) for n in range(3)]
+        >>> [handle.wait() for handle in handles]
+        [1, 2, 3]
+        >>> background.close()
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._close = finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[[], Any]) -> Handle:
+        """Run `call` after those before it; the handle has its result or its error."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return Handle(future.result)
+
+    def close(self) -> None:
+        """End the thread after the calls so far. Calling it again does nothing."""
+        self._close()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `close`."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _run(calls: SimpleQueue[Any]) -> None:
+    for future, call in iter(calls.get, None):
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del future, call  # so that an idle thread keeps nothing alive

@@ -1,0 +1,160 @@
+"""What each worker says of itself when it asks for a round, and who takes part in that round.
+
+The Lighthouse gives all workers that ask the same list of claims. So each worker decides alone, and all decide alike:
+
+    1. numbers      of two workers with one number, the one that takes part already stays
+    2. settings     workers whose configuration differs from that of the others are refused
+    3. connections  of two workers that cannot reach each other, one is left out
+
+Claims come from the network: one that cannot be true is dropped, and its worker takes no part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .members import Members, Version
+
+MAX_ROUNDS = 1 << 48
+"""No run has more rounds: a round a microsecond would take 9 years."""
+MAX_NUMBER = 1_000_000
+MAX_TEXT = 200
+FIELDS = {
+    "number",
+    "version",
+    "history",
+    "settings",
+    "connection",
+    "rank",
+    "nonce",
+    "failures",
+    "unreachable",
+    "can_heal",
+}
+
+
+class Claim(NamedTuple):
+    """What a worker says of itself.
+
+    Args:
+        id: of the process; the Lighthouse knows it by this name.
+        store: address of its store, "host:port".
+        number: of the worker.
+        version: of its state.
+        history: digest of the rounds that it has committed.
+        settings: digest of its configuration.
+        connection: name of its live connections, "" for none.
+        rank: in the last round, -1 if there was none.
+        nonce: a new one for each question.
+        failures: tries to connect that failed, in a row.
+        unreachable: numbers of workers that it could not reach, several times.
+        can_heal: whether its state could be saved when it was asked last.
+    """
+
+    id: str
+    store: str
+    number: int
+    version: Version
+    history: str
+    settings: str
+    connection: str
+    rank: int
+    nonce: str
+    failures: int = 0
+    unreachable: tuple[int, ...] = ()
+    can_heal: bool = True
+
+    def data(self) -> dict[Any, object]:
+        """The claim as plain values, without id and store, which travel apart."""
+        return {name: value for name, value in self._asdict().items() if name in FIELDS}
+
+
+def read_claim(id: str, store: str, data: Any) -> Claim | None:
+    """The claim that came from the network; None if it cannot be true.
+
+    Example:
+        >>> own = Claim("a", "host:1", 3, Version(7, 1), "ab", "cd", "", -1, "ef")
+        >>> read_claim("a", "host:1", own.data()) == own
+        True
+        >>> read_claim("a", "host:1", own.data() | {"version": [2**63, 0]}) is None
+        True
+    """
+    if not isinstance(data, dict) or set(data) != FIELDS or not store.rpartition(":")[2].isdecimal():
+        return None
+    version, unreachable = data["version"], data["unreachable"]
+    counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
+    if not isinstance(version, (list, tuple)) or len(version) != 2 or not isinstance(unreachable, (list, tuple)):
+        return None
+    counts += [(count, 0, MAX_ROUNDS) for count in version] + [(number, 0, MAX_NUMBER) for number in unreachable]
+    texts = [data[name] for name in ("history", "settings", "connection", "nonce")]
+    if not all(type(count) is int and low <= count <= high for count, low, high in counts):
+        return None
+    if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts) or type(data["can_heal"]) is not bool:
+        return None
+    values = data | {"version": Version(*version), "unreachable": tuple(unreachable)}
+    return Claim(id=id, store=store, **values)
+
+
+class Choice(NamedTuple):
+    """Who takes part, in the order of their numbers; and of the others the claim of a worker that stands against it."""
+
+    members: tuple[Claim, ...]
+    taken: dict[str, Claim]
+    differing: dict[str, Claim]
+    unreached: dict[str, Claim]
+
+
+def choose(claims: Iterable[Claim]) -> Choice:
+    """Decide who takes part in the round; see the module's text."""
+    holders: dict[int, Claim] = {}
+    for claim in sorted(claims, key=lambda c: (c.rank < 0, -c.version.committed, c.id)):
+        holders.setdefault(claim.number, claim)
+    taken = {claim.id: holders[claim.number] for claim in claims if holders[claim.number] is not claim}
+    groups: dict[str, list[Claim]] = {}
+    for _, claim in sorted(holders.items()):
+        groups.setdefault(claim.settings, []).append(claim)
+    alike = max(groups.values(), key=_weight, default=[])
+    differing = {claim.id: alike[0] for group in groups.values() if group is not alike for claim in group}
+    members, unreached = _connectable(alike)
+    return Choice(tuple(members), taken, differing, unreached)
+
+
+def _weight(group: list[Claim]) -> tuple[int, int, Version, int]:
+    """Those that take part already count most, so that a joiner never outweighs a run."""
+    taking_part = sum(claim.rank >= 0 for claim in group)
+    return taking_part, len(group), max(claim.version for claim in group), -group[0].number
+
+
+def _connectable(claims: list[Claim]) -> tuple[list[Claim], dict[str, Claim]]:
+    """Leave out whoever lacks most connections, until all that are left reach each other."""
+    left, unreached = list(claims), dict[str, Claim]()
+    while True:
+        broken = {claim.id: [o for o in left if _lack_connection(claim, o)] for claim in left}
+        worst = max(left, key=lambda c: (len(broken[c.id]), -c.version.committed, c.number), default=None)
+        if worst is None or not broken[worst.id]:
+            return left, unreached
+        unreached[worst.id] = broken[worst.id][0]
+        left.remove(worst)
+
+
+def _lack_connection(one: Claim, other: Claim) -> bool:
+    return one is not other and (other.number in one.unreachable or one.number in other.unreachable)
+
+
+def place_of(members: Sequence[Claim]) -> str:
+    """A name for the connections of this round's workers, which no other round has."""
+    return hashlib.sha256("".join(f"{c.id} {c.nonce}\n" for c in members).encode()).hexdigest()[:24]
+
+
+def members_of(claims: Sequence[Claim]) -> Members:
+    """Who has the newest state, and who is healed from whom. Before the first round, all begin with the first worker's."""
+    latest = max(claims, key=lambda c: (c.version, c.can_heal))
+    is_first = latest.version == Version()
+    known = [not is_first and (c.version, c.history) == (latest.version, latest.history) for c in claims]
+    source = 0 if is_first else claims.index(latest)
+    healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
+    before = tuple(c.rank if is_known and c.rank >= 0 else None for c, is_known in zip(claims, known, strict=True))
+    numbers = tuple(claim.number for claim in claims)
+    return Members(numbers, before, latest.version, source if healed else None, healed)

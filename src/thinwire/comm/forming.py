@@ -1,0 +1,193 @@
+"""How a worker forms a round: it asks the Lighthouse who takes part, and connects with them.
+
+A worker whose number or configuration is wrong, or that the others cannot reach, learns here that it takes no part.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from .agreement import ABSENT, excerpt, fingerprint, parsed
+from .claims import Choice, Claim, choose, place_of
+from .connect import own_address
+from .handle import CommunicationError, reason_of
+from .lighthouse import HEARTBEAT_SECONDS, Asker, Missing, meet, reach, torchft
+from .members import LeftOut, Version
+from .store import listening_store
+
+CONNECT_SECONDS = 5.0
+"""How long workers of a new round wait for each other; longer after some failures in a row."""
+TRIES = 3
+"""To reach a worker, before one of the two is left out."""
+LEFT_OUT_SECONDS = 60.0
+"""Until the others try again to reach a worker that was left out."""
+RESTART_SECONDS = 1.0
+"""After which a Lighthouse that restarts has heard of all workers."""
+
+
+class Forming:
+    """Forms the rounds of one worker.
+
+    Args:
+        number: of the worker.
+        lighthouse: address of the Lighthouse.
+        min_workers: fewer do not begin a round.
+        quorum_seconds: how long to wait for other workers, or for the Lighthouse.
+        process_group: of torchft, which is connected anew whenever the workers change.
+
+    Attributes:
+        asker: asks the Lighthouse, and sends it heartbeats.
+        settings: what all workers must have in common, by name.
+        place: name of the live connections, "" for none.
+
+    Raises:
+        CommunicationError: the Lighthouse does not answer.
+    """
+
+    def __init__(self, number: int, lighthouse: str, min_workers: int, quorum_seconds: float, process_group: Any):
+        self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
+        self._quorum_seconds, self._process_group = quorum_seconds, process_group
+        self.settings: dict[str, str] = {}
+        self.place, self._size, self._failures = "", 1, 0
+        self._missed: dict[int, int] = {}
+        self._left_out: dict[int, float] = {}
+        self._host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
+        self._store = listening_store(self._host, 0, timedelta(seconds=quorum_seconds))
+        try:
+            self.asker = Asker(partial(torchft().client, lighthouse), self._id, min(quorum_seconds, 30.0))
+        except Exception as error:
+            raise CommunicationError(
+                f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
+            ) from error
+
+    def claims(self, seconds: float, version: Version, history: str, rank: int, can_heal: bool) -> tuple[Claim, ...]:
+        """Those of the workers that take part in the next round, in rank order.
+
+        Args:
+            seconds: to wait for a quorum.
+            version, history, rank, can_heal: of this worker; see `Claim`.
+
+        Raises:
+            CommunicationError: there was no quorum.
+            LeftOut: this worker and another one do not reach each other.
+            ValueError: this worker's number or configuration is wrong.
+        """
+        deadline, twin = time.monotonic() + seconds, None
+        while True:
+            choice = self._ask(self._claim(version, history, rank, can_heal), max(deadline - time.monotonic(), 0.1))
+            taken = choice.taken.get(self._id)
+            if taken is None:
+                break
+            if twin is not None and twin.nonce != taken.nonce:
+                raise self._refused(f"its number is that of another worker, which lives; its store is {taken.store}")
+            twin = taken  # it may have died after it asked; then it does not ask again
+            self.asker.expect(0)
+            time.sleep(HEARTBEAT_SECONDS / 2)
+        if other := choice.differing.get(self._id):
+            raise self._refused(self._difference(other))
+        if other := choice.unreached.get(self._id):
+            raise LeftOut(
+                f"worker {self._number} is left out of the run: it and worker {other.number} did not reach each other in "
+                f"{TRIES} tries; see whether a firewall stands between them, and whether this process can open sockets"
+            )
+        return choice.members
+
+    def connect(self, claims: tuple[Claim, ...]) -> int:
+        """Connect with these workers, unless this worker is; returns its rank.
+
+        Raises:
+            CommunicationError: a worker did not come, there are too few, or the Lighthouse restarts.
+        """
+        size = len(claims)
+        if self.asker.is_partial or size < self._min_workers:
+            time.sleep(RESTART_SECONDS)
+            what = (
+                "has restarted, and knows"
+                if self.asker.is_partial
+                else f"waits for {self._min_workers} workers, and has"
+            )
+            raise CommunicationError(f"worker {self._number}: the Lighthouse {what} {size} so far")
+        rank = [claim.id for claim in claims].index(self._id)
+        if not self.place or {claim.connection for claim in claims} != {self.place} or size != self._size:
+            self._connect_anew(claims, rank)
+        return rank
+
+    def give_up(self) -> None:
+        """Connections are lost: the next round connects anew."""
+        self.place = ""
+
+    # ---- parts of the above ----
+
+    def _claim(self, version: Version, history: str, rank: int, can_heal: bool) -> Claim:
+        if not self._store.check(["own/settings"]):
+            self._store.set("own/settings", json.dumps(self.settings))
+        now = time.monotonic()
+        return Claim(
+            id=self._id,
+            store=f"{self._host}:{self._store.port}",
+            number=self._number,
+            version=version,
+            history=history,
+            settings=fingerprint(self.settings).hex(),
+            connection=self.place,
+            rank=rank,
+            nonce=secrets.token_hex(8),
+            failures=self._failures,
+            unreachable=tuple(number for number, until in self._left_out.items() if until > now),
+            can_heal=can_heal,
+        )
+
+    def _ask(self, claim: Claim, seconds: float) -> Choice:
+        try:
+            return choose(self.asker.ask(claim, seconds))
+        except Exception as error:
+            reason = reason_of(error).partition(", details: ")[0][:300]
+            raise CommunicationError(
+                f"worker {self._number}: no quorum of {self._min_workers} workers within {self._quorum_seconds:g} seconds; "
+                f"see whether enough workers run, and whether they reach the Lighthouse at {self._lighthouse} ({reason})"
+            ) from error
+
+    def _difference(self, other: Claim) -> str:
+        """How this worker's configuration differs from another one's."""
+        start = f"its configuration differs from that of worker {other.number}"
+        try:
+            store = torchft().store(f"{other.store}/own", timedelta(seconds=CONNECT_SECONDS))
+            theirs = {str(key): str(value) for key, value in parsed(store.get("settings"), other.number).items()}
+        except Exception as error:
+            return f"{start}, which does not say how ({reason_of(error)})"
+        lines = [
+            f"{key}: {excerpt(mine, 0)} here, {excerpt(their, 0)} there"
+            for key in dict.fromkeys([*self.settings, *theirs])
+            if (mine := self.settings.get(key, ABSENT)) != (their := theirs.get(key, ABSENT))
+        ]
+        return f"{start}: {'; '.join(lines[:3])}{f'; and {len(lines) - 3} more' if len(lines) > 3 else ''}"
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(f"worker {self._number} is refused, and the others go on without it: {reason}")
+
+    def _connect_anew(self, claims: tuple[Claim, ...], rank: int) -> None:
+        place, self.place, self._size = place_of(claims), "", len(claims)
+        limit = timedelta(seconds=CONNECT_SECONDS * (1 + self._failures // 2))
+        try:
+            meet(claims[0].store, place, rank, len(claims), limit)
+            if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
+                reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
+            self._process_group.connect(f"{claims[0].store}/{place}", rank, len(claims), limit)
+        except Exception as error:
+            missing = {claims[rank].number for rank in error.ranks} if isinstance(error, Missing) else set[int]()
+            self._count_failure(missing - {self._number})
+            raise CommunicationError(
+                f"worker {self._number}: cannot connect to the other workers: {reason_of(error)}"
+            ) from error
+        self.place, self._failures, self._missed = place, 0, {}
+
+    def _count_failure(self, missing: set[int]) -> None:
+        self._failures += 1
+        self._missed = {number: 1 + self._missed.get(number, 0) for number in missing}
+        until = time.monotonic() + LEFT_OUT_SECONDS
+        self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}

@@ -1,0 +1,63 @@
+"""What a plan must know of an averager, read from its fields: they are its whole configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from ..average import Averager
+from ..average.exchange import EXCHANGES, Exchange
+
+
+def parts_of(averager: Averager) -> dict[str, Any]:
+    """The fields of an averager, codec and memory among them."""
+    return {f.name: getattr(averager, f.name) for f in dataclasses.fields(averager)}
+
+
+def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
+    """Whether it is chosen when workers connect ("auto"), and the exchange that its configuration names, if any."""
+    word = parts_of(averager).get("exchange", "")
+    return word == "auto", EXCHANGES.get(word)
+
+
+def multiplies(averager: Averager) -> bool:
+    """Whether it compresses by matrix products of its own, of some rank, rather than with a codec."""
+    return "rank" in parts_of(averager)
+
+
+def adds_coordinates(averager: Averager) -> bool:
+    """Whether workers may add selected coordinates on the way, so that what they send depends on which they select."""
+    is_auto, exchange = exchange_of(averager)
+    selects_again = is_auto or (exchange is not None and exchange.selects_again)
+    return selects_again and parts_of(averager)["codec"].traits.sparse is not None
+
+
+def has_leaders(averager: Averager) -> bool:
+    """Whether the first worker of a node sends for all of it, and the others all do the same, with the same peers."""
+    exchange = exchange_of(averager)[1]
+    return exchange is not None and exchange.needs_nodes
+
+
+def uses_nodes(averager: Averager) -> bool:
+    """Whether what it sends depends on which workers share a node."""
+    return exchange_of(averager)[0] or has_leaders(averager)
+
+
+def on_nodes(averager: Averager, workers_per_node: int) -> Averager:
+    """The averager where so many consecutive ranks share a node; itself if it makes no use of that."""
+    changes: dict[str, Any] = {"workers_per_node": workers_per_node} if uses_nodes(averager) else {}
+    return replace(averager, **changes)
+
+
+def planned(averager: Averager, size: int) -> Averager:
+    """An averager that is quicker to simulate and whose rounds take as long; itself if there is none."""
+    topology = parts_of(averager).get("topology")
+    changes: dict[str, Any] = {} if topology is None else {"topology": topology.planned(size)}
+    return replace(averager, **changes)
+
+
+def is_circulant(averager: Averager, size: int, shift: int) -> bool:
+    """Whether the pattern of messages is the same for all of `size` ranks, shifted by `shift`."""
+    topology = parts_of(averager).get("topology")
+    return topology is None or bool(topology.is_circulant(size, shift))

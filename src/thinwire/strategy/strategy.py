@@ -1,0 +1,161 @@
+"""The contract of strategies: frozen data that says what is averaged, and when; `attach` sets one to work on a model.
+
+A strategy
+    is compared, printed and parsed like every other algorithm; it holds all that must be the same on all workers;
+    checks its options in `__post_init__`, once;
+    says when its workers exchange messages (`rhythm`);
+    attaches to a model and returns an `Attachment` (`base.py`), which has what changes while training.
+
+What differs between processes, such as the communicator and the loss scaler, is an argument of `attach`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ..algorithm import Algorithm, require
+from ..average.base import Averager, averager_hint
+from ..average.pairwise import Pairwise
+from ..comm import Communicator, Group
+from .nonfinite import POLICIES
+
+if TYPE_CHECKING:
+    from .base import Attachment
+
+A_co = TypeVar("A_co", bound="Attachment", covariant=True)
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """When the workers of a strategy exchange messages.
+
+    Args:
+        every: steps of the optimizer from one round of a fragment to the next.
+        fragments: parts of the model that are exchanged at different steps.
+        delay: steps during which the messages of a round fly; 0 where the training waits for them.
+        in_backward: whether messages fly during the backward pass.
+        copies: how many tensors of each parameter's size a round averages.
+    """
+
+    every: int = 1
+    fragments: int = 1
+    delay: int = 0
+    in_backward: bool = False
+    copies: int = 1
+
+
+class Runtime(NamedTuple):
+    """What is not configuration, but an argument of `attach`, which explains the fields."""
+
+    comm: Communicator | None = None
+    replicas: Group | None = None
+    scaler: Any = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Strategy(Algorithm, ABC, Generic[A_co]):
+    """What is averaged, and when; see the module's text. `A_co` is the type of the strategy at work.
+
+    Args:
+        on_nonfinite: what to do about a step whose gradient is infinite or NaN: "skip" it, "raise" an error, or "apply" it.
+        max_nonfinite: with "skip", how many such steps in a row are an error.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    on_nonfinite: str = "skip"
+    max_nonfinite: int = 100
+
+    def __post_init__(self) -> None:
+        self._require(
+            self.on_nonfinite in POLICIES,
+            f"on_nonfinite must be one of {', '.join(POLICIES)}, got {self.on_nonfinite!r}",
+        )
+        self._require_integer("max_nonfinite", self.max_nonfinite, 1)
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        comm: Communicator | None = None,
+        replicas: Group | None = None,
+        scaler: Any = None,
+        seed: int = 0,
+    ) -> A_co:
+        """Set the strategy to work; `thinwire.attach` explains the arguments."""
+        self._require(
+            not isinstance(model, Algorithm),
+            f"the first argument is {model!r}; write the model first, such as attach(model, ..., {model!r})",
+        )
+        self._require(
+            isinstance(model, nn.Module), f"the model must be a module of torch.nn, got {type(model).__name__}"
+        )
+        return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed))
+
+    @abstractmethod
+    def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> A_co:
+        """The strategy at work."""
+
+    def options(self) -> dict[str, Any]:
+        """All fields by name, as workers compare them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    # ---- what a derived class uses ----
+
+    def _require(self, condition: bool, message: str) -> None:
+        require(condition, f"{type(self).__name__}: {message}")
+
+    def _require_integer(self, name: str, value: object, least: int) -> None:
+        self._require(
+            isinstance(value, int) and value >= least,
+            f"{name} must be an integer, {least} or more, got {value!r}",
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Averaging(Strategy[A_co]):
+    """Base of the strategies that have an averager.
+
+    Args:
+        averager: how workers agree.
+    """
+
+    averager: Averager | Pairwise
+
+    models_differ: ClassVar[bool] = True
+    """Whether each worker has a model of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            isinstance(self.averager, (Averager, Pairwise)),
+            averager_hint(self.averager)
+            or f"averager must be an averager such as Mean(), got {self.averager!r}"
+            + "; write the model first" * isinstance(self.averager, nn.Module),
+        )
+
+    @property
+    @abstractmethod
+    def rhythm(self) -> Rhythm:
+        """When workers exchange messages."""
+
+    @property
+    def suits_elastic(self) -> bool:
+        """Whether workers may come and go while it trains."""
+        return self.averager.has_rounds
+
+    def _require_rounds(self) -> None:
+        """Check that the averager is one."""
+        self._require(
+            isinstance(self.averager, Averager),
+            f"averager must be one that has rounds, such as Mean() or Mix(), got {self.averager!r}; Pairwise() goes into "
+            "Asynchronous()",
+        )

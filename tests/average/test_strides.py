@@ -1,0 +1,41 @@
+"""What an averager gives does not depend on how a tensor lies in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+
+AVERAGERS = [
+    tw.Mean(),
+    tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()),
+    tw.Mean(tw.TopK(0.3), tw.MomentumCorrection(0.9)),
+    tw.Mean(tw.codec.SVD(rank=1), tw.ErrorFeedback()),
+    tw.PowerSGD(rank=1),
+    tw.average.Dion(rank=1),
+    tw.Mix(tw.Ring()),
+    tw.PushSum(tw.Ring()),
+    tw.Choco(tw.Ring(), tw.QSGD(bits=8)),
+    tw.PowerGossip(tw.Ring()),
+]
+
+
+@pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
+def test_transposed_tensors_are_averaged_as_contiguous_ones(averager):
+    def worker(comm, transposed):
+        generator = torch.Generator().manual_seed(comm.rank)
+        xs = [torch.randn(shape, generator=generator) for shape in ((12, 9), (2, 3), (6, 5, 4))]
+        if transposed:
+            xs = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in xs]
+        tensors = [(f"x{i}", x) for i, x in enumerate(xs)]
+        state = averager.init(tensors, comm, seed=3)
+        for _ in range(2):
+            averager.step(state, tensors, comm).wait()
+            averager.commit(state)
+        return xs
+
+    found, expected = (tw.LocalWorld(2).run(lambda comm, t=t: worker(comm, t)) for t in (True, False))
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

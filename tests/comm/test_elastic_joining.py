@@ -1,0 +1,199 @@
+"""Who may join an elastic run, and who is left out of it, while the others go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers.elastic_faults import ailing, train
+from helpers.program import Program, wait_until
+
+from thinwire.comm import ElasticCommunicator, Lighthouse, forming
+from thinwire.comm.lighthouse import Missing
+from thinwire.comm.members import LeftOut
+
+
+@pytest.fixture
+def place(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    lighthouse = Lighthouse(2, "127.0.0.1", join_seconds=20.0)
+    yield lighthouse.address
+    lighthouse.close()
+
+
+def joined(place, number, joiner, **usual):
+    """Two workers train; a third joins with other options. Returns its error, and what the two saw after it."""
+    seen = []
+
+    def worker(key):
+        if key == "joiner":
+            wait_until(lambda: len(seen) > 6, "rounds of two workers")
+        comm = ElasticCommunicator(place, number if key == "joiner" else key, timeout_seconds=20, quorum_seconds=60)
+        try:
+            if key == "joiner":
+                return train(comm, **joiner)
+
+            def before_round():
+                seen.append(key)
+                time.sleep(0.02)
+
+            return train(comm, rounds=100, before_round=before_round, **usual)
+        except ValueError as error:
+            return str(error)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, error = pool.map(worker, (0, 1, "joiner"))
+    return error, [first, second]
+
+
+@pytest.mark.parametrize(
+    ("usual", "joiner", "line"),
+    [
+        ({"averager": "Mean(RandomK(0.2))"}, {"seed": 1}, "seed: 1 here, 0 there"),
+        ({"averager": "Mean(TopK(0.2))"}, {"averager": "Mean(TopK(0.1))"}, "averager: Mean(TopK(ratio=0.1)) here, "),
+        ({"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 9}, "bucket_bytes: 512 here, 1048576 there"),
+        ({"local": 2}, {"local": 3}, "every: 3 here, 2 there"),
+    ],
+)
+def test_a_joiner_of_another_configuration_is_told_what_differs_and_the_others_go_on(place, usual, joiner, line):
+    error, others = joined(place, 5, usual | joiner, **usual)
+    assert (
+        "worker 5 is refused, and the others go on without it: its configuration differs from that of worker 0" in error
+    )
+    assert line in error
+    for facts in others:
+        assert set(facts["sizes"]) == {2} and facts["slowest"] < 8, facts
+    assert others[0]["sum"] == others[1]["sum"]
+
+
+def test_a_number_that_a_living_worker_has_is_refused(place):
+    error, others = joined(place, 1, {})
+    assert (
+        "worker 1 is refused, and the others go on without it: its number is that of another worker, which lives"
+        in error
+    )
+    for facts in others:
+        assert set(facts["sizes"]) == {2} and facts["slowest"] < 8, facts
+
+
+@pytest.mark.parametrize(("ails", "numbers"), [("stuck", (1, 2)), ("descriptors", (1,))])
+def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_path, ails, numbers):
+    """Two of four are stuck in Python, or one has no descriptors left when another one joins; time limits are 60 seconds."""
+    programs = {
+        n: Program(ailing, place, n, ails if n in numbers else "", 10, 4, 5, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
+        for n in range(4)
+    }
+    try:
+        wait_until(lambda: all("together" in programs[n].stdout for n in numbers), "the workers that ail")
+        began = time.monotonic()
+        if ails == "descriptors":
+            programs[3].kill()  # so that the others must connect anew
+        well = set(programs) - set(numbers) - ({3} if ails == "descriptors" else set())
+        wait_until(lambda: all('"done": true' in programs[n].stdout for n in well), "rounds of the others", 45)
+        assert time.monotonic() - began < 25
+        if ails == "descriptors":
+            wait_until(lambda: "error" in programs[1].stdout, "the line of the worker that was left out", 30)
+            found = json.loads(programs[1].stdout.splitlines()[-1])["error"]
+            assert found.startswith("LeftOut: worker 1 is left out of the run: "), found
+    finally:
+        for program in programs.values():
+            program.kill()
+
+
+def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_others_go_on(place, monkeypatch):
+    """Workers 1 and 2 of three do not connect, as behind a firewall between them."""
+    broken = {1, 2}
+    monkeypatch.setattr(forming, "CONNECT_SECONDS", 1.0)
+
+    def worker(number):
+        comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60)
+        others = {}
+        form, connect = comm._forming.connect, comm._process_group.connect
+
+        def connect_members(claims):
+            others.update((claim.store, claim.number) for claim in claims)
+            others["all"] = {claim.number for claim in claims}
+            return form(claims)
+
+        def connect_group(*args):
+            if broken <= others["all"]:
+                raise RuntimeError("Gloo connectFullMesh failed")
+            connect(*args)
+
+        comm._forming.connect, comm._process_group.connect = connect_members, connect_group
+        reached[threading.get_ident()] = (number, others)
+        try:
+            return train(comm, rounds=30, among=2)
+        except LeftOut as error:
+            return str(error)
+        finally:
+            comm.close()
+
+    reached, reach = {}, forming.reach
+
+    def reach_but_for_two(stores, limit):
+        number, others = reached[threading.get_ident()]
+        missing = [rank for rank, store in stores if {number, others[store]} == broken]
+        if missing:
+            raise Missing(missing)
+        reach(stores, limit)
+
+    monkeypatch.setattr(forming, "reach", reach_but_for_two)
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(worker, range(3))
+    assert third.startswith("worker 2 is left out of the run: it and worker 1 did not reach each other in 3 tries"), (
+        third
+    )
+    assert first["sum"] == second["sum"] and set(first["sizes"]) <= {2}
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("fails", ["save", "load"])
+def test_a_failure_in_healing_gives_up_the_round_and_ends_no_process(place, fails):
+    """The first worker cannot save its state any more, so another heals the joiner; or the joiner cannot load any."""
+    seen = []
+
+    def worker(number):
+        if number == 5:
+            wait_until(lambda: len(seen) > 6, "rounds of two workers")
+        comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60)
+
+        def save():
+            if fails == "save" and number == 0 and len(seen) > 6:
+                raise MemoryError("no memory")
+            return {"x": torch.ones(2)}
+
+        def load(state):
+            if fails == "load" and number == 5:
+                raise ValueError("expected y, got x")
+
+        def before_round():
+            seen.append(number)
+            time.sleep(0.02)
+
+        comm.share("extra", save, load)
+        try:
+            facts = train(
+                comm, rounds=20 if fails == "save" else 100, among=3 * (fails == "save"), before_round=before_round
+            )
+            return facts | {"healings": comm.counts.healings, "committed": comm.counts.committed}
+        except LeftOut as error:
+            return str(error)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, joiner = pool.map(worker, (0, 1, 5))
+    assert first["sum"] == second["sum"] and first["healings"] == second["healings"] == 0
+    if fails == "save":
+        assert joiner["sum"] == first["sum"] and joiner["healings"] == 1 and joiner["committed"] == first["committed"]
+    else:
+        assert joiner == "worker 5 is left out of the run: it could not be healed in 3 tries: expected y, got x"
+        assert first["committed"] == 100

@@ -1,0 +1,89 @@
+"""Over NCCL a worker connects, and sends what is its own, on the GPU of its model or of its group; no GPU is needed here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire as tw
+from thinwire.comm import Handle, ProcessGroupCommunicator, process_group
+from thinwire.integrations.state import AllWorkersState
+from thinwire.strategy import base
+
+CURRENT, OF_GROUP, OF_MODEL = (torch.device("cuda", i) for i in range(3))
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """A process group that says it is one of NCCL; the list has the devices of what communicators send."""
+    sent = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(process_group, "_groups_over", lambda *_: SimpleNamespace(take=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT.index)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: SimpleNamespace(device=torch.device(device)))
+    monkeypatch.setattr(ProcessGroupCommunicator, "all_reduce", lambda self, t: sent.append(t.device) or Handle(list))
+    yield sent
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_group", "expected"),
+    [
+        (None, None, CURRENT),
+        (torch.device("cpu"), None, CURRENT),
+        (None, OF_GROUP, OF_GROUP),
+        (torch.device("cpu"), OF_GROUP, OF_GROUP),
+        (OF_MODEL, OF_GROUP, OF_MODEL),
+    ],
+)
+def test_nccl_connects_on_the_workers_own_gpu(connected, of_model, of_group, expected):
+    dist.group.WORLD.bound_device_id = of_group
+    comm = ProcessGroupCommunicator(device=of_model)
+    assert connected == [expected] and comm.device == expected
+
+
+def test_a_strategy_connects_on_its_models_device(monkeypatch):
+    asked = []
+
+    def connect(group, device):
+        asked.append(device)
+        raise ConnectionError
+
+    monkeypatch.setattr(base, "ProcessGroupCommunicator", connect)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConnectionError):
+        tw.gossip_parameters(model, torch.optim.SGD(model.parameters(), lr=1.0), tw.Mix(tw.Complete()))
+    assert asked == [model.weight.device]
+
+
+class OnGpus(SimpleNamespace):
+    """One of two workers whose group sends from GPUs only; "meta" takes their place."""
+
+    size, device = 2, torch.device("meta")
+
+    def all_gather(self, tensor):
+        assert tensor.device == self.device
+        return Handle(lambda: [torch.tensor([self.payload.numel()], device="cpu")] * 2)
+
+    def exchange(self, sends, receives):
+        assert all(t.device == self.device for t in (*sends.values(), *receives.values()))
+        assert all(t.numel() == self.payload.numel() for t in receives.values())
+        return Handle(lambda: {peer: self.payload for peer in receives})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_state_of_all_workers_travels_on_the_communicators_device(rank):
+    from thinwire.integrations.state import _pack
+
+    comm = OnGpus(rank=rank, payload=_pack({"rank1": {"memory": torch.ones(3)}}))
+    with torch.device("meta"):
+        state = AllWorkersState(SimpleNamespace(comm=comm, state_dict=lambda: {f"rank{rank}": {}})).state_dict()
+    assert state.keys() == ({"rank0", "rank1"} if rank == 0 else {"rank1"})
+    if rank == 0:
+        assert torch.equal(state["rank1"]["memory"], torch.ones(3))

@@ -1,0 +1,107 @@
+"""Workers of elastic runs that ail, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+import warnings
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.comm import ElasticCommunicator, forming, pace
+
+
+def train(comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, **options):
+    """Train a small model until so many rounds are committed among at least `among` workers; return the facts."""
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if local:
+        handle = tw.local_updates(model, optimizer, tw.parse(averager), every=local, comm=comm, seed=seed, **options)
+    else:
+        handle = tw.compress_gradients(model, tw.parse(averager), comm=comm, seed=seed, **options)
+    sizes, together, slowest = [], 0, 0.0
+    before, began = 0, time.monotonic()
+    while together < rounds:
+        before_round()
+        handle.begin_round()
+        x = torch.randn(16, 20)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+        optimizer.step()
+        if comm.counts.committed > before:
+            slowest, before, began = max(slowest, time.monotonic() - began), comm.counts.committed, time.monotonic()
+            together += comm.size >= among
+            sizes.append(comm.size)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"sizes": sizes, "sum": flat.double().sum().item(), "slowest": slowest, "losses": comm.counts.losses}
+
+
+def ailing(address: str, number: int, ails: str, at: int, among: int, rounds: int) -> None:
+    """A worker that ails once there were `among` workers for `at` rounds; others train until there were fewer for `rounds`.
+
+    Args:
+        address: of the Lighthouse.
+        number: of the worker.
+        ails: "stuck" in Python, out of "descriptors", or "" for a worker that does not ail.
+        at: see above.
+        among: see above.
+        rounds: see above.
+    """
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    pace.MIN_SECONDS = forming.CONNECT_SECONDS = 1.0
+    comm = ElasticCommunicator(address, number, timeout_seconds=60, quorum_seconds=100)
+    together, fewer = 0, 0
+    kept = []
+
+    def before_round():
+        nonlocal together, fewer
+        time.sleep(0.02)
+        together += comm.size == among
+        fewer = fewer + 1 if together > at and comm.size < among else 0
+        if together == at + 1:
+            print("together", flush=True)
+            together += 1
+            while ails == "stuck":
+                time.sleep(0.1)
+            if ails == "descriptors":
+                take_all_descriptors(kept)
+        if fewer > rounds:
+            raise StopIteration
+
+    facts = {}
+    try:
+        facts = train(comm, rounds=10**6, before_round=before_round)
+    except StopIteration:
+        facts = {"done": True}
+    except Exception as error:
+        for connection in kept:
+            connection.close()
+        facts = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(facts), flush=True)
+    os._exit(0)
+
+
+def take_all_descriptors(kept: list[socket.socket]) -> None:
+    """From now on this process cannot open a socket; those that it has stay open."""
+    soft = len(os.listdir("/proc/self/fd")) + 4
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def take() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                kept.append(socket.socket())
+                continue
+            time.sleep(0.01)
+
+    threading.Thread(target=take, daemon=True).start()
+    time.sleep(0.1)

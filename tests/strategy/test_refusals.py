@@ -1,0 +1,183 @@
+"""What strategies refuse, because workers would drift apart or nothing would be saved, and wrappers that they accept."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers.spawn import spawn
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+SPARSE = tw.Mean(tw.TopK(0.5), tw.ErrorFeedback())
+
+
+def in_process(worker):
+    return tw.LocalWorld(1).run(worker)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused():
+    def worker(comm):
+        model = nn.Linear(3, 2)
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+            with pytest.raises(ValueError, match="SGD steps during the backward pass"):
+                model(torch.ones(1, 3)).sum().backward()
+
+    in_process(worker)
+
+
+def test_local_updates_refuse_another_optimizer():
+    def worker(comm):
+        model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        with pytest.raises(ValueError, match="no trainable parameter of the model"):
+            tw.local_updates(model, sgd(other), tw.Mean(), 2, comm=comm)
+        with pytest.raises(ValueError, match="2 of the optimizer's parameters are not the model's"):
+            tw.local_updates(model, sgd(nn.ModuleList([model, other])), tw.Mean(), 2, comm=comm)
+        with tw.local_updates(model, sgd(model), tw.Mean(), 2, comm=comm):
+            later = sgd(model)
+            model(torch.ones(1, 3)).sum().backward()
+            with pytest.raises(ValueError, match="another SGD steps on parameters"):
+                later.step()
+
+    in_process(worker)
+
+
+def zero_worker(comm):
+    model = nn.Linear(3, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for attach in (lambda: tw.local_updates(model, optimizer, tw.Mean(), 2, comm=comm),
+                   lambda: tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm)):  # fmt: skip
+        with pytest.raises(ValueError, match="ZeroRedundancyOptimizer sends every worker's share"):
+            attach()
+
+
+def test_a_zero_redundancy_optimizer_is_refused_where_models_differ():
+    spawn(2, zero_worker)
+
+
+def inside_ddp_worker(comm, is_first):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    ddp = DistributedDataParallel(net) if is_first else None
+    handle = tw.compress_gradients(net, SPARSE)
+    ddp = ddp or DistributedDataParallel(net)
+    with pytest.raises(ValueError, match="the model runs inside of DistributedDataParallel"):
+        ddp(torch.ones(1, 3))
+    net(torch.ones(1, 3)).sum()
+    handle.detach()
+    ddp(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_plain_model_that_ddp_trains_is_refused_in_the_first_forward(is_first):
+    spawn(2, inside_ddp_worker, is_first)
+
+
+def join_worker(comm):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False)
+    ddp = DistributedDataParallel(net)
+    start = net.weight.detach().clone()
+    with tw.compress_gradients(ddp, tw.Mean(tw.QSGD(bits=8))):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        with ddp.join():
+            for _ in range(2 + 2 * comm.rank):
+                optimizer.zero_grad()
+                ddp(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+    return (start - net.weight).detach()
+
+
+def test_workers_may_run_out_of_inputs_in_ddps_join():
+    """Two steps of two workers, two of one alone: a worker without inputs counts as zero, so these are half as long."""
+    for moved in spawn(2, join_worker, timeout_seconds=60):
+        torch.testing.assert_close(moved, torch.full((2, 3), 3.0))
+
+
+@pytest.mark.parametrize(
+    "averager, write",
+    [
+        (tw.TopK(0.01), "write Mean(TopK(ratio=0.01), ErrorFeedback())"),
+        (tw.QSGD(bits=4), "write Mean(QSGD(bits=4))"),
+        (tw.ErrorFeedback(), "is a memory"),
+        (tw.Ring(), "write Mix(Ring())"),
+        ("Mean()", "write thinwire.parse('Mean()')"),
+    ],
+    ids=repr,
+)
+def test_a_part_of_an_averager_is_told_what_to_write(averager, write):
+    model = nn.Linear(1, 1)
+    for call in (
+        lambda: tw.compress_gradients(model, averager),
+        lambda: tw.gossip_parameters(model, sgd(model), averager),
+        lambda: tw.gossip_asynchronously(model, sgd(model), averager),
+        lambda: tw.local_updates(model, sgd(model), averager, 2),
+    ):
+        with pytest.raises(ValueError, match=re.escape(write)):
+            call()
+
+
+def test_swapped_arguments_are_told_so():
+    with pytest.raises(ValueError, match="averager must be an averager.*got Linear.*write the model first"):
+        tw.compress_gradients(tw.Mean(), nn.Linear(1, 1))
+
+
+def wrapped_worker(comm, wrap):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False)
+    model = WRAP[wrap](net)
+    with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8))) as handle:
+        model(torch.full((1, 3), float(comm.rank))).sum().backward()
+        assert [name for name, _ in handle.parameters] == ["weight"]
+    return net.weight.grad
+
+
+def with_fabric(net):
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Started(LightningEnvironment):
+        creates_processes_externally = True
+
+        def global_rank(self):
+            return torch.distributed.get_rank()
+
+        def world_size(self):
+            return 2
+
+        def local_rank(self):
+            return torch.distributed.get_rank()
+
+        def set_global_rank(self, rank):
+            pass
+
+        def set_world_size(self, size):
+            pass
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
+    fabric.launch()
+    return fabric.setup(net)
+
+
+WRAP = {
+    "compile": lambda net: torch.compile(DistributedDataParallel(net), backend="eager"),
+    "fabric": with_fabric,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAP)
+def test_a_wrapper_around_ddp_works(wrap):
+    if wrap == "fabric":
+        pytest.importorskip("lightning")
+    for gradient in spawn(2, wrapped_worker, wrap):
+        torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))

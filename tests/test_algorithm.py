@@ -1,0 +1,66 @@
+"""What all algorithms refuse, whatever they check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import thinwire as tw
+from thinwire.algorithm import Algorithm
+
+
+def algorithms():
+    named = [getattr(tw, name) for name in tw.__all__]
+    return [
+        kind
+        for kind in named
+        if inspect.isclass(kind) and issubclass(kind, Algorithm) and dataclasses.is_dataclass(kind)
+        if not inspect.isabstract(kind)
+    ]
+
+
+# Enough to build those with fields that have no default.
+GIVEN = {
+    "bits": 4,
+    "ratio": 0.1,
+    "rank": 1,
+    "levels": (-1.0, 1.0),
+    "values": (1, 2),
+    "initial": 0.5,
+    "final": 0.1,
+    "epochs": 4,
+    "every": 4,
+}
+
+
+@pytest.mark.parametrize("kind", algorithms(), ids=lambda kind: kind.__name__)
+def test_true_is_no_number(kind):
+    """`isinstance(True, int)` holds, so every field that takes a number took True for 1."""
+    fields = dataclasses.fields(kind)
+    for field in fields:
+        if not {"int", "float"} & set(str(field.type).replace(",", " ").split()) or "bool" in str(field.type):
+            continue
+        for wrong in (True, False):
+            given = {f.name: GIVEN[f.name] for f in fields if f.default is dataclasses.MISSING and f.name in GIVEN}
+            if "averager" in {f.name for f in fields} - given.keys() and kind is not tw.Asynchronous:
+                given["averager"] = tw.Mean()
+            with pytest.raises(ValueError, match=rf"^{kind.__name__}: {field.name} must be of type .*, got {wrong}$"):
+                kind(**given | {field.name: wrong})
+
+
+def test_true_in_a_tuple_is_no_number():
+    with pytest.raises(ValueError, match="Values: values must be of type"):
+        tw.schedule.Values((True, 2))
+
+
+def test_algorithms_without_checks_of_their_own_refuse_it_too():
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Unchecked(Algorithm):
+        share: float = 0.5
+        exact: bool = False
+
+    with pytest.raises(ValueError, match="Unchecked: share must be of type float, got True"):
+        Unchecked(True)
+    assert Unchecked(exact=True).exact
