@@ -7,20 +7,7 @@ All other names are public in their package, such as `tw.codec.Dynamic8`, and `p
 
 from . import average, codec, comm, memory, schedule, strategy, topology
 from .attaching import attach
-from .average import (
-    ByName,
-    Choco,
-    DeepSqueeze,
-    Mean,
-    Mix,
-    Moniqua,
-    OuterSGD,
-    Pairwise,
-    PowerGossip,
-    PowerSGD,
-    PushSum,
-    dgc,
-)
+from .average import ByName, Choco, DeepSqueeze, Mean, Mix, Moniqua, Pairwise, PowerGossip, PowerSGD, PushSum, dgc
 from .codec import (
     ALQ,
     AMQ,
@@ -43,6 +30,7 @@ from .strategy import (
     Gossip,
     Gradients,
     Local,
+    OuterSGD,
     Shards,
     compress_gradients,
     compress_shards,

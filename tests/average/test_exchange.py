@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.average.exchange import EXCHANGES, Load, cheapest
-from thinwire.average.exchange.base import pack, unpack
-from thinwire.average.exchange.scatter_reduce import shard_nbytes
+from thinwire.average.mean.exchange import EXCHANGES, Load, cheapest
+from thinwire.average.mean.exchange.base import pack, unpack
+from thinwire.average.mean.exchange.scatter_reduce import shard_nbytes
 
 SPARSE_EXCHANGES = [word for word, exchange in EXCHANGES.items() if exchange.selects_again]
 SPARSE, QUANTIZED = tw.TopK(0.1), tw.QSGD(bits=4)

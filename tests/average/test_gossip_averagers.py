@@ -14,7 +14,7 @@ from helpers.spawn import spawn
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.average.gossip_nodes import pack_weighted, unpack_weighted
+from thinwire.average.gossip.nodes import pack_weighted, unpack_weighted
 
 RING = tw.Ring()
 every_averager = pytest.mark.parametrize("averager", AVERAGERS, ids=repr)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.average.exchange import EXCHANGES, Load
-from thinwire.average.exchange.regions import regions
-from thinwire.average.exchange.sparse_reduce import header_nbytes, layout_of, message_sizes, parts_of
+from thinwire.average.mean.exchange import EXCHANGES, Load
+from thinwire.average.mean.exchange.regions import regions
+from thinwire.average.mean.exchange.sparse_reduce import header_nbytes, layout_of, message_sizes, parts_of
 
 SPARSE = tw.TopK(0.1)
 CHAIN = tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))

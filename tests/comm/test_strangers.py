@@ -15,8 +15,8 @@ import torch
 from helpers.spawn import WORLDS
 
 import thinwire as tw
-from thinwire.average.exchange import base
-from thinwire.average.exchange.sparse_reduce import Round
+from thinwire.average.mean.exchange import base
+from thinwire.average.mean.exchange.sparse_reduce import Round
 from thinwire.comm import CommunicationError, connect
 from thinwire.comm.handshake import HELLO, Greeting, introduce, proof
 from thinwire.comm.sockets import HEADER, SocketChannel

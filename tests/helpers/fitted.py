@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.average.fitted_step import MEMORY, step_for
+from thinwire.average.gossip.fitted_step import MEMORY, step_for
 from thinwire.topology.speed import difference_rates, rounds_to_reach_all
 
 Record = Callable[[int, Tensor], None]

@@ -20,7 +20,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.average import PairwiseState
-from thinwire.average.layout import Layout
+from thinwire.average.gossip.layout import Layout
 
 SHAPE = (6, 4)
 N = 24

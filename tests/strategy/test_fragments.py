@@ -13,7 +13,7 @@ from helpers.spawn import run_threads
 from torch import nn
 
 import thinwire as tw
-from thinwire.strategy.fragments import divide, offset
+from thinwire.strategy.local.fragments import divide, offset
 
 SPARSE = tw.Mean(tw.TopK(0.3), tw.ErrorFeedback(), min_ndim=0)
 SIZES = (3, 4, 2)  # of the layers
@@ -192,7 +192,7 @@ def resume(comm, averager, break_at, options):
 @pytest.mark.parametrize(
     ("averager", "more"),
     [
-        (SPARSE, {"outer": tw.OuterSGD(), "weights": tw.average.InverseNorm()}),
+        (SPARSE, {"outer": tw.OuterSGD(), "weights": tw.strategy.InverseNorm()}),
         (tw.Mix(tw.Ring()), {"outer": tw.OuterSGD(), "pull": 0.3}),
         (tw.PushSum(tw.Exponential()), {"state_every": {"exp_avg": 3}}),
     ],
@@ -257,7 +257,7 @@ def test_detaching_merges_what_is_in_flight():
 
 def test_inverse_norms_weigh_and_outliers_drop():
     def worker(comm):
-        statistics, weights = tw.average.NormStatistics(), tw.average.InverseNorm(outlier=2.0)
+        statistics, weights = tw.strategy.NormStatistics(), tw.strategy.InverseNorm(outlier=2.0)
         means = []
         for round in range(8):
             norm = [1.0 + 0.1 * (round % 2), 2.0, 1000.0 if round == 6 else 4.0][comm.rank]
@@ -287,7 +287,7 @@ def test_weighted_rounds_are_their_simulation():
             weights = 1 / changes.norm(dim=1)
             anchor = anchor - (changes * (weights / weights.sum())[:, None]).sum(0)
             x[:] = anchor
-    for result in run(3, tw.Mean(), 8, every=4, weights=tw.average.InverseNorm()):
+    for result in run(3, tw.Mean(), 8, every=4, weights=tw.strategy.InverseNorm()):
         assert torch.allclose(result.double(), anchor, rtol=0, atol=1e-5)
 
 
@@ -414,7 +414,7 @@ def test_changes_that_are_not_finite_are_given_up_with_a_delay():
         ({"delay": 4}, "delay must be below every=4"),
         ({"alpha": 1.0}, "alpha must be at least 0 and below 1, got 1.0"),
         ({"pull": 0.1}, "pull mixes changes and anchors with those of neighbours"),
-        ({"averager": tw.Mix(), "weights": tw.average.InverseNorm()}, "weights are for averagers with one mean"),
+        ({"averager": tw.Mix(), "weights": tw.strategy.InverseNorm()}, "weights are for averagers with one mean"),
         ({"state_every": {"exp_avg": 0}}, "must be an integer, 1 or more, got 0"),
     ],
 )

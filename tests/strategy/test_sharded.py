@@ -11,7 +11,7 @@ from helpers.traffic import bytes_sent_to
 from torch import nn
 
 import thinwire as tw
-from thinwire.strategy.shard_compression import _sizes
+from thinwire.strategy.gradients.shard_compression import _sizes
 
 
 def between_replicas(comm, mesh, before, after):

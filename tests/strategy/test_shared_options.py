@@ -62,7 +62,7 @@ DIFFERING = {
         "fragments": ({"fragments": 1}, {"fragments": 2}),
         "delay": ({"delay": 0}, {"delay": 1}),
         "alpha": ({"alpha": 0.0}, {"alpha": 0.5}),
-        "weights": ({"averager": tw.Mean()}, {"averager": tw.Mean(), "weights": tw.average.InverseNorm()}),
+        "weights": ({"averager": tw.Mean()}, {"averager": tw.Mean(), "weights": tw.strategy.InverseNorm()}),
         "pull": ({"pull": None}, {"pull": 0.5}),
         "state_every": ({"state_every": {}}, {"state_every": {"momentum_buffer": 3}}),
     },

@@ -33,7 +33,7 @@ STRATEGIES = {
         tw.Mean(), 9, fragments=[["a.*", "b.*"], "*"], delay=2, alpha=0.5, state_every={"exp_avg": 3}
     ),
     "Local(Mean(), every=2, weights=InverseNorm(outlier=2.0))": tw.Local(
-        tw.Mean(), 2, weights=tw.average.InverseNorm(2.0)
+        tw.Mean(), 2, weights=tw.strategy.InverseNorm(2.0)
     ),
     "Shards()": tw.Shards(),
     "Shards(gradients=None, parameters=Cast())": tw.Shards(None, tw.Cast()),

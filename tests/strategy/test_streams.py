@@ -56,7 +56,7 @@ class FakeGpu:
         self.now = threading.local()
         self.training = Stream(self.log, "training")
         monkeypatch.setattr(streams, "has_streams", lambda device: True)
-        for module in ("gradient_rounds", "rounds"):
+        for module in ("gradients.rounds", "gossip.rounds"):
             monkeypatch.setattr(f"thinwire.strategy.{module}.has_streams", lambda device: True)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(self.log, "work"))
         monkeypatch.setattr(torch.cuda, "Event", Event)

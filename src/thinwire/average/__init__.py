@@ -1,22 +1,20 @@
-"""Averagers: how workers agree. `base` has the contract, `gossip_base` that of gossip; one algorithm, one file."""
+"""Averagers: how workers agree. `base` has the contract, `gossip/base` that of gossip; one algorithm, one file."""
 
 from .base import Averager
 from .by_name import ByName, ByNameState
-from .choco import Choco
-from .clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
-from .deepsqueeze import DeepSqueeze
-from .dgc import dgc
-from .dion import Dion
-from .gossip_base import GossipAverager, GossipState
-from .inverse_norm import InverseNorm, NormStatistics
-from .mean import Mean
-from .mix import Mix
-from .moniqua import Moniqua
-from .outer_sgd import OuterSGD
-from .pairwise import Pairwise, PairwiseState
-from .power_gossip import PowerGossip
-from .power_sgd import PowerSGD
-from .push_sum import PushSum
+from .gossip.base import GossipAverager, GossipState
+from .gossip.choco import Choco
+from .gossip.deepsqueeze import DeepSqueeze
+from .gossip.mix import Mix
+from .gossip.moniqua import Moniqua
+from .gossip.pairwise import Pairwise, PairwiseState
+from .gossip.power_gossip import PowerGossip
+from .gossip.push_sum import PushSum
+from .low_rank.dion import Dion
+from .low_rank.power_sgd import PowerSGD
+from .mean.clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
+from .mean.dgc import dgc
+from .mean.mean import Mean
 
 __all__ = [
     "Averager",
@@ -31,12 +29,9 @@ __all__ = [
     "Dion",
     "GossipAverager",
     "GossipState",
-    "InverseNorm",
     "Mean",
     "Mix",
     "Moniqua",
-    "NormStatistics",
-    "OuterSGD",
     "Pairwise",
     "PairwiseState",
     "PowerGossip",

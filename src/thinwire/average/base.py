@@ -23,7 +23,7 @@ Membership. Rank and number of workers are those of the communicator when a roun
 tells the averager that other workers take part from now on. `deal` continues a saved state on another number of workers.
 `shared` is what a joining worker gets from a live one, and `adopt` takes it over; `thinwire.membership` has the rules.
 
-Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip_base.py`.
+Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip/base.py`.
 
 Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so; what is remembered is unscaled.
 """
@@ -34,11 +34,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import kernels
 from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
+from ..kernels import Flag
 from ..memory import Memory
 from ..topology import Topology
 
@@ -204,3 +207,24 @@ def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicat
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
     described = {f"tensor {i}": f"{name} {tuple(t.shape)} {t.dtype}" for i, (name, t) in enumerate(tensors)}
     comm.check_agreement({"averager": repr(averager), "seed": seed, "number of tensors": len(names)} | described)
+
+
+def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
+    """Copy each result into its tensor, unless they are the same memory.
+
+    Returns:
+        Whether what was written into narrower types is finite: a finite float32 value may be infinite in float16. Types
+        that hold every float32 value take no pass over memory.
+
+    Example:
+        >>> half = torch.zeros(1, dtype=torch.float16)
+        >>> copy_changed([torch.tensor([1e5])], [half])
+        False
+    """
+    narrow = []
+    for result, t in zip(results, tensors, strict=True):
+        if result.data_ptr() != t.data_ptr():
+            t.copy_(result)
+            if torch.promote_types(t.dtype, result.dtype) != t.dtype:
+                narrow.append(t)
+    return kernels.all_finite(narrow)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..average import Averager
-from ..average.exchange import EXCHANGES, Exchange
+from ..average.mean.exchange import EXCHANGES, Exchange
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:

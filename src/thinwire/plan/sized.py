@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..algorithm import require
 from ..average import Averager
-from ..average.clip import Clip
+from ..average.mean.clip import Clip
 from ..codec import Codec, Selection, SparseParts, Traits
 from ..codec.sparse.base import Sparsifier
 from ..codec.types import Key, Size, as_list

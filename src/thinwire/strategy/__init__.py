@@ -1,19 +1,21 @@
 """Strategies: what is averaged, and when. `strategy` has the contract of the configurations, `base` that of those at work."""
 
-from .asynchronous import Asynchronous, AsynchronousGossip, gossip_asynchronously
 from .base import Attachment, AveragerAttachment
 from .consensus import ConsensusRecord, consensus
-from .dgc_sgd import DGCSGD
-from .gossip import Gossip, gossip_parameters
-from .gossip_base import GossipAttachment
-from .gossip_steps import ParameterGossip
-from .gradient_compression import GradientCompression
-from .gradients import Gradients, compress_gradients, gradient_hook
-from .local_rounds import LocalUpdates
-from .local_updates import Local, local_updates
+from .gossip.asynchronous import Asynchronous, AsynchronousGossip, gossip_asynchronously
+from .gossip.gossip import Gossip, gossip_parameters
+from .gossip.steps import ParameterGossip
+from .gradients.compression import GradientCompression
+from .gradients.dgc_sgd import DGCSGD
+from .gradients.gradients import Gradients, compress_gradients, gradient_hook
+from .gradients.shard_compression import ShardCompression, Shards, compress_shards
+from .local.inverse_norm import InverseNorm, NormStatistics
+from .local.local import Local, local_updates
+from .local.muon_adamw import MuonAdamW
+from .local.outer_sgd import OuterSGD
+from .local.rounds import LocalUpdates
 from .methods import demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
-from .muon_adamw import MuonAdamW
-from .shard_compression import ShardCompression, Shards, compress_shards
+from .own_model import OwnModelAttachment
 from .strategy import Averaging, Rhythm, Strategy
 
 __all__ = [
@@ -25,12 +27,15 @@ __all__ = [
     "Averaging",
     "ConsensusRecord",
     "Gossip",
-    "GossipAttachment",
     "GradientCompression",
     "Gradients",
+    "InverseNorm",
     "Local",
     "LocalUpdates",
     "MuonAdamW",
+    "NormStatistics",
+    "OuterSGD",
+    "OwnModelAttachment",
     "ParameterGossip",
     "Rhythm",
     "ShardCompression",

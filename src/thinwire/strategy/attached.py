@@ -17,11 +17,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..average.base import NamedTensors
-from .optimizer_step import Arguments
+from .model.optimizer_step import Arguments
 
 if TYPE_CHECKING:
     from .base import AveragerAttachment
-    from .shard_compression import ShardCompression
+    from .gradients.shard_compression import ShardCompression
 
 _STRATEGY_OF: WeakValueDictionary[int, AveragerAttachment] = WeakValueDictionary()
 _SHARDS_OF: WeakValueDictionary[int, ShardCompression] = WeakValueDictionary()

@@ -5,7 +5,7 @@ parameters of one model. It
     owns its communicator, unless the user gave one;
     attaches to its parameters and detaches again; a parameter belongs to one strategy at most (`attached.py`);
     counts bytes (`ledger`) and time (`seconds`);
-    averages each shard of a sharded model with the same shard of the other replicas (`shards.py`);
+    averages each shard of a sharded model with the same shard of the other replicas (`model/shards.py`);
     tells schedules the epoch;
     saves its state with the worker's identity, and refuses another worker's state;
     continues the states of all workers on another number of workers;
@@ -41,10 +41,10 @@ from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator, check
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
-from .models import NamedParameters, check_model
+from .model.models import NamedParameters, check_model
+from .model.optimizer_step import Arguments, refuse_in_backward
+from .model.shards import Replica
 from .nonfinite import NonfiniteSteps
-from .optimizer_step import Arguments, refuse_in_backward
-from .shards import Replica
 from .strategy import Averaging, Runtime
 from .transaction import Transaction
 

@@ -7,12 +7,13 @@ function says what its method costs instead.
 from __future__ import annotations
 
 from ..algorithm import require
-from ..average import Dion, Mean, Mix, OuterSGD
+from ..average import Dion, Mean, Mix
 from ..codec import DCT, BinMeans, BlockwiseTopK, Float4, Tiles, chain
 from ..memory import ErrorFeedback, SignDescent
 from ..topology import RandomPairs
-from .gradients import Gradients
-from .local_updates import Local
+from .gradients.gradients import Gradients
+from .local.local import Local
+from .local.outer_sgd import OuterSGD
 
 
 def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> Local:

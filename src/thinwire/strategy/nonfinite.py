@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from .shards import Replica
+from .model.shards import Replica
 
 POLICIES = ("skip", "raise", "apply")
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..algorithm import Algorithm, require
 from ..average.base import Averager, averager_hint
-from ..average.pairwise import Pairwise
+from ..average.gossip.pairwise import Pairwise
 from ..comm import Communicator, Group
 from .nonfinite import POLICIES
 

@@ -10,8 +10,8 @@ from typing import cast
 
 from torch import Tensor
 
-from ..average.gossip_base import GossipAverager
-from ..average.gossip_round import GossipState
+from ..average.gossip.base import GossipAverager
+from ..average.gossip.round import GossipState
 from ..comm import Communicator, Handle, Ledger, LocalWorld
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...clock import Clock
 from ...comm import Communicator
-from ...strategy import AveragerAttachment, GossipAttachment
+from ...strategy import AveragerAttachment, OwnModelAttachment
 from .data import Dataset
 from .virtual import VirtualTime
 
@@ -73,7 +73,7 @@ class Meter:
         row |= self._all_virtual_seconds() | self._seconds_by_phase()
         if self._strategy.models_differ:
             # Models differ only under gossip and local updates.
-            gossip = cast(GossipAttachment, self._strategy)
+            gossip = cast(OwnModelAttachment, self._strategy)
             row["consensus_distance"] = gossip.consensus_distance(comm)
         self._start_row()
         return row

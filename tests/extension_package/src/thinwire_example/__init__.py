@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from thinwire.average import GossipAverager, GossipState
-from thinwire.average.gossip_checks import check_doubly_stochastic
-from thinwire.average.gossip_round import Apply, Arrive, Round, add_vector
-from thinwire.average.gossip_values import Parts, flat
+from thinwire.average.gossip.checks import check_doubly_stochastic
+from thinwire.average.gossip.round import Apply, Arrive, Round, add_vector
+from thinwire.average.gossip.values import Parts, flat
 from thinwire.codec import Codec
 from thinwire.memory import Memory
 from thinwire.memory.base import NamedTensors, load_buffers, zeros_like_flat

@@ -1,0 +1,239 @@
+"""What all gossip averagers share: the contract of a round.
+
+A round moves every worker towards its neighbours in `topology`:
+
+    1. encode      read the tensors in place, and make one message for each neighbour, of all tensors together
+    2. exchange    send to and receive from `topology.neighbours(rank, step, size)`
+    3. apply       decode the messages, in rank order, and add the change to the tensors in the same pass
+
+The tensors, one after another, are the vector x, float32 (see Precision). No step makes a copy of it that it can avoid:
+a contiguous tensor is read and changed where it lies, by kernels that decode, add and check in one pass.
+
+Overlap. `step` reads the tensors and begins to send. Until `wait`, the caller may change them. `wait` *adds the change* to
+the tensors as they are then: `x(now) + change(x(then))`. If nothing happened in between, this is the mixed value. If the
+optimizer stepped in between, the mixture arrives late and no step is lost. Another thread may call `wait`. `depart` divides
+`wait` into two: a thread waits for the messages, and later the training's thread applies the change.
+
+One round at a time. Wait for a round before the next one begins; any number of training steps may lie in between. Several
+rounds in flight do not see each other's changes, which makes `x += (P - I) x(delayed)`. That diverges on an ordinary ring
+even at a delay of one, because eigenvalues of P below 0 grow.
+
+Memory. A message cannot be taken back, so a round changes memory as it goes. `commit` only reports whether this worker's
+part of the round was finite. `discard` undoes nothing, and a round that has begun must be waited for even then. A NaN or
+infinite parameter spreads to neighbours, as in any gossip. Memory stays finite, so training can go on from restored
+parameters; each algorithm's docstring says how.
+
+Precision. x is float32. If a tensor is float64, `Mix` and `PushSum` send and add all of x in float64 (`is_exact`), 8 bytes
+an element, and round nothing. Averagers with a codec exchange float32 copies, and add the resulting float32 change to the
+float64 values. The values keep their own digits, and workers agree up to float32 precision.
+
+Hierarchy. `nodes.py` describes a round of `Hierarchical(inner, workers_per_node)`; it runs in `wait`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import kernels
+from ...algorithm import require
+from ...comm import Communicator, Handle
+from ...schedule import Progress
+from ...topology import Hierarchical, Neighbours, Ring, Topology
+from ..base import Averager, Departed, NamedTensors, check_agreement
+from .layout import Layout
+from .nodes import mix_nodes
+from .round import Apply, Arrive, GossipState, Round, add_vector
+from .values import Parts, flat, move, parts_of
+
+
+class GossipAverager(Averager):
+    """An averager that exchanges with neighbours only; the module's docstring is the contract.
+
+    An algorithm defines `check_topology`, `begin`, and, if it has a memory, `init_memory`.
+
+    Args:
+        topology: who talks to whom, with which weights.
+
+    Raises:
+        ValueError: topology is not a topology.
+    """
+
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.topology, Topology),
+            f"{type(self).__name__}: topology must be a topology such as Ring(), got {self.topology!r}",
+        )
+
+    @property
+    def whole_model(self) -> bool:
+        return True
+
+    @property
+    def gives_one_mean(self) -> bool:
+        return False
+
+    @property
+    def suits_parameters(self) -> bool:
+        return True
+
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
+        check_agreement(self, tensors, comm, seed)
+        self.topology.validate(comm.size)
+        self.check_topology(comm.size)
+        state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
+        state.memory = self.init_memory(state, tensors, comm)
+        state.pace = self.init_pace(state, tensors, comm)
+        return state
+
+    def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        require(scale == 1.0, f"{self}: gossip averages parameters, which have no loss scale; got scale={scale}")
+        arrive = self.depart(state, tensors, comm)
+        return Handle(lambda: arrive()(tensors))
+
+    def depart(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Departed:
+        require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
+        state.layout.check(tensors)
+        comm.ledger.add_dense(state.layout.numel)
+        arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
+        state.progress = state.progress._replace(step=state.progress.step + 1)
+
+        def arrived() -> Callable[[NamedTensors], None]:
+            apply = arrive()
+            return lambda now: self._apply(state, now, apply)
+
+        return arrived
+
+    def commit(self, state: GossipState) -> bool:
+        finite, state.finite = kernels.flags.read(state.finite), True
+        return finite
+
+    def discard(self, state: GossipState) -> None:
+        state.finite = True
+
+    def debias_factor(self, state: GossipState) -> float:
+        return 1.0 / state.weight
+
+    @abstractmethod
+    def check_topology(self, size: int) -> None:
+        """Raise ValueError if a valid topology does not suit the algorithm."""
+
+    @abstractmethod
+    def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
+        """Encode `own` and begin to send.
+
+        Args:
+            state: of this worker.
+            round: the neighbours and weights of this round.
+            own: this worker's values, each part flat. Do not change them, and do not read them after this call: the
+                caller may change them while the messages fly.
+
+        Returns:
+            A function that waits for the messages, in any thread, and returns another one. That one decodes the messages,
+            adds the change of `own` to the parts that it is given, and returns whether `own` and the change are finite.
+        """
+
+    def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+        """The algorithm's memory: a record with `state_dict` and `load_state_dict`, or None without memory."""
+        return None
+
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+        """What step sizes follow from: a record with `facts`, `state_dict` and `load_state_dict`; None if they are numbers.
+
+        It may communicate.
+        """
+        return None
+
+    def facts(self, state: GossipState) -> dict[str, float]:
+        """The step sizes in force, by name, where they follow from measurements; empty where they are numbers."""
+        return {} if state.pace is None else dict(state.pace.facts())
+
+    # ---- when workers come and go ----
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        """The state with which a worker goes on from the mean model of all workers before, under push-sum with w = 1."""
+        first, memories = saved[0], [one["memory"] for one in saved]
+        memory = None if first["memory"] is None else self.deal_memory(memories, rank, size)
+        return first | {"memory": memory, "pace": None, "weight": 1.0}
+
+    def shared(self, state: GossipState) -> dict[str, Any]:
+        memory = None if state.memory is None else self.shared_memory(state)
+        return {"step": state.progress.step, "epoch": state.progress.epoch, "memory": memory}
+
+    def adopt(self, state: GossipState, shared: dict[str, Any]) -> None:
+        state.progress, state.completed = Progress(shared["step"], shared["epoch"]), shared["step"]
+        state.weight = 1.0
+        if state.memory is not None:
+            self.adopt_memory(state, shared["memory"])
+
+    def regroup(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        """Derive the neighbours anew; scale push-sum's weights so that they add up to the number of workers again.
+
+        A topology that cannot connect this many workers gives way to `Ring()`, until it can again.
+        """
+        state.topology = self._topology_of(comm.size)
+        if state.topology != self.topology and comm.rank == 0:
+            warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
+        weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64, device=comm.device)).wait()
+        state.weight *= comm.size / weights.item()
+        if state.memory is not None:
+            self.regroup_memory(state, tensors, comm, before)
+        state.pace = self.init_pace(state, tensors, comm)
+
+    def rewind(self, state: GossipState, saved: dict[str, Any]) -> None:
+        state.completed, state.finite = state.progress.step, True
+        state.load_state_dict(saved)
+
+    def _topology_of(self, size: int) -> Topology:
+        if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be
+            return Ring()
+        try:
+            self.topology.validate(size)
+            self.check_topology(size)
+        except ValueError:
+            return Ring()
+        return self.topology
+
+    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
+        """The saved memory of worker `rank` of `size`, which starts at the mean model, from those of all workers before."""
+        return saved[0]
+
+    def shared_memory(self, state: GossipState) -> Any:
+        """The part of the memory that is the same on all workers."""
+        return None
+
+    def adopt_memory(self, state: GossipState, shared: Any) -> None:
+        """Start with an empty memory, and the shared part of a live worker."""
+
+    def regroup_memory(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
+    ) -> None:
+        """Restart the memory of edges that have changed; see `Averager.regroup`."""
+
+    def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:
+        topology, progress = state.topology, state.progress
+        if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
+            x = flat(own)
+
+            def begin(near: Neighbours, mean: Parts) -> Arrive:
+                return self.begin(state, Round(comm, progress, *near), mean)
+
+            return lambda: add_vector(mix_nodes(topology, state, comm, x, begin))
+        near = topology.neighbours(comm.rank, progress.step, comm.size)
+        if not near.receives:  # no change tells whether its own values are finite
+            state.finite = kernels.flags.both(state.finite, kernels.all_finite(own))
+        return self.begin(state, Round(comm, progress, *near), own)
+
+    def _apply(self, state: GossipState, tensors: NamedTensors, apply: Apply) -> None:
+        state.layout.check(tensors)
+        with state.clock("decode"):
+            state.finite = kernels.flags.both(state.finite, move(tensors, state.layout.dtype, apply))
+        state.completed += 1

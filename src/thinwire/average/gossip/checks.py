@@ -1,0 +1,77 @@
+"""Checks of a gossip averager's configuration and topology."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...algorithm import require
+from ...codec import Codec
+from ...topology.speed import difference_rates
+
+if TYPE_CHECKING:
+    from .base import GossipAverager
+
+
+def check_codec(averager: GossipAverager, codec: object) -> None:
+    """Raise ValueError unless neighbours know the size of a payload before they receive it."""
+    name = type(averager).__name__
+    if not isinstance(codec, Codec):
+        raise ValueError(f"{name}: codec must be a codec such as TopK(0.01), got {codec!r}")
+    require(
+        codec.traits.agreement is None and codec.traits.adaptive is None,
+        f"{name}: {codec} needs all workers to agree on some numbers, and gossip asks neighbours only; use Mean",
+    )
+    require(
+        codec.traits.fixed_size,
+        f"{name}: payloads of {codec} vary in size, and a neighbour must know the size before it receives; use a codec "
+        "of fixed size such as TopK or QSGD",
+    )
+
+
+def check_doubly_stochastic(averager: GossipAverager, size: int) -> None:
+    """Raise ValueError unless plain mixing keeps the mean."""
+    require(
+        averager.topology.is_doubly_stochastic(size),
+        f"{averager}: the mixing matrix of {size} workers is not doubly stochastic, so the mean would not be kept; "
+        "use weights='metropolis', a regular graph, or PushSum",
+    )
+
+
+def check_fixed_undirected(averager: GossipAverager, size: int) -> None:
+    """Raise ValueError unless the graph is the same at every step and its mixing matrix is symmetric."""
+    topology = averager.topology
+    require(
+        len(topology.steps(size)) == 1,
+        f"{averager}: the two ends of an edge remember each other, so the graph must not change with time, and "
+        f"{topology} repeats every {topology.period(size)} steps; use a static graph such as Ring(), or Mix or PushSum",
+    )
+    require(
+        topology.is_symmetric(size),
+        f"{averager}: messages go both ways with equal weights, and {topology} is not symmetric for {size} workers; "
+        "use an undirected graph such as Ring() (weights='metropolis'), or PushSum",
+    )
+    check_doubly_stochastic(averager, size)
+
+
+def check_step_size(averager: GossipAverager, value: object) -> None:
+    """Raise ValueError unless a step size is a positive number."""
+    require(
+        isinstance(value, (int, float)) and 0 < value < float("inf"),
+        f"{type(averager).__name__}: step_size must be above 0, got {value!r}; lower is more stable",
+    )
+
+
+def check_stable(averager: GossipAverager, step_size: float, size: int) -> None:
+    """Raise ValueError if rounds with this step size diverge on this graph even without compression.
+
+    Up to 1 they are stable on every graph. Only a static undirected graph has one bound above that.
+    """
+    topology = averager.topology
+    if step_size <= 1 or size == 1 or len(topology.steps(size)) > 1 or not topology.is_symmetric(size):
+        return
+    slowest, fastest = difference_rates(topology, size)
+    require(
+        step_size * fastest < 2,
+        f"{averager}: step_size must be below {2 / fastest:.4g} on {topology} with {size} workers, where gossip diverges, "
+        f"got {step_size}; without compression {2 / (slowest + fastest):.4g} is the fastest",
+    )

@@ -1,0 +1,74 @@
+"""The base of gossip through a codec whose step size is fitted or pinned: CHOCO and DeepSqueeze."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import debug, kernels
+from ...codec import Codec
+from ...comm import Communicator
+from ..base import NamedTensors
+from .base import GossipAverager
+from .checks import check_codec, check_fixed_undirected, check_stable, check_step_size
+from .fitted_step import FittedStep, decoded, on_host
+from .round import GossipState, Round, tensor_keys
+from .values import Parts
+
+
+class FittedGossip(GossipAverager):
+    """Subclasses have the fields `codec` and `step_size`; None => from theory, adapted (`fitted_step.py`)."""
+
+    codec: Codec
+    step_size: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_codec(self, self.codec)
+        if self.step_size is not None:
+            check_step_size(self, self.step_size)
+
+    def check_topology(self, size: int) -> None:
+        check_fixed_undirected(self, size)
+        if self.step_size is not None:
+            check_stable(self, self.step_size, size)
+
+    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
+        if self.step_size is not None:
+            return None
+        return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
+
+    def step_in_force(self, state: GossipState) -> float:
+        """The step size of this round."""
+        return self.step_size if self.step_size is not None else on_host(state.pace.step_size)
+
+    def encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts, memory: Tensor, add: bool) -> Tensor:
+        """The message of `v = own - memory`, or with `add` of `v = own + memory`; in one pass if the codec is a quantizer.
+
+        Args:
+            state: of this worker.
+            round: whose random numbers the codec draws.
+            codec: of the round.
+            own: this worker's values.
+            memory: a flat vector; overwritten by v with `add`.
+            add: whether v is the sum.
+        """
+        pace: FittedStep | None = state.pace
+        layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.traits.quantizer
+        parts = layout.parts(memory)
+        if quantizer is not None:
+            payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=memory.device)
+            mixed = [key.mixed() for key in keys]
+            sums = kernels.difference.encode(own, parts, add, payload, mixed, quantizer, pace is not None)
+        else:
+            v, combine = (memory, torch.add) if add else (debug.empty_like(memory), torch.sub)
+            for x, part, out in zip(own, parts, layout.parts(v), strict=True):
+                combine(x, part, out=out)
+            payload, sums = codec.encode(layout.split(v), keys), None
+            if pace is not None:
+                sums = kernels.difference.sums([v], [decoded(layout, codec, payload)[0]])
+        if pace is None:
+            return payload
+        assert sums is not None
+        pace.fit(sums)
+        return pace.with_trailer(payload, round.progress.step)

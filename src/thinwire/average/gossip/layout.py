@@ -1,0 +1,98 @@
+"""A list of named tensors as one flat vector, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...algorithm import require
+from ..base import NamedTensors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in the flat vector: one after another, in the order of the list.
+
+    The vector is float32. With `exact` it is float64 if any of the tensors is.
+
+    Example:
+        >>> tensors = [("w", torch.ones(2, 2)), ("b", torch.zeros(1))]
+        >>> layout = Layout.of(tensors)
+        >>> layout.flatten(tensors)
+        tensor([1., 1., 1., 1., 0.])
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, tensors: NamedTensors, exact: bool = False) -> Layout:
+        """The layout of these tensors.
+
+        Args:
+            tensors: real tensors of any float dtype; they need not be contiguous.
+            exact: whether float64 tensors keep all of their digits; if not, the vector rounds them to float32.
+
+        Raises:
+            ValueError: a tensor is complex.
+        """
+        for name, t in tensors:
+            require(
+                not t.is_complex(),
+                f"tensor {name!r} is complex ({t.dtype}), and averagers take real tensors; pass torch.view_as_real(tensor)",
+            )
+        is_double = exact and any(t.dtype == torch.float64 for _, t in tensors)
+        names, shapes = tuple(name for name, _ in tensors), tuple(t.shape for _, t in tensors)
+        return cls(names, shapes, torch.float64 if is_double else torch.float32)
+
+    @property
+    def numel(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
+
+    def check(self, tensors: NamedTensors) -> None:
+        """Raise ValueError unless these are the tensors of `init`, in its order."""
+        now = Layout.of(tensors)
+        require(
+            (now.names, now.shapes) == (self.names, self.shapes),
+            f"a round takes the tensors of init in their order; expected {_summary(self)}, got {_summary(now)}",
+        )
+
+    def flatten(self, tensors: NamedTensors) -> Tensor:
+        """A new vector of all elements, in `dtype`."""
+        self.check(tensors)
+        if not tensors:
+            return torch.empty(0, device="cpu")
+        return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors])
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views into the flat vector, in the tensors' shapes."""
+        ends = list(accumulate(shape.numel() for shape in self.shapes))
+        return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Flat views into the flat vector, one for each tensor."""
+        return list(flat.split([shape.numel() for shape in self.shapes]))
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """A copy of the flat vector, keyed by tensor name."""
+        return {name: part.clone() for name, part in zip(self.names, self.split(flat), strict=True)}
+
+    def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
+        """Overwrite the flat vector by what `named` returned."""
+        differing = sorted(set(self.names) ^ saved.keys())
+        require(not differing, f"saved memory does not fit these tensors: {differing[:5]} are only in one of them")
+        for name, part in zip(self.names, self.split(flat), strict=True):
+            require(
+                part.shape == saved[name].shape,
+                f"saved memory of {name!r} has shape {tuple(saved[name].shape)}, expected {tuple(part.shape)}",
+            )
+            part.copy_(saved[name])
+
+
+def _summary(layout: Layout) -> str:
+    first = ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(layout.names[:3], layout.shapes, strict=False))
+    return f"{len(layout.names)} tensors ({first}{', ...' if len(layout.names) > 3 else ''})"

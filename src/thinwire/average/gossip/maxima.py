@@ -1,0 +1,70 @@
+"""Numbers that all workers agree on, carried by the messages that neighbours exchange anyhow.
+
+    1. propose   at the start of a window each worker has a few numbers of its own
+    2. flood     in each round of the window it sends the largest that it knows, and takes over what is larger
+    3. agree     after as many rounds as news needs to reach all, every worker holds the maxima over all workers
+
+So all workers decide alike, from the same bits, in the same round, without a message more. The maxima of a window are known
+at its end; until the first one has ended there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...topology import Topology
+from ...topology.speed import rounds_to_reach_all
+
+
+@dataclass
+class Maxima:
+    """The numbers in flight.
+
+    Attributes:
+        topology: who talks to whom.
+        size: number of workers.
+        flying: the largest that this worker knows of in this window, float32, one for each number.
+        age: rounds of this window that have ended.
+        span: rounds of this window.
+    """
+
+    topology: Topology
+    size: int
+    flying: Tensor
+    age: int = 0
+    span: int = 1
+
+    def sent(self, own: Tensor, step: int) -> Tensor:
+        """What to send in a round: at the start of a window, this worker's own numbers.
+
+        Args:
+            own: this worker's numbers.
+            step: of the round.
+        """
+        if self.age == 0:
+            self.flying = own.clone()
+            periodic = self.topology.steps(self.size) == range(self.topology.period(self.size))
+            start = step % self.topology.period(self.size) if periodic else step
+            self.span = max(1, rounds_to_reach_all(self.topology, self.size, start))
+        return self.flying
+
+    def received(self, theirs: Iterable[Tensor]) -> Tensor | None:
+        """Take over what neighbours sent in the round; the maxima over all workers if the window ends, else None."""
+        for numbers in theirs:
+            self.flying = torch.maximum(self.flying, numbers)
+        self.age = (self.age + 1) % self.span
+        return self.flying if self.age == 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window in progress."""
+        return {"flying": self.flying.clone(), "age": self.age, "span": self.span}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.flying = saved["flying"].to(self.flying.device, copy=True)
+        self.age, self.span = saved["age"], saved["span"]

@@ -1,0 +1,146 @@
+"""The small records of gossip: an averager's state, and one worker's part in one round."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import debug, kernels
+from ...algorithm import require
+from ...clock import Clock
+from ...codec import Key
+from ...comm import Communicator
+from ...schedule import Progress
+from ...topology import Topology
+from .layout import Layout
+from .values import Apply, Parts
+
+Arrive = Callable[[], Apply]
+"""Waits for the messages of a round."""
+
+
+def add_vector(change: Tensor) -> Apply:
+    """Add a change that is one flat vector."""
+
+    def apply(targets: Parts) -> kernels.Flag:
+        for target, part in zip(targets, change.split([t.numel() for t in targets]), strict=True):
+            target.add_(part)
+        return kernels.all_finite([change])
+
+    return apply
+
+
+def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own_weight: float = 0.0) -> Apply:
+    """Add `own_weight own + sum_k weights[k] (theirs[k] - own)`, vectors of float32 or float64, as they were sent."""
+    if own.dtype == torch.float32:
+        return lambda targets: kernels.mix.add(targets, own, theirs, weights, own_weight)
+    return lambda targets: add_vector(kernels.mix.change_of(own, theirs, weights, own_weight))(targets)
+
+
+@dataclass
+class GossipState:
+    """What changes while an averager gossips.
+
+    Attributes:
+        layout: where each tensor lies in the flat vector.
+        seed: the seed of all random numbers of the run.
+        topology: who talks to whom, among the workers of the round.
+        memory: the algorithm's own record, with `state_dict` and `load_state_dict`; None without memory.
+        pace: step sizes that follow from what workers measure, with `facts`, `state_dict` and `load_state_dict`; None if
+            they are numbers.
+        weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
+        progress: rounds begun, and the epoch as the training loop counts it.
+        completed: rounds that have been waited for.
+        finite: whether this worker's part of the round was finite.
+    """
+
+    layout: Layout
+    seed: int
+    topology: Topology
+    memory: Any = None
+    pace: Any = None
+    weight: float = 1.0
+    progress: Progress = field(default_factory=Progress)
+    completed: int = 0
+    finite: kernels.Flag = True
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round has begun and has not been waited for."""
+        return self.progress.step != self.completed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, keyed by tensor name. Workers differ, so each saves its own.
+
+        Raises:
+            ValueError: a round is in flight; its messages would be lost.
+        """
+        require(not self.in_flight, "a gossip round is in flight; wait() for it before saving, so that nothing is lost")
+        memory = None if self.memory is None else self.memory.state_dict()
+        pace = None if self.pace is None else self.pace.state_dict()
+        counts = {"step": self.progress.step, "epoch": self.progress.epoch, "weight": self.weight}
+        return counts | {"memory": memory, "pace": pace}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: a round is in flight, or the saved state is of another averager or other tensors.
+        """
+        require(not self.in_flight, "a gossip round is in flight; wait() for it before loading")
+        require(
+            (saved["memory"] is None) == (self.memory is None),
+            "only one of the saved state and this averager has a memory; use the averager it was saved with",
+        )
+        if self.memory is not None:
+            self.memory.load_state_dict(saved["memory"])
+        if self.pace is not None and saved["pace"] is not None:
+            self.pace.load_state_dict(saved["pace"])
+        self.progress, self.completed = Progress(saved["step"], saved["epoch"]), saved["step"]
+        self.weight = saved["weight"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One worker's part in one round.
+
+    Attributes:
+        comm: all workers.
+        progress: when the round is.
+        sends: peer -> weight that the peer gives to what this worker sends.
+        receives: peer -> weight that this worker gives to what the peer sends.
+        self_weight: weight of its own value.
+    """
+
+    comm: Communicator
+    progress: Progress
+    sends: dict[int, float]
+    receives: dict[int, float]
+    self_weight: float
+
+    def exchange(self, message: Tensor | dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
+        """Send one message to each neighbour, and receive one of the same size from each.
+
+        Args:
+            message: one tensor for all neighbours, or peer -> its tensor.
+
+        Returns:
+            A function that waits, and returns {peer: message} in the order of ranks.
+        """
+        messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
+        like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
+        receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
+        wait: Callable[[], dict[int, Tensor]] = self.comm.exchange(messages, receives).wait
+        return wait
+
+
+def tensor_keys(state: GossipState, round: Round) -> list[Key]:
+    """The random key of each tensor, for this worker and round."""
+    rank, step = round.comm.rank, round.progress.step
+    return [Key(state.seed, zlib.crc32(name.encode()) | rank << 32, step) for name in state.layout.names]

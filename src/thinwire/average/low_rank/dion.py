@@ -1,0 +1,220 @@
+"""Dion: orthonormal updates of low rank. The result of a round is the update itself.
+
+A tensor of two or more dimensions is a matrix X (n x m). Each worker has a momentum M, and all share Q (m x r):
+
+    1. B = M + g                              each worker
+    2. P = orth(1/W sum_i B_i Q)              one all-reduce, the dense tensors with it
+    3. R = 1/W sum_i B_i' P                   one all-reduce
+    4. M <- B - (1 - mu) P R'                 each worker, if all was finite
+    5. Q <- R with columns of length 1        the same on all workers
+    6. result = sqrt(n/m) P Q'
+
+Phases 2 to 6 run in `wait`, so that one thread issues all collectives of a worker, in the order of the calls of `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...algorithm import require
+from ...clock import Clock
+from ...comm import Communicator, Handle
+from ...membership import dealt, norm_of
+from ...schedule import Progress
+from ..base import Averager, NamedTensors, check_agreement
+from .matrices import all_reduce_parts, columns, gains, warm_start
+
+
+@dataclass
+class DionState:
+    """What changes while `Dion` runs.
+
+    Attributes:
+        seed: the seed of all random numbers of the run.
+        momentum: M (n, m) of each matrix, this worker's own, unscaled.
+        q: Q' (r, m) of each matrix, the same on all workers.
+        pending: what M and Q' become at `commit`.
+        progress: rounds so far, and the epoch as the training loop counts it.
+        finite: whether all results of the round so far were finite.
+    """
+
+    seed: int
+    momentum: dict[str, Tensor]
+    q: dict[str, Tensor]
+    pending: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    finite: kernels.Flag = True
+    clock: Clock = field(default_factory=Clock)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, keyed by parameter name. Momentum differs between workers, so each saves its own."""
+        return {
+            "step": self.progress.step,
+            "epoch": self.progress.epoch,
+            "momentum": {name: m.clone() for name, m in self.momentum.items()},
+            "q": {name: q.clone() for name, q in self.q.items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another model or rank.
+        """
+        for what, own in (("momentum", self.momentum), ("q", self.q)):
+            differing = sorted(own.keys() ^ saved[what].keys())
+            require(not differing, f"the saved state does not fit this model: {differing[:5]} are only in one of them")
+            for name, tensor in own.items():
+                there = saved[what][name]
+                require(
+                    there.shape == tensor.shape,
+                    f"the saved {what} of {name!r} has shape {tuple(there.shape)}, expected {tuple(tensor.shape)}",
+                )
+                own[name] = there.to(tensor.device, copy=True)
+        self.pending.clear()
+        self.progress = Progress(saved["step"], saved["epoch"])
+
+
+@dataclass(frozen=True, repr=False)
+class Dion(Averager):
+    """Every worker gets `sqrt(n/m) P Q'`, an orthonormal update of rank r, for each matrix-shaped tensor.
+
+    The result is the update: use an optimizer without momentum, `x <- x - lr sqrt(n/m) P Q'`, such as `torch.optim.SGD`.
+    It follows Muon's direction, of which it keeps the r leading singular vectors, with singular values of one. What a
+    round leaves out stays in the momentum M, so there is no error feedback besides. Two all-reduces, one after the other;
+    a worker sends
+
+        2(W-1)/W * 4 * (sum over matrices of r (n + m)  +  number of dense elements)    bytes per step.
+
+    Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`; their result is the mean gradient, to which
+    no momentum is applied. Results have the same bits on all workers with the same processor type and PyTorch build.
+
+    Args:
+        rank: r, columns of P and Q; higher => more bytes, more directions in an update.
+        mu: share of what was applied that stays in the momentum, in [0, 1); higher => a longer memory.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Ahn et al. 2025, Dion, arXiv 2504.05295.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     x = torch.outer(torch.arange(4.0), torch.ones(4)) * (comm.rank + 1)
+        ...     averager = tw.average.Dion(rank=1)
+        ...     state = averager.init([("x", x)], comm)
+        ...     averager.step(state, [("x", x)], comm).wait()
+        ...     averager.commit(state)
+        ...     return round(torch.linalg.matrix_norm(x, 2).item(), 5)
+        >>> tw.LocalWorld(2).run(worker)  # whatever the gradient's size
+        [1.0, 1.0]
+    """
+
+    rank: int = 16
+    mu: float = 0.95
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.rank, int) and self.rank >= 1, f"Dion: rank must be a positive integer, got {self.rank!r}"
+        )
+        require(
+            isinstance(self.mu, (int, float)) and 0 <= self.mu < 1,
+            f"Dion: mu must be at least 0 and below 1, got {self.mu!r}",
+        )
+
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> DionState:
+        check_agreement(self, tensors, comm, seed)
+        matrices = [(name, t) for name, t in tensors if gains(t, self.rank)]
+        empty = {name: torch.empty((0, columns(t)), device=t.device) for name, t in matrices}
+        return DionState(
+            seed=seed,
+            momentum={name: torch.zeros((len(t), columns(t)), device=t.device) for name, t in matrices},
+            q={name: _unit_rows(warm_start(q, seed, name, self.rank), q) for name, q in empty.items()},
+        )
+
+    def step(self, state: DionState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
+        matrices = [(name, t.detach()) for name, t in tensors if name in state.q]
+        dense = [t.detach() for name, t in tensors if name not in state.q]
+        with state.clock("compensate"):
+            bs = [torch.add(state.momentum[n], t.float().reshape(len(t), -1), alpha=1 / scale) for n, t in matrices]
+        return Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
+
+    def commit(self, state: DionState) -> bool:
+        finite = kernels.flags.read(state.finite)
+        if finite:
+            for name, (momentum, q) in state.pending.items():
+                state.momentum[name], state.q[name] = momentum, q
+        self.discard(state)
+        state.progress = state.progress._replace(step=state.progress.step + 1)
+        return finite
+
+    def discard(self, state: DionState) -> None:
+        state.pending.clear()
+        state.finite = True
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        momentum = {name: dealt([one["momentum"][name] for one in saved], rank, size) for name in saved[0]["momentum"]}
+        return saved[0] | {"momentum": momentum}
+
+    def adopt(self, state: DionState, shared: dict[str, Any]) -> None:
+        own = {name: torch.zeros_like(momentum) for name, momentum in state.momentum.items()}
+        state.load_state_dict(shared | {"momentum": own})
+
+    def own_norm(self, state: DionState) -> float:
+        return norm_of(state.momentum.values())
+
+    def _finish(
+        self,
+        state: DionState,
+        matrices: list[tuple[str, Tensor]],
+        bs: list[Tensor],
+        dense: list[Tensor],
+        comm: Communicator,
+        scale: float,
+    ) -> None:
+        """Phases 2 to 6 of the module's docstring."""
+        clock = state.clock
+        with clock("encode"):
+            products = [b @ state.q[name].t() for (name, _), b in zip(matrices, bs, strict=True)]
+        sums = all_reduce_parts([*products, *(t.float() for t in dense)], comm, clock)()
+        with clock("encode"):
+            # An orthonormal basis whatever the rank; the scale of a sum does not change it.
+            ps: list[Tensor] = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
+            own = [p.t() @ b for p, b in zip(ps, bs, strict=True)]
+        totals = all_reduce_parts(own, comm, clock)()
+        with clock("decode"):
+            for (name, target), b, p, total in zip(matrices, bs, ps, totals, strict=True):
+                r = total / comm.size
+                unit = _unit_rows(r, torch.zeros_like(r))  # no update where there is no gradient
+                state.pending[name] = (
+                    torch.addmm(b, p, r, alpha=self.mu - 1.0),
+                    _unit_rows(r, state.q[name]),
+                )
+                update = p @ unit * (scale * sqrt(b.shape[0] / b.shape[1]))
+                target.copy_(update.view(target.shape))
+            for t, total in zip(dense, sums[len(matrices) :], strict=True):
+                t.copy_(total / comm.size)
+            results = kernels.all_finite([*(t for _, t in matrices), *dense])
+            # A row of R may be infinite, and its unit vector not.
+            state.finite = kernels.flags.all_of([state.finite, results, kernels.all_finite(totals)])
+
+
+def _unit_rows(q: Tensor, old: Tensor) -> Tensor:
+    """Rows scaled to length 1; a row of zeros becomes that of `old`."""
+    peak = q.abs().amax(dim=1, keepdim=True)
+    q = q / torch.where(peak > 0, peak, 1.0)  # so that squares do not underflow
+    norm = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+    return q / norm if len(old) == 0 else torch.where(norm > 0, q / norm, old)

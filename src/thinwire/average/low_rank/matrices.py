@@ -1,0 +1,47 @@
+"""What averagers of low rank share: which tensors are matrices, where Q starts, and all-reduces of many parts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...clock import Clock
+from ...codec import Key
+from ...comm import Communicator
+
+
+def columns(t: Tensor) -> int:
+    """m of the matrix that a tensor is seen as."""
+    return max(1, t[0].numel() if t.ndim > 1 and len(t) else 1)
+
+
+def gains(t: Tensor, rank: int) -> bool:
+    """Whether P and Q are smaller than the matrix itself. It implies r < n, m."""
+    return t.ndim > 1 and rank * (len(t) + columns(t)) < t.numel()
+
+
+def warm_start(q: Tensor, seed: int, name: str, rank: int) -> Tensor:
+    """Q' of the last step (r, m); missing rows are drawn, each from its own key."""
+    stream = zlib.crc32(name.encode())
+    keys = [Key(seed, stream, row).mixed() for row in range(len(q), rank)]
+    fresh = [2.0 * kernels.uniform(key, q.shape[1], q.device)[None] - 1.0 for key in keys]
+    return torch.cat([q[:rank], *fresh])
+
+
+def all_reduce_parts(parts: list[Tensor], comm: Communicator, clock: Clock) -> Callable[[], list[Tensor]]:
+    """Start one all-reduce of all parts; returns a function that waits and returns the sums."""
+    if not parts:
+        return list
+    with clock("exchange"):
+        handle = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]))
+
+    def wait() -> list[Tensor]:
+        with clock("wait"):
+            sums = handle.wait().split([part.numel() for part in parts])
+        return [total.view(part.shape) for total, part in zip(sums, parts, strict=True)]
+
+    return wait

@@ -1,0 +1,311 @@
+"""PowerSGD: the mean of all workers, by one step of power iteration and two all-reduces.
+
+A tensor of two or more dimensions is a matrix M (n x m), n its first dimension. For W workers and rank r, each call of
+`step` does:
+
+    1. compensate   M_i = g_i + e_i                                   memory
+    2. P            P = sum_i M_i Q, all matrices in one all-reduce, the dense tensors with them
+    3. orthogonal   P <- orthonormal basis of its columns, computed by every worker
+    4. Q            Q_i = M_i' P; Q = 1/W sum_i Q_i, all matrices in one all-reduce
+    5. decode       every worker gets P Q'
+    6. commit       e_i = M_i - P Q_i', and the next step starts from Q, if all was finite
+
+Phases 2 to 5 run in `wait`, so that one thread issues all collectives of a worker, in the order of the calls of `step`.
+
+Memory. A worker keeps what *it* did not send, `M_i - P Q_i'`. The authors' code keeps `M_i - P Q'`, with Q the mean. Both
+have the same mean over workers, so every result is the same in exact arithmetic. But the authors' memories drift apart
+without bound, because the differences between workers are never sent; ours stay below M_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import debug, kernels
+from ...algorithm import require
+from ...clock import Clock
+from ...comm import Communicator, Handle
+from ...memory import ErrorFeedback, Memory
+from ...schedule import Progress, Schedule, resolve
+from ..base import Averager, NamedTensors, check_agreement
+from .matrices import all_reduce_parts, columns, gains, warm_start
+
+
+@dataclass
+class PowerSGDState:
+    """What changes while `PowerSGD` runs.
+
+    Attributes:
+        seed: the seed of all random numbers of the run.
+        memory: the state of `PowerSGD.memory`; None without a memory.
+        q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
+        pending_q: Q' of this round.
+        progress: rounds so far, and the epoch as the training loop counts it.
+        finite: whether all results of the round so far were finite.
+    """
+
+    seed: int
+    memory: Any
+    q: dict[str, Tensor]
+    pending_q: dict[str, Tensor] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    finite: kernels.Flag = True
+    clock: Clock = field(default_factory=Clock)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, keyed by parameter name. Memory differs between workers, so each saves its own."""
+        return {
+            "step": self.progress.step,
+            "epoch": self.progress.epoch,
+            "memory": None if self.memory is None else self.memory.state_dict(),
+            "q": {name: q.clone() for name, q in self.q.items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        require(
+            (saved["memory"] is None) == (self.memory is None),
+            "only one of the saved state and this averager has a memory; use the averager it was saved with",
+        )
+        differing = sorted(self.q.keys() ^ saved["q"].keys())
+        require(not differing, f"the saved state does not fit this model: {differing[:5]} are only in one of them")
+        for name, q in self.q.items():
+            rows = saved["q"][name].shape[1]
+            require(rows == q.shape[1], f"the saved Q of {name!r} has {rows} rows, expected {q.shape[1]}")
+        if self.memory is not None:
+            self.memory.load_state_dict(saved["memory"])
+        self.q = {name: saved["q"][name].to(q.device, copy=True) for name, q in self.q.items()}
+        self.pending_q.clear()
+        self.progress = Progress(saved["step"], saved["epoch"])
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix (n, m) of a call of `step`.
+
+    Attributes:
+        name: of the tensor.
+        x: the values to send, flat: memory's buffer for what was not sent, if there is a memory.
+        target: receives the mean.
+        q: Q' (r, m) at the start of the round.
+        p: this worker's P' (r, n).
+    """
+
+    name: str
+    x: Tensor
+    target: Tensor
+    q: Tensor
+    p: Tensor
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A tensor of a call of `step` that travels as it is.
+
+    Attributes:
+        name: of the tensor.
+        x: the values to send, flat.
+        target: receives the mean.
+        scale: target over x: the loss scale if x is unscaled, else 1.
+        remembers: whether x is memory's buffer for what was not sent.
+    """
+
+    name: str
+    x: Tensor
+    target: Tensor
+    scale: float
+    remembers: bool
+
+
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Averager):
+    """Every worker gets `P Q'`, a rank-r approximation of `1/W sum_i (g_i + e_i)`, for each matrix-shaped tensor.
+
+    It does one step of power iteration from the last step's Q. On a constant matrix it converges to the best
+    approximation of rank r. It needs sums only, so bytes do not grow with the number of workers. In two all-reduces, one
+    after the other (4(W-1) steps), a worker sends
+
+        2(W-1)/W * 4 * (sum over matrices of r (n + m)  +  number of dense elements)    bytes per step.
+
+    Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`. The first Q is random, from the seed,
+    the tensor's name and the column, and the same on all workers.
+
+    Results have the same bits on all workers with the same processor type and PyTorch build. Each worker orthogonalises
+    P by Householder's QR, and multiplies P by Q'; the inputs have the same bits everywhere.
+
+    Args:
+        rank: r, columns of P and Q; higher => more bytes, better approximation. It may be a schedule of integers. If it
+            falls, Q loses its last columns; if it rises, new ones are drawn. A huge rank sends everything dense.
+        memory: keeps what a worker did not send, such as `ErrorFeedback()`; None drops it. It sees the matrices only,
+            and must have no momentum.
+
+    Raises:
+        ValueError: rank is not a positive integer, or memory is not a memory, or has momentum.
+
+    Source: Vogels et al. 2019, PowerSGD, arXiv 1905.13727.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     x = torch.outer(torch.arange(4.0), torch.ones(4)) * (comm.rank + 1)
+        ...     averager = tw.PowerSGD(rank=1)
+        ...     state = averager.init([("x", x)], comm)
+        ...     averager.step(state, [("x", x)], comm).wait()
+        ...     averager.commit(state)
+        ...     return [round(value, 4) for value in x[:, 0].tolist()]
+        >>> tw.LocalWorld(2).run(worker)[1]
+        [0.0, 1.5, 3.0, 4.5]
+    """
+
+    rank: int | Schedule = 4
+    memory: Memory | None = field(default_factory=ErrorFeedback)
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
+            f"PowerSGD: rank must be a positive integer, got {self.rank!r}",
+        )
+        require(
+            self.memory is None or (isinstance(self.memory, Memory) and not self.memory.has_momentum),
+            f"PowerSGD: memory must be a memory without momentum, such as ErrorFeedback(), or None, got {self.memory!r}",
+        )
+
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> PowerSGDState:
+        check_agreement(self, tensors, comm, seed)
+        matrices = [(name, t) for name, t in tensors if gains(t, rank=1)]
+        return PowerSGDState(
+            seed=seed,
+            memory=None if self.memory is None else self.memory.init(matrices),
+            q={name: torch.empty(0, columns(t), device=t.device) for name, t in matrices},
+        )
+
+    def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
+        rank = resolve(self, state.progress).rank
+        assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"
+        matrices = [(name, t.detach()) for name, t in tensors if gains(t, rank)]
+        others = [(name, t.detach()) for name, t in tensors if not gains(t, rank)]
+        qs = [warm_start(state.q[name], state.seed, name, rank) for name, _ in matrices]
+        with state.clock("compensate"):
+            xs, ps = self._products(state, matrices, scale, qs)
+            items = [_Matrix(name, x, t, q, p) for (name, t), x, q, p in zip(matrices, xs, qs, ps, strict=True)]
+            dense = [self._dense(state, name, t, scale) for name, t in others]
+        held = scale if self.memory is not None else 1.0
+        return Handle(lambda: self._finish(state, items, dense, comm, held))
+
+    def commit(self, state: PowerSGDState) -> bool:
+        finite = kernels.flags.read(state.finite)
+        if finite:
+            state.q.update(state.pending_q)
+        if finite and self.memory is not None:
+            self.memory.commit(state.memory)
+        self.discard(state)
+        state.progress = state.progress._replace(step=state.progress.step + 1)
+        return finite
+
+    def discard(self, state: PowerSGDState) -> None:
+        if self.memory is not None:
+            self.memory.discard(state.memory)
+        state.pending_q.clear()
+        state.finite = True
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
+        return saved[0] | {"memory": memory}
+
+    def shared(self, state: PowerSGDState) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.shared(state.memory)
+        return state.state_dict() | {"memory": memory}
+
+    def adopt(self, state: PowerSGDState, shared: dict[str, Any]) -> None:
+        if self.memory is not None:
+            self.memory.adopt(state.memory, shared["memory"])
+            shared = shared | {"memory": state.memory.state_dict()}
+        state.load_state_dict(shared)
+
+    def own_norm(self, state: PowerSGDState) -> float:
+        return 0.0 if self.memory is None else self.memory.own_norm(state.memory)
+
+    def regroup(
+        self,
+        state: PowerSGDState,
+        tensors: NamedTensors,
+        comm: Communicator,
+        before: Sequence[int | None] | None = None,
+    ) -> None:
+        if self.memory is not None:
+            self.memory.regroup(state.memory)
+
+    def _products(
+        self, state: PowerSGDState, matrices: NamedTensors, scale: float, qs: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The values to send, flat float32, and P' (r, n) of each: memory's buffers if there is one, else the tensors."""
+        if self.memory is not None:
+            return self.memory.compensate_products(state.memory, matrices, scale, qs)
+        xs = [t.to(torch.float32).reshape(-1) for _, t in matrices]
+        return xs, kernels.low_rank.products(xs, [len(t) for _, t in matrices], qs, left=False)
+
+    def _dense(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Dense:
+        """A tensor that travels as it is; memory knows it if it is a matrix."""
+        if self.memory is not None and name in state.q:
+            return _Dense(name, self.memory.compensate(state.memory, name, t, scale), t, scale, remembers=True)
+        return _Dense(name, t.to(torch.float32).reshape(-1), t, 1.0, remembers=False)
+
+    def _finish(
+        self, state: PowerSGDState, matrices: list[_Matrix], dense: list[_Dense], comm: Communicator, scale: float
+    ) -> None:
+        """Phases 2 to 5 of the module's docstring, and memory; `scale` is the matrices' targets over their values."""
+        clock, memory = state.clock, self.memory
+        sums = all_reduce_parts([i.p for i in matrices] + [i.x for i in dense], comm, clock)()
+        rows, xs = [len(i.target) for i in matrices], [i.x for i in matrices]
+        with clock("encode"):
+            # An orthonormal basis whatever the rank of P; the unit vectors if P is zero.
+            ps = [torch.linalg.qr(p.t()).Q.t().contiguous() for p in sums[: len(matrices)]]
+            own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
+        wait = all_reduce_parts(own_qs, comm, clock)
+        with clock("encode"):  # while the all-reduce runs
+            if memory is not None:
+                kernels.low_rank.add(xs, rows, [-p for p in ps], own_qs)  # what this worker did not send
+            for i in (i for i in dense if i.remembers):
+                i.x.zero_()
+        new_qs = wait()
+        with clock("decode"):
+            targets = [i.target for i in matrices]
+            state.pending_q.update((i.name, _rescaled(q, i.q)) for i, q in zip(matrices, new_qs, strict=True))
+            finite = _store_products(targets, ps, [q * (scale / comm.size) for q in new_qs])
+            for d, total in zip(dense, sums[len(matrices) :], strict=True):
+                d.target.copy_((total * (d.scale / comm.size)).view(d.target.shape))
+            if memory is not None:
+                remembered = [(i.name, i.target) for i in matrices]
+                remembered += [(d.name, d.target) for d in dense if d.remembers]
+                for name, target in remembered:
+                    memory.decoded(state.memory, name, target, scale=scale)
+            finite = kernels.flags.both(finite, kernels.all_finite([d.target for d in dense]))
+            state.finite = kernels.flags.both(state.finite, finite)
+
+
+def _rescaled(q: Tensor, old: Tensor) -> Tensor:
+    """Q' with rows scaled so that their largest magnitude is 1. Their span stays the same.
+
+    Unscaled, Q would be as large as the gradient, and P as large as its square, which underflows float32 below 1e-19. A
+    row of zeros would stay zero for ever, so it takes its old value.
+    """
+    peak = q.abs().amax(dim=1, keepdim=True)
+    return torch.where(peak > 0, q / peak, old)
+
+
+def _store_products(targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
+    """`target <- P Q'` for all, in place where a target is contiguous float32; returns whether all are finite."""
+    plain = [t.dtype == torch.float32 and t.is_contiguous() for t in targets]
+    flat = [t.view(-1) if ok else debug.empty(t.numel(), device=t.device) for t, ok in zip(targets, plain, strict=True)]
+    finite = kernels.low_rank.store(flat, [len(t) for t in targets], ps, qs)
+    torch.autograd.graph.increment_version([t for t, ok in zip(targets, plain, strict=True) if ok])
+    for t, product in [(t, f) for t, f, ok in zip(targets, flat, plain, strict=True) if not ok]:
+        t.copy_(product.view(t.shape))
+        finite = kernels.flags.both(finite, kernels.all_finite([t]))
+    return finite

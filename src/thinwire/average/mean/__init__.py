@@ -1,0 +1,1 @@
+"""The mean of all workers: `mean` has the averager, `exchange` how payloads meet, `clip` gradient clipping."""

@@ -1,0 +1,66 @@
+"""Each worker sends its message to all others: 1 step, (W-1)(p + d) bytes per worker, N(W-N)(p + d) from a node.
+
+If the codec's size is not fixed, workers first send sizes: 2 steps, (W-1)(p + d + 8) bytes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....algorithm import require
+from ....codec import Codec
+from ....kernels import Flag
+from ....memory import Memory
+from .base import Finish, Job, pack, unpack
+from .contract import Exchange, Load
+
+
+class AllGather(Exchange):
+    """The result is `1/W sum_i C(x_i)`, for any codec; each worker encodes once."""
+
+    word = "all_gather"
+    one_step = True
+    takes_selection = True
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return 1
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        return workers_per_node * (size - workers_per_node) * message
+
+    def price(self, load: Load) -> float:
+        return self.cost(load)
+
+    def begin(self, job: Job) -> Finish:
+        return _all_gather(job)
+
+
+def _all_gather(job: Job) -> Finish:
+    message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+    with job.clock("exchange"):
+        limit = job.message_nbytes(job.tensors, job.dense)
+        handle = job.comm.all_gather(message, variable=not job.codec.traits.fixed_size, limit=limit)
+
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+        with job.clock("wait"):
+            messages = [unpack(m, job.dense.numel()) for m in handle.wait()]
+        for dense, _ in messages:
+            dense_total.add_(dense, alpha=1.0 / job.comm.size)
+        return job.decode([payload for _, payload in messages], totals, job.scale / job.comm.size, job.keys)
+
+    return finish
+
+
+def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | None) -> None:
+    """Raise ValueError unless sums can be divided so.
+
+    "workers" divides by W. "senders" divides an element by the number of workers that sent it, so that results are up to W
+    times as large. It needs workers to see what each of them sent, and nothing to rely on the mean over all of them.
+    """
+    allowed = ("workers", "senders")
+    require(divide_by in allowed, f"Mean: divide_by must be one of {', '.join(allowed)}, got {divide_by!r}")
+    if divide_by == "workers":
+        return
+    require(exchange == "all_gather", f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {exchange!r}")
+    user = codec if codec.traits.votes else memory if memory is not None and memory.needs_mean else None
+    require(user is None, f"Mean: {user} needs the mean over all workers; use divide_by='workers'")

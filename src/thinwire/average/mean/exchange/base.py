@@ -1,0 +1,297 @@
+"""The contract of an exchange: how workers exchange the payloads of one call of `Mean.step`.
+
+An exchange is an object without fields. `begin` takes a `Job`, encodes its tensors and returns `finish(totals, dense_total)`:
+
+    finish         waits, decodes all payloads and adds them in rank order, so that all workers have the same bits
+    totals         one buffer per tensor, in any state before; afterwards the mean times `job.scale`
+    dense_total    zeroed before; afterwards the mean of the dense vectors
+    returns        whether all of `totals` is finite; the decoder knows it without another pass
+
+The caller may overwrite the job's tensors before it calls `finish`. With `keep_residual`, they hold what the payload did
+not carry after `finish` has returned.
+
+Order. An exchange of one step sends before it returns `finish`. An exchange of several steps is a generator: it issues a
+collective, yields its handle, and receives the result; then it issues the next. It returns `finish` after it has issued
+the last one. `Flight` drives it. A run uses one exchange only, so all workers issue the same collectives in the same order.
+
+Message    [dense float32][payload]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .... import debug, kernels
+from ....algorithm import require
+from ....clock import Clock
+from ....codec import Codec, Key, Selection
+from ....codec.sparse.base import preselected
+from ....comm import Communicator, Handle
+from ....comm.check import announced_sizes
+from ....kernels import Flag
+from ....memory import ErrorFeedbackState
+
+Finish = Callable[[list[Tensor], Tensor], Flag]
+Stages = Generator[Handle, Any, Finish]
+Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
+
+SUMMED = 0xFFFF
+"""The part of a `piece_key` for what the owner of a piece encodes of the sum of all workers."""
+
+_PART_SHIFT = 48  # the stream of a key: tensor below bit 32, then rank, then part of the tensor
+
+
+@dataclass
+class Job:
+    """One call of `Mean.step`.
+
+    Args:
+        comm: all workers.
+        codec: the codec of this round.
+        clock: measures the seconds of each phase.
+        tensors: the values to encode; with `keep_residual`, contiguous float32 buffers that receive the residual.
+        names: the name of each tensor.
+        keys: the random key of each tensor.
+        merged: whether all tensors are encoded as one segment, with the first key, or each as its own.
+        keep_residual: whether there is a memory.
+        dense: float32 vector of all tensors that are not encoded.
+        scale: factor of the encoded result, since memory is unscaled and gradients may be scaled.
+        owner_memory: the memory of the second encoding, for exchanges that encode twice.
+        workers_per_node: how many consecutive ranks share a node.
+        masked: empty, or for each tensor a contiguous float32 buffer to be zeroed wherever something was sent.
+        selection: what the codec selects of `tensors`, if memory has selected already.
+        by_senders: whether each element is divided by the number of workers that sent it, rather than by W.
+        observe: receives codec, segments and keys before they are encoded, so that an adaptive codec can learn.
+    """
+
+    comm: Communicator
+    codec: Codec
+    clock: Clock
+    tensors: list[Tensor]
+    names: list[str]
+    keys: list[Key]
+    merged: bool
+    keep_residual: bool
+    dense: Tensor
+    scale: float
+    owner_memory: ErrorFeedbackState | None = None
+    workers_per_node: int = 1
+    masked: list[Tensor] = field(default_factory=list)
+    selection: Selection | None = None
+    by_senders: bool = False
+    observe: Observe | None = None
+
+    def encode(self, parts: Sequence[Tensor], keys: Sequence[Key], masked: Sequence[Tensor] = ()) -> Tensor:
+        """Encode `parts` with one call to the codec; with `keep_residual`, leave the residual in them.
+
+        Args:
+            parts: the tensors to encode.
+            keys: the key of each part.
+            masked: empty, or for each part a buffer to be zeroed wherever something was sent.
+        """
+        with self.clock("encode"):
+            if not parts:
+                return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
+            segments = [flatten(parts, self.dense.device)] if self.merged else list(parts)
+            keys = keys[: len(segments)]
+            codec = self.codec if self.selection is None else preselected(self.codec, self.selection)
+            if self.observe is not None:
+                self.observe(codec, segments, keys)
+            payload = codec.encode(segments, keys, segments if self.keep_residual else None)
+            if self.merged and self.keep_residual:
+                torch._foreach_copy_(list(parts), split_like(segments[0], parts))
+            if masked:
+                self._mask(payload, keys, masked)
+            return payload
+
+    def _mask(self, payload: Tensor, keys: Sequence[Key], masked: Sequence[Tensor]) -> None:
+        numels = [m.numel() for m in masked]
+        sent = self.selection or self.codec.support(payload, [sum(numels)] if self.merged else numels, list(keys))
+        if sent is None:  # the codec sends every element
+            torch._foreach_zero_(list(masked))
+        else:
+            self.clear(masked, sent.indices, sent.counts)
+
+    def clear(self, masked: Sequence[Tensor], indices: Tensor, counts: list[int]) -> None:
+        """Zero `masked` at the indices, `counts[i]` of which are of segment i."""
+        segments = flat_segments(masked, self.merged)
+        kernels.scatter.clear(segments, indices, counts)
+        store_segments(segments, masked, self.merged)
+
+    def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> Flag:
+        """Overwrite `parts` with `weight` times the sum of the payloads; return whether all of it is finite.
+
+        A codec with `votes` combines the unweighted sum, and its result takes the place of the mean.
+
+        Args:
+            payloads: what workers sent, added in this order.
+            parts: contiguous float32 buffers.
+            weight: factor of the sum.
+            keys: the keys that the parts were encoded with; a codec without `shared_key` ignores them.
+        """
+        with self.clock("decode"):
+            if not parts:
+                return True
+            segments = list(parts)
+            if self.merged:
+                segments = [debug.empty(sum(part.numel() for part in parts), device=self.dense.device)]
+            votes = self.codec.traits.votes
+            keys = keys[: len(segments)]
+            if self.by_senders:
+                finite = self.codec.decode_mean(payloads, segments, weight * len(payloads), keys)
+            else:
+                finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys)
+            if votes:
+                self.codec.combine(segments)
+                torch._foreach_mul_(segments, weight * len(payloads))
+                finite = kernels.all_finite(segments)
+            if self.merged:
+                torch._foreach_copy_(list(parts), split_like(segments[0], parts))
+            return finite
+
+    def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
+        """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""
+        return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)
+
+
+class Flight:
+    """An exchange under way, from its first collective to `finish`.
+
+    Args:
+        begun: what an exchange returned: `finish`, or its stages.
+        clock: adds up the time that is spent waiting between stages.
+    """
+
+    def __init__(self, begun: Finish | Stages, clock: Clock):
+        self._begun, self._clock = begun, clock
+        self._pending: Handle | None = None
+        self.finish: Finish | None = None
+        """Set once the last collective is issued."""
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
+        if self.finish is not None:
+            return
+        if not isinstance(self._begun, Generator):
+            self.finish = self._begun
+            return
+        result = None
+        if self._pending is not None:
+            with self._clock("wait"):
+                result = self._pending.wait()
+        try:
+            self._pending = self._begun.send(result)
+        except StopIteration as end:
+            self.finish = end.value
+
+
+class Team(Protocol):
+    """Workers that call collectives together: a communicator, or the leaders of its nodes."""
+
+    rank: int
+    size: int
+
+    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
+        """As of a communicator."""
+
+    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
+        """As of a communicator."""
+
+
+def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) -> Generator[Handle, Any, Handle]:
+    """All-gather messages; returns their handle.
+
+    Args:
+        team: the workers that take part.
+        message: of this worker.
+        sizes: of all workers' messages, or an upper bound of each.
+        fixed: whether `sizes` are exact; if not, the exact ones travel first.
+    """
+    if not fixed:
+        length = torch.tensor([message.numel()], device=message.device)
+        sizes = announced_sizes(torch.cat((yield team.all_gather(length))).tolist(), max(sizes))
+    return team.all_gather(message, sizes)
+
+
+def piece_key(key: Key, part: int) -> Key:
+    """The key of a part of a tensor that is encoded for itself: `part` tells these apart, 1 to `SUMMED`."""
+    return Key(key.seed, key.stream | part << _PART_SHIFT, key.step)
+
+
+def split_numel(numel: int, size: int, rank: int) -> int:
+    """Elements of part `rank` of `Tensor.tensor_split(size)`.
+
+    Example:
+        >>> [split_numel(5, 4, rank) for rank in range(4)]
+        [2, 1, 1, 1]
+    """
+    return numel // size + (rank < numel % size)
+
+
+def message_nbytes(codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, merged: bool) -> int:
+    """Bytes of one message; an upper bound if the codec's size is not fixed."""
+    if not shapes:
+        return 4 * dense_numel
+    return codec.nbytes([sum(s.numel() for s in shapes)] if merged else list(shapes)) + 4 * dense_numel
+
+
+def pack(dense: Tensor, payload: Tensor) -> Tensor:
+    """Join a dense float32 vector and a payload into one message."""
+    return torch.cat([dense.view(torch.uint8), payload]) if dense.numel() else payload
+
+
+def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
+    """Split a message into its dense vector and its payload. The message may start at any address.
+
+    Raises:
+        ValueError: the message is shorter than its dense vector.
+
+    Example:
+        >>> unpack(pack(torch.ones(2), torch.tensor([7], dtype=torch.uint8)), 2)
+        (tensor([1., 1.]), tensor([7], dtype=torch.uint8))
+    """
+    if dense_numel == 0:
+        return message.new_empty(0, dtype=torch.float32), message
+    require(
+        message.numel() >= 4 * dense_numel,
+        f"a message begins with {dense_numel} dense elements, {4 * dense_numel} bytes, got {message.numel()} bytes",
+    )
+    return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
+
+
+def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A new float32 vector of all elements."""
+    if not parts:
+        return torch.empty(0, device=device)
+    return torch.cat([t.reshape(-1).to(torch.float32) for t in parts])
+
+
+def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of consecutive pieces of `flat`, in the shapes of `parts`."""
+    pieces = flat.split([p.numel() for p in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def flat_segments(tensors: Sequence[Tensor], merged: bool) -> list[Tensor]:
+    """One vector of all elements, a copy, if `merged`; else each tensor as a float32 vector, a view if possible."""
+    if merged:
+        return [flatten(tensors, tensors[0].device)] if tensors else []
+    return [t.reshape(-1).to(torch.float32) for t in tensors]
+
+
+def store_segments(segments: Sequence[Tensor], tensors: Sequence[Tensor], merged: bool) -> None:
+    """Copy back what `flat_segments` copied."""
+    if merged and tensors:
+        torch._foreach_copy_(list(tensors), split_like(segments[0], tensors))
+
+
+def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
+    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
+    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]

@@ -1,0 +1,108 @@
+"""What every exchange says of itself, and what a round weighs in its formulas.
+
+A message is m = p + d bytes: the payload and the dense vectors of one worker. N of the W workers share a node. The slow
+network is the one between nodes, so the cost is what a node sends to all other nodes. With N = 1, a node is a worker.
+Latency is the number of steps times the latency of one message. It dominates when messages are small.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ....codec import Codec
+from ....memory import ErrorFeedbackState
+from ...base import NamedTensors
+from .base import Finish, Job, Stages, message_nbytes
+
+# An exchange that loses twice must send this many times fewer bytes to be chosen: the second encoding of `scatter_reduce`
+# adds variance, and `sparse_reduce` delivers fewer coordinates than an all-gather.
+SECOND_LOSS_FACTOR = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one round averages.
+
+    Args:
+        codec: the codec of the round.
+        shapes: the shape of each encoded tensor.
+        dense_numel: number of elements that travel dense, as float32.
+        size: number of workers, W.
+        workers_per_node: N.
+        merged: whether all tensors are encoded as one segment.
+        remembers: whether a memory keeps what is lost.
+        needs_support: whether that memory learns which coordinates were sent.
+    """
+
+    codec: Codec
+    shapes: tuple[torch.Size, ...]
+    dense_numel: int
+    size: int
+    workers_per_node: int = 1
+    merged: bool = False
+    remembers: bool = False
+    needs_support: bool = False
+
+
+class Exchange(ABC):
+    """How workers exchange payloads; `base.py` says what it does with a job. Its class attributes are what `Mean` asks."""
+
+    word: ClassVar[str]
+    """Its name in the notation."""
+    one_step: ClassVar[bool] = False
+    """Whether it has sent everything when `begin` returns."""
+    adds_payloads: ClassVar[bool] = False
+    """Whether the backend adds payloads; workers agree first if the codec asks for it."""
+    selects_again: ClassVar[bool] = False
+    """Whether it keeps the largest coordinates of the sum, so that it suits codecs with the trait `sparse` alone."""
+    needs_nodes: ClassVar[bool] = False
+    """Whether it must know which workers share a node."""
+    tells_support: ClassVar[bool] = True
+    """Whether every worker learns which coordinates were sent for it."""
+    takes_selection: ClassVar[bool] = False
+    """Whether workers encode their tensors as they are, so that a memory may select for the codec."""
+    has_memory: ClassVar[bool] = False
+    """Whether it encodes a second time, and can remember what that lost."""
+
+    @abstractmethod
+    def begin(self, job: Job) -> Finish | Stages:
+        """Encode the tensors of a job and issue the first collective."""
+
+    @abstractmethod
+    def steps(self, size: int, workers_per_node: int) -> int:
+        """Communication steps, one after another, for W workers, N a node."""
+
+    @abstractmethod
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        """Bytes that leave a node, for W workers, N a node, and a message of m bytes."""
+
+    def message_nbytes(self, load: Load) -> int:
+        """Bytes of the message, m."""
+        return message_nbytes(load.codec, list(load.shapes), load.dense_numel, load.merged)
+
+    def cost(self, load: Load) -> float:
+        """Bytes that leave a node in one round.
+
+        Example:
+            >>> import torch, thinwire as tw
+            >>> from thinwire.average.exchange import EXCHANGES, Load
+            >>> load = Load(tw.QSGD(bits=4), shapes=(torch.Size([64, 128]),), dense_numel=0, size=8)
+            >>> {name: EXCHANGES[name].cost(load) for name in ("all_gather", "scatter_reduce")}
+            {'all_gather': 29120, 'scatter_reduce': 7280.0}
+        """
+        return self.num_bytes(load.size, load.workers_per_node, self.message_nbytes(load))
+
+    @abstractmethod
+    def price(self, load: Load) -> float | None:
+        """The cost by which "auto" compares; None if this exchange does not suit the load."""
+
+    def check(self, codec: Codec) -> None:  # noqa: B027 -- most exchanges suit every codec
+        """Raise ValueError unless the exchange suits the codec."""
+
+    def init_memory(self, codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState | None:
+        """The memory of the second encoding; None without one."""
+        return None

@@ -1,0 +1,367 @@
+"""Sparse all-reduce: every coordinate has an owner, which adds what workers select of it. Bytes do not grow with W.
+
+`regions.py` gives each of W workers a region of the coordinates. With x_i what worker i would like to send, k the
+coordinates that its codec keeps, and S_i those that it selects:
+
+    1. each worker tells every owner how many coordinates it sends to each piece of its region      all-to-all
+    2. it sends these, encoded: C(x_i) at S_i                                                       all-to-all
+    3. owner r adds in rank order, s = sum_i C(x_i), and keeps the k/W largest of its region, G_r.
+       It encodes them again, and sends C(s) at G_r to all                                          all-gather
+
+The result is `1/W C(s)` at G, the union of all G_r, and 0 elsewhere. Regions hold equal shares of every large tensor, so
+G is close to the k largest of s; exactly k coordinates, whatever the gradients are. With everything selected and values
+that lose nothing it is the mean. Both encodings carry values as the codec says, such as 4 bits behind `TopK`.
+
+Memory. Nothing is lost, and no second memory is needed:
+
+    e_i = x_i - C(x_i)   at G and S_i: what worker i delivered is gone, but for what its encoding lost
+    e_i = x_i            elsewhere: what it did not select, or what the owner did not keep
+    e_r += s - C(s)      at G_r, on the owner r: what the second encoding lost
+
+so `W sum of all results + sum_i e_i = sum of all gradients`. All workers learn G. A memory that masks learns the
+coordinates that this worker delivered, those of G and S_i.
+
+Sends worker r, with S_o pieces in the region of owner o, c its coordinates there, d_o bytes of dense vectors, and M_o the
+message of k/W coordinates and d_o:
+
+    sum over o != r of  4 (1 + S_o)           step 1
+    + sum over o != r of  nbytes(c) + d_o     step 2: about (W-1)/W (p + d)
+    + (W-1) M_r                               step 3: (W-1)/W (p + d)
+
+about 2(W-1)/W (p + d) and 4 (W + number of tensors). Where sizes are not fixed, they travel before step 3, 8 (W-1) bytes.
+
+Source: Li and Hoefler 2022, Ok-Topk, arXiv 2201.07598; Shi et al. 2019, gTop-k, arXiv 1901.04359.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .... import kernels
+from ....algorithm import require
+from ....codec import Codec, SparseParts
+from ....comm import Handle
+from ....kernels import Flag
+from .base import (
+    SUMMED,
+    Job,
+    Stages,
+    Team,
+    flat_segments,
+    gather_messages,
+    pack,
+    piece_key,
+    split_numel,
+    store_segments,
+    unpack,
+)
+from .contract import SECOND_LOSS_FACTOR, Exchange, Load
+from .regions import Piece, Regions, regions
+
+
+class SparseReduce(Exchange):
+    """The result is the largest coordinates of `1/W sum_i C(x_i)`, for codecs that keep the largest."""
+
+    word = "sparse_reduce"
+    selects_again = True
+    takes_selection = True
+
+    def steps(self, size: int, workers_per_node: int) -> int:
+        return 3
+
+    def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
+        return 2 * workers_per_node * (size - workers_per_node) * message / size
+
+    def message_nbytes(self, load: Load) -> int:
+        return regions_nbytes(load, load.size)
+
+    def price(self, load: Load) -> float | None:
+        suits = load.remembers and load.codec.traits.sparse is not None
+        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+
+    def check(self, codec: Codec) -> None:
+        parts_of(codec)
+
+    def begin(self, job: Job) -> Stages:
+        return _sparse_reduce(job)
+
+
+def _sparse_reduce(job: Job) -> Stages:
+    segments = flat_segments(job.tensors, job.merged)
+    round_ = Round(job, job.comm, segments, job.dense)
+    handle = yield from round_.deliver()
+
+    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+        with job.clock("wait"):
+            messages = handle.wait()
+        with job.clock("decode"):
+            summed = round_.collect(messages)
+            if job.keep_residual:
+                round_.settle(summed)
+                store_segments(segments, job.tensors, job.merged)
+            if job.masked:
+                job.clear(job.masked, *round_.layout.locate(summed.positions[round_.delivered(summed)]))
+            return leave(summed, round_.layout, totals, dense_total, job)
+
+    return finish
+
+
+class Selected(NamedTuple):
+    """What one worker sends: ascending int64 positions, the values there, and what their encoding lost (None: nothing)."""
+
+    positions: Tensor
+    values: Tensor
+    lost: Tensor | None
+
+
+class Summed(NamedTuple):
+    """What all workers learn: ascending positions, `C(s)` there, and the mean of the dense vectors."""
+
+    positions: Tensor
+    values: Tensor
+    dense: Tensor
+
+
+@dataclass
+class Round:
+    """One sparse all-reduce of this worker.
+
+    Args:
+        job: codec, keys and clock.
+        team: the workers that take part.
+        segments: flat float32 vectors to select from; `settle` leaves in them what was not delivered.
+        dense: float32 vector that is averaged over all workers of the job.
+    """
+
+    job: Job
+    team: Team
+    segments: list[Tensor]
+    dense: Tensor
+
+    def __post_init__(self) -> None:
+        self.parts = parts_of(self.job.codec)
+        self.layout = layout_of(self.parts, [s.numel() for s in self.segments], self.team.size)
+        self.keys = self.job.keys[: len(self.segments)]
+
+    def deliver(self) -> Generator[Handle, Any, Handle]:
+        """Send to the owners, add, and send on; returns the handle of the last collective."""
+        team, layout = self.team, self.layout
+        with self.job.clock("encode"):
+            self.selected, headers, messages = self._encode()
+        numel = self.dense.tensor_split(team.size)[team.rank].numel()
+        table = yield team.all_to_all(headers, [1 + len(layout.pieces[team.rank])] * team.size)
+        rows: list[list[int]] = torch.stack(table).tolist()
+        self._check_headers(rows)
+        received = yield team.all_to_all(messages, [4 * numel + row[0] for row in rows])
+        with self.job.clock("decode"):
+            dense, sums = self._add(received, [row[1:] for row in rows], numel)
+        with self.job.clock("encode"):
+            message = self._encode_sum(dense, sums)
+        sizes = message_sizes(self.parts, layout, self.dense.numel())
+        return (yield from gather_messages(team, message, sizes, fixed=self.parts.fixed_size))
+
+    def _check_headers(self, rows: list[list[int]]) -> None:
+        """No worker sends more coordinates than a piece has, or more bytes than so many coordinates take."""
+        region = self.layout.pieces[self.team.rank]
+        numels = [p.numel for p in region]
+        for sender, (num_bytes, *counts) in enumerate(rows):
+            fits = all(0 <= k <= n for k, n in zip(counts, numels, strict=True))
+            most = self.parts.nbytes(counts, numels) if region and fits else 0
+            require(
+                fits and 0 <= num_bytes <= most,
+                f"worker {sender} of {self.team.size} announced {num_bytes} bytes for {counts} coordinates of pieces of "
+                f"{numels}, expected at most {most} bytes; do all workers run the same version and configuration?",
+            )
+
+    def _encode(self) -> tuple[Selected, list[Tensor], list[Tensor]]:
+        """What is selected, and for each owner the header of its message and the message."""
+        job, layout, device = self.job, self.layout, self.dense.device
+        mixed = [key.mixed() for key in self.keys]
+        if job.observe is not None:
+            job.observe(job.codec, self.segments, self.keys)
+        select = self.parts.sparsifier.select
+        indices, values, counts = job.selection or select(self.segments, mixed)
+        positions, order = layout.positions(indices, counts).sort()
+        values = values[order]
+        piece_counts = layout.count(positions)
+        within = (positions - _repeat(layout.starts[:-1], piece_counts, device)).int()
+        left = iter(piece_counts)
+        region_counts = [[next(left) for _ in region] for region in layout.pieces]
+        totals = [sum(counts) for counts in region_counts]
+        header: list[int] = []
+        messages, lost = [], []
+        for owner, (i, v, dense) in enumerate(
+            zip(within.split(totals), values.split(totals), self.dense.tensor_split(self.team.size), strict=True)
+        ):
+            payload, lacks = self._encode_pieces(i, v, region_counts[owner], owner, owner + 1)
+            header += [payload.numel(), *region_counts[owner]]
+            messages.append(pack(dense, payload))
+            lost.append(lacks)
+        headers = torch.tensor(header, dtype=torch.int32, device=device).split([1 + len(c) for c in region_counts])
+        lossless = all(lacks is None for lacks in lost)
+        return Selected(positions, values, None if lossless else _joined(lost, totals, device)), list(headers), messages
+
+    def _encode_pieces(
+        self, indices: Tensor, values: Tensor, counts: list[int], owner: int, part: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The payload of indices into the pieces of an owner and their values, and what it lacks."""
+        region = self.layout.pieces[owner]
+        if not region:
+            return torch.empty(0, dtype=torch.uint8, device=values.device), None
+        keys = [piece_key(self.keys[p.segment], part).mixed() for p in region]
+        return self.parts.encode(indices, values, counts, [p.numel for p in region], keys)
+
+    def _decode_pieces(self, payload: Tensor, counts: list[int], owner: int) -> tuple[Tensor, Tensor]:
+        """Indices into the pieces of an owner, and values."""
+        region = self.layout.pieces[owner]
+        if not region:
+            return torch.empty(0, dtype=torch.int32, device=payload.device), torch.empty(0, device=payload.device)
+        return self.parts.decode(payload, counts, [p.numel for p in region])
+
+    def _add(self, received: list[Tensor], counts: list[list[int]], dense_numel: int) -> tuple[Tensor, list[Tensor]]:
+        """The mean of the dense pieces, and the sum of what came for each piece of this region, in rank order."""
+        region, device = self.layout.pieces[self.team.rank], self.dense.device
+        sums = [torch.zeros(p.numel, device=device) for p in region]
+        dense_mean = torch.zeros(dense_numel, device=device)
+        for message, of_pieces in zip(received, counts, strict=True):
+            dense, payload = unpack(message, dense_numel)
+            dense_mean.add_(dense, alpha=1.0 / self.job.comm.size)
+            indices, values = self._decode_pieces(payload, of_pieces, self.team.rank)
+            kernels.scatter.add(sums, indices, values, of_pieces, 1.0)
+        return dense_mean, sums
+
+    def _encode_sum(self, dense: Tensor, sums: list[Tensor]) -> Tensor:
+        """The message to all workers; remembers what it lacks of the sum."""
+        region = self.layout.pieces[self.team.rank]
+        counts = [p.kept for p in region]
+        indices, values = kernels.select.topk(sums, counts)
+        positions = indices + _repeat([p.start for p in region], counts, indices.device)
+        payload, lost = self._encode_pieces(indices, values, counts, self.team.rank, SUMMED)
+        self.owned = Selected(positions, values, lost)
+        return pack(dense, payload)
+
+    def collect(self, messages: list[Tensor]) -> Summed:
+        """What the owners kept, from their messages."""
+        pieces = self.dense.tensor_split(self.team.size)
+        within, values, dense = [], [], []
+        for owner, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
+            of_dense, payload = unpack(message, piece.numel())
+            indices, v = self._decode_pieces(payload, [p.kept for p in self.layout.pieces[owner]], owner)
+            within.append(indices)
+            values.append(v)
+            dense.append(of_dense)
+        kept = [p.kept for region in self.layout.pieces for p in region]
+        positions = torch.cat(within) + _repeat(self.layout.starts[:-1], kept, self.dense.device)
+        return Summed(positions, torch.cat(values), torch.cat(dense))
+
+    def delivered(self, summed: Summed) -> Tensor:
+        """Which of `summed` this worker had a part in, (number of them,) bool."""
+        return _contains(self.selected.positions, summed.positions)
+
+    def settle(self, summed: Summed) -> None:
+        """Leave in the segments what was not delivered."""
+        positions, _, lost = self.selected
+        kept = _contains(summed.positions, positions)
+        indices, counts = self.layout.locate(positions[kept])
+        if lost is None:
+            kernels.scatter.clear(self.segments, indices, counts)
+        else:
+            kernels.scatter.write(self.segments, indices, lost[kept], counts)
+        if self.owned.lost is not None:
+            indices, counts = self.layout.locate(self.owned.positions)
+            kernels.scatter.add(self.segments, indices, self.owned.lost, counts, 1.0)
+
+
+# ---- what is left where ----
+
+
+def leave(summed: Summed, layout: Regions, totals: list[Tensor], dense_total: Tensor, job: Job) -> Flag:
+    """Put the mean into `totals` and `dense_total`; returns whether `totals` is finite."""
+    segments = flat_segments(totals, job.merged)
+    for segment in segments:
+        segment.zero_()
+    indices, counts = layout.locate(summed.positions)
+    kernels.scatter.add(segments, indices, summed.values, counts, job.scale / job.comm.size)
+    store_segments(segments, totals, job.merged)
+    dense_total.copy_(summed.dense)
+    return kernels.all_finite([kernels.scatter.gather(segments, indices, counts)])
+
+
+# ---- what follows from codec and sizes ----
+
+
+def parts_of(codec: Codec) -> SparseParts:
+    """The parts of a codec that keeps the largest coordinates.
+
+    Raises:
+        ValueError: it does not.
+    """
+    parts = codec.traits.sparse
+    require(
+        parts is not None,
+        f"a sparse all-reduce adds coordinates and keeps the largest, and {codec} does not choose by magnitude how many "
+        "it keeps; use TopK, BlockwiseTopK, CoarseGrainedTopK or a chain of them, or exchange='all_gather'",
+    )
+    assert parts is not None
+    return parts
+
+
+def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
+    """The regions of `size` workers for segments of `numels` elements."""
+    return regions(tuple(numels), tuple(parts.sparsifier.count(n) for n in numels), size)
+
+
+def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list[int]:
+    """Bytes of each owner's message to all: a bound where the size is not fixed."""
+    dense = [split_numel(dense_numel, layout.size, rank) for rank in range(layout.size)]
+    return [4 * d + region_nbytes(parts, region) for d, region in zip(dense, layout.pieces, strict=True)]
+
+
+def region_nbytes(parts: SparseParts, region: list[Piece]) -> int:
+    """Bytes of the coordinates that an owner keeps."""
+    return parts.nbytes([p.kept for p in region], [p.numel for p in region]) if region else 0
+
+
+def regions_nbytes(load: Load, size: int) -> int:
+    """`size` times the largest message of a region, and half a header, among `size` workers.
+
+    A region's message has the coordinates that its owner keeps, and its part of the dense vectors. So the cost is exact
+    where workers select as many coordinates in each region as are kept there, and a little more otherwise.
+    """
+    numels, parts = [shape.numel() for shape in load.shapes], parts_of(load.codec)
+    layout = layout_of(parts, [sum(numels)] if load.merged and numels else numels, size)
+    return size * (max(message_sizes(parts, layout, load.dense_numel)) + max(header_nbytes(layout)) // 2)
+
+
+def header_nbytes(layout: Regions) -> list[int]:
+    """Bytes of the header that each owner gets from every other worker."""
+    return [4 * (1 + len(region)) for region in layout.pieces]
+
+
+# ---- helpers ----
+
+
+def _repeat(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
+    """`counts[i]` times `starts[i]`, int64."""
+    repeats = torch.tensor(counts, dtype=torch.int64, device=device)
+    values = torch.tensor(starts, dtype=torch.int64, device=device)
+    return values.repeat_interleave(repeats, output_size=sum(counts))
+
+
+def _joined(lost: list[Tensor | None], counts: list[int], device: torch.device) -> Tensor:
+    """One vector, with zeros where nothing was lost."""
+    return torch.cat(
+        [torch.zeros(n, device=device) if lacks is None else lacks for lacks, n in zip(lost, counts, strict=True)]
+    )
+
+
+def _contains(some: Tensor, others: Tensor) -> Tensor:
+    """Whether each of `others` is among `some`, which ascend."""
+    if not some.numel():
+        return torch.zeros_like(others, dtype=torch.bool)
+    return some[torch.searchsorted(some, others).clamp_(max=some.numel() - 1)] == others

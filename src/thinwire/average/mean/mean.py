@@ -1,0 +1,372 @@
+"""The mean of all workers, encoded: one exchange, and the same bits on every worker.
+
+The path of a gradient through `step` and `wait`:
+
+    0. adapt        in some rounds: fit levels to the gradients       codec, on all workers together
+    1. compensate   clip; add what earlier steps lost                 clip, memory
+    2. encode       floats -> bytes                                   codec
+    3. exchange     send and receive the bytes                        exchange/, communicator
+    4. decode       bytes -> floats, added in rank order              codec
+    5. commit       keep what this step lost, if all was finite       memory
+
+Fused top-k. Where the codec keeps exactly the k largest elements, memory selects them while it compensates. The codec
+says how many (`SparseParts.topk_counts`), memory returns the selection (`compensate_all`), and the codec encodes it
+(`preselected`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...algorithm import require
+from ...codec import Codec, Identity, Selection
+from ...codec.adaptive.base import adapted
+from ...comm import Communicator, Handle
+from ...memory import Memory
+from ...schedule import Progress, resolve
+from ..base import Averager, NamedTensors, check_agreement, copy_changed
+from .clip import Clip, clip_gradients, clip_means
+from .exchange import (
+    EXCHANGES,
+    OWNER_MEMORY,
+    AllReduce,
+    Flight,
+    Job,
+    Load,
+    ScatterReduce,
+    agree_on_nodes,
+    cheapest,
+    check_divisor,
+    flatten,
+    gathered_pieces,
+    launched_nodes,
+    recut,
+    result_buffers,
+    split_like,
+)
+from .state import MeanState
+
+
+@dataclass(frozen=True, repr=False)
+class Mean(Averager):
+    """Every worker gets `1/W sum_i C(x_i + e_i)`, bit for bit the same.
+
+    Args:
+        codec: encodes what is sent.
+        memory: keeps what the payload did not carry, such as `ErrorFeedback()`; None drops it.
+        granularity: what is encoded as one segment. "layer": each tensor. "bucket": all tensors of one call; under DDP
+            that is one of its buckets. "model": all tensors of the model, which overlaps with no backward pass.
+        exchange: "all_reduce", "all_gather", "scatter_reduce", "sparse_reduce", "hierarchical", "hierarchical_sparse",
+            or "auto". "auto" takes the cheapest that suits the codec. For unbiased codecs on 5 workers or more that may
+            be "scatter_reduce", which encodes the mean a second time. For `TopK` and its like with a memory, on 5 workers
+            or more, it is "sparse_reduce", which keeps the largest coordinates of the sum. `docs/algorithms.md` has the
+            rule, and the steps and bytes of each.
+        min_ndim: tensors with fewer dimensions travel dense as float32; higher => more travels dense. The default of 2
+            keeps biases and norms dense, as Deep Gradient Compression does; 0 encodes everything.
+        workers_per_node: how many consecutive ranks share a fast node, for hierarchical exchanges and "auto". None reads
+            the launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
+        clip: of each worker's own gradients before they are encoded, and of the means of what travels dense; or None.
+        divide_by: "workers", or "senders": only those that sent an element, as DeMo's released code does, by "all_gather".
+
+    Raises:
+        ValueError: an unknown word, or an all-reduce of payloads that cannot be added. In `init`: workers that cannot
+            be split into such nodes.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     x = torch.full((2, 2), float(comm.rank))
+        ...     averager = tw.Mean(tw.QSGD(bits=8))
+        ...     state = averager.init([("x", x)], comm)
+        ...     averager.step(state, [("x", x)], comm).wait()
+        ...     averager.commit(state)
+        ...     return x[0, 0].item()
+        >>> tw.LocalWorld(4).run(worker)
+        [1.5, 1.5, 1.5, 1.5]
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    memory: Memory | None = None
+    granularity: str = "layer"
+    exchange: str = "auto"
+    min_ndim: int = 2
+    workers_per_node: int | None = None
+    clip: Clip | None = None
+    divide_by: str = "workers"
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
+        require(
+            self.memory is None or isinstance(self.memory, Memory),
+            f"Mean: memory must be a memory such as ErrorFeedback() or None, got {self.memory!r}",
+        )
+        require(
+            self.clip is None or isinstance(self.clip, Clip),
+            f"Mean: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
+        )
+        for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
+            value = getattr(self, name)
+            require(value in allowed, f"Mean: {name} must be one of {', '.join(allowed)}, got {value!r}")
+        exchange = EXCHANGES.get(self.exchange)  # None for "auto"
+        if exchange is not None:
+            exchange.check(self.codec)
+        require(
+            isinstance(self.min_ndim, int) and self.min_ndim >= 0,
+            f"Mean: min_ndim must be an integer, 0 or more, got {self.min_ndim!r}",
+        )
+        nodes = self.workers_per_node
+        require(
+            nodes is None or (isinstance(nodes, int) and nodes >= 1),
+            f"Mean: workers_per_node must be a positive integer or None, got {nodes!r}",
+        )
+        require(
+            nodes is None or exchange is None or exchange.needs_nodes,
+            f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
+        )
+        check_divisor(self.divide_by, self.exchange, self.codec, self.memory)
+        require(
+            self._may_use_nodes or (nodes is None and (exchange is None or exchange.tells_support)),
+            f"Mean: with exchange='hierarchical' a worker does not learn which coordinates its node sent, and "
+            f"{self.memory} needs to; use masking=False, or another exchange",
+        )
+
+    @property
+    def _may_use_nodes(self) -> bool:
+        """Whether nodes are of use: where a memory needs the support, only a sparse all-reduce between nodes gives it."""
+        needs_support = self.memory is not None and self.memory.needs_support
+        tells_support = self.exchange == "auto" or EXCHANGES[self.exchange].tells_support
+        return not needs_support or (tells_support and self.codec.traits.sparse is not None)
+
+    @property
+    def whole_model(self) -> bool:
+        return self.granularity == "model" or (self.clip is not None and self.clip.needs_norms)
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.memory is not None and self.memory.has_momentum
+
+    @property
+    def suits_parameters(self) -> bool:
+        return self.codec.traits.lossless and self.memory is None
+
+    def sends_at_once(self, state: MeanState) -> bool:
+        return not self._must_agree(state)
+
+    def sends_while_waiting(self, state: MeanState) -> bool:
+        return not EXCHANGES[state.exchange].one_step or self._must_agree(state)
+
+    def _must_agree(self, state: MeanState) -> bool:
+        """Whether workers agree on numbers before they encode."""
+        return self.codec.traits.agreement is not None and EXCHANGES[state.exchange].adds_payloads
+
+    def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
+        check_agreement(self, tensors, comm, seed)
+        encoded, dense = self._split(tensors, self.codec)
+        memory = None if self.memory is None else self.memory.init(encoded, dense)
+        state = MeanState(seed, memory, *self._choose(tensors, comm), owner=(comm.rank, comm.size))
+        if self.memory is not None:
+            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
+        part = self.codec.traits.adaptive
+        state.codec = None if part is None else part.init_state()
+        return state
+
+    def _choose(self, tensors: NamedTensors, comm: Communicator, must_fit: bool = True) -> tuple[str, int]:
+        """The exchange and the workers per node, for all rounds and buckets, until other workers take part.
+
+        Args:
+            tensors: those of `init`.
+            comm: connects the workers.
+            must_fit: whether nodes of unequal size are an error; if not, every worker counts as a node then.
+        """
+        chosen = EXCHANGES.get(self.exchange)  # None for "auto"
+        needs_nodes = self.workers_per_node is not None or (chosen is not None and chosen.needs_nodes)
+        if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
+            needs_nodes = False
+        nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
+        if self.exchange != "auto":
+            return self.exchange, nodes
+        if self.codec.traits.agreement is not None:
+            return AllReduce.word, nodes
+        if not needs_nodes and self._may_use_nodes:
+            nodes = launched_nodes(comm)
+        encoded, dense = self._split(tensors, self.codec)
+        load = Load(
+            codec=resolve(self.codec, Progress()),
+            shapes=tuple(t.shape for _, t in encoded),
+            dense_numel=sum(t.numel() for _, t in dense),
+            size=comm.size,
+            workers_per_node=nodes,
+            merged=self.granularity != "layer",
+            remembers=self.memory is not None,
+            needs_support=self.memory is not None and self.memory.needs_support,
+        )
+        return cheapest(load).word, nodes
+
+    def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        part = self.codec.traits.adaptive
+        observe = None if part is None else state.adapt(part, comm, tensors[0][1].device)
+        codec = self.current_codec(state)
+        targets = [(name, t.detach()) for name, t in tensors]
+        comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
+
+        with state.clock("compensate"):
+            encoded, dense = self._split(targets, codec)
+            encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
+            x, selection = self._compensate(state, codec, encoded, scale)
+        job = Job(
+            comm=comm,
+            codec=Identity() if self._is_dense_round(codec) else codec,
+            clock=state.clock,
+            tensors=x,
+            names=[name for name, _ in encoded],
+            keys=[state.key(name, 0 if self.codec.traits.shared_key else comm.rank) for name, _ in encoded],
+            merged=self.granularity != "layer",
+            keep_residual=self.memory is not None,
+            dense=flatten([g for _, g in dense], tensors[0][1].device),
+            # Memory is unscaled, so what it sends is too; the result must be scaled as the gradients were.
+            # The size of a vote does not depend on the gradients.
+            scale=scale if self.memory is not None or self.codec.traits.votes else 1.0,
+            owner_memory=state.owner_memory,
+            workers_per_node=state.workers_per_node,
+            masked=self._masked(state, encoded),
+            selection=selection,
+            by_senders=self.divide_by == "senders",
+            observe=observe,
+        )
+        word = AllReduce.word if self._is_dense_round(codec) else state.exchange
+        flight = Flight(EXCHANGES[word].begin(job), state.clock)
+        for earlier in state.flights:
+            earlier.advance()
+        state.flights.append(flight)
+        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
+
+    def current_codec(self, state: MeanState) -> Codec:
+        codec: Codec = resolve(self.codec, state.progress)
+        return codec if state.codec is None else adapted(codec, state.codec)
+
+    def commit(self, state: MeanState) -> bool:
+        finite = kernels.flags.read(state.finite)
+        for memory, memory_state in self._memories(state):
+            if finite:
+                memory.commit(memory_state)
+            else:
+                memory.discard(memory_state)
+        state.progress = state.progress._replace(step=state.progress.step + 1)
+        state.finite, state.codec_before = True, None
+        return finite
+
+    def discard(self, state: MeanState) -> None:
+        for memory, memory_state in self._memories(state):
+            memory.discard(memory_state)
+        state.flights.clear()
+        state.finite = True
+        state.restore_codec()
+
+    # ---- when workers come and go ----
+
+    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
+        owned, encoded = [one["owner_memory"] for one in saved], self._split(tensors, self.codec)[0]
+        owner_memory = None if owned[0] is None else recut(self.codec, encoded, owned, rank, size)
+        return saved[0] | {"memory": memory, "owner_memory": owner_memory, "exchange": ScatterReduce.word}
+
+    def shared(self, state: MeanState) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.shared(state.memory)
+        return state.state_dict() | {"memory": memory, "owner_memory": None, "exchange": state.exchange}
+
+    def adopt(self, state: MeanState, shared: dict[str, Any]) -> None:
+        if self.memory is not None:
+            self.memory.adopt(state.memory, shared["memory"])
+            shared = shared | {"memory": state.memory.state_dict()}
+        state.load_state_dict(shared)
+        state.exchange, state.owner_memory = shared["exchange"], None
+
+    def own_norm(self, state: MeanState) -> float:
+        return math.hypot(*(memory.own_norm(memory_state) for memory, memory_state in self._memories(state)))
+
+    def regroup(
+        self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
+    ) -> None:
+        """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
+        if self.memory is not None:
+            self.memory.regroup(state.memory)
+        encoded = self._split(tensors, self.codec)[0]
+        remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
+        if not remembers:
+            state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
+            state.owner_memory = None
+        if self.memory is not None:
+            old = None if state.owner_memory is None else state.owner_memory.residual
+            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
+            if remembers and state.owner_memory is not None:
+                OWNER_MEMORY.adopt(state.owner_memory, gathered_pieces(self.codec, encoded, old, state.owner, comm))
+        state.owner = comm.rank, comm.size
+
+    def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
+        """Each memory with its state: that of the gradients, and that of the second encoding."""
+        own = [] if self.memory is None else [(self.memory, state.memory)]
+        return own if state.owner_memory is None else [*own, (OWNER_MEMORY, state.owner_memory)]
+
+    def _is_dense_round(self, codec: Codec) -> bool:
+        """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
+        return self.has_momentum and codec.traits.lossless
+
+    def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
+        """The tensors that are encoded, and those that travel dense."""
+        # A codec that sends plain float32 takes all tensors, so that one collective is enough.
+        min_ndim = 0 if codec.traits.sends_floats else self.min_ndim
+        is_encoded = [not self._is_dense_round(codec) and t.ndim >= min_ndim for _, t in tensors]
+        parts = list(zip(tensors, is_encoded, strict=True))
+        return [pair for pair, yes in parts if yes], [pair for pair, yes in parts if not yes]
+
+    def _compensate(
+        self, state: MeanState, codec: Codec, encoded: NamedTensors, scale: float
+    ) -> tuple[list[Tensor], Selection | None]:
+        """The values to send, and the codec's selection of them if memory made it in the same pass."""
+        gradients = [g for _, g in encoded]
+        if self.memory is None:
+            return gradients, None
+        selects = self.granularity == "layer" and EXCHANGES[state.exchange].takes_selection
+        sparse = codec.traits.sparse if selects else None
+        counts = None if sparse is None else sparse.topk_counts([g.numel() for g in gradients])
+        x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
+        return _shaped(x, gradients), selection
+
+    def _masked(self, state: MeanState, encoded: NamedTensors) -> list[Tensor]:
+        """The buffers that memory wants zeroed wherever something was sent."""
+        if self.memory is None or not self.memory.needs_support:
+            return []
+        return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
+
+    def _finish(
+        self, state: MeanState, job: Job, flight: Flight, encoded: NamedTensors, dense: NamedTensors, scale: float
+    ) -> None:
+        """Wait for the exchange, and write the means into the tensors."""
+        while flight.finish is None:
+            for under_way in state.flights:
+                under_way.advance()
+        state.flights.remove(flight)
+        outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
+        totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
+        finite = flight.finish(totals, dense_total)
+        with state.clock("decode"):
+            means = split_like(dense_total, dense_outs)
+            means = means if self.clip is None else clip_means(self.clip, means, job.comm.size, scale)
+            if self.memory is not None:
+                for (name, _), total in zip(encoded, totals, strict=True):
+                    self.memory.decoded(state.memory, name, total, scale)
+                for (name, _), mean in zip(dense, means, strict=True):
+                    self.memory.decoded(state.memory, name, mean, scale, encoded=False)
+            written = [copy_changed(totals, outs), copy_changed(means, dense_outs)]
+            state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
+
+
+def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    return [x.view(t.shape) for x, t in zip(flat, like, strict=True)]

@@ -1,0 +1,1 @@
+"""Workers average parameters with neighbours: in rounds (`gossip`, `steps`, `rounds`) or without them (`asynchronous`)."""

@@ -1,0 +1,275 @@
+"""The strategy for parameters that are averaged without rounds, as data and at work: AD-PSGD (arXiv 1710.06952).
+
+    training      forward, backward, optimizer.step() on the model's own parameters, which averaging does not touch. Then the
+                  step's hook adds the changes that averaging has made meanwhile, and publishes the result.
+    averaging     a thread averages the published values with one other worker after another
+                  (`average/gossip/pairwise.py`: what two workers do; `pairwise_exchange.py`: when, and how it ends)
+
+Neither waits for the other, except for the moment of a vector addition. So a slow worker or a slow link delays nobody.
+Parameters do not change during a forward or backward pass, and averaging never sees a half-finished step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import nn
+
+from ...algorithm import require
+from ...average.base import NamedTensors
+from ...average.gossip.pairwise import Pairwise
+from ...comm import Communicator
+from ..model.live_parameters import LiveParameters
+from ..model.models import make_equal, refuse_ddp, refuse_ddp_around, refuse_shards, updated_by
+from ..model.optimizer_step import Arguments, stepping_optimizer
+from ..model.own_gradients import OwnGradients
+from ..own_model import OwnModelAttachment
+from ..strategy import Averaging, Rhythm, Runtime
+from .pairwise_exchange import PairwiseExchange
+
+
+class AsynchronousGossip(OwnModelAttachment):
+    """What `Asynchronous` attaches: asynchronous averaging at work on one model and its optimizer."""
+
+    call = "Asynchronous"
+
+    def __init__(
+        self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+    ):
+        refuse_ddp(self.call, model)
+        refuse_shards(self.call, model)
+        optimizer = stepping_optimizer(self.call, optimizer)
+        super().__init__(strategy, model, updated_by(self.call, optimizer, model), runtime)
+        self._optimizer = optimizer
+        self._has_raised = False
+        self._broken_off_by: str | None = None
+        with self._attaching() as comm:
+            make_equal(model, comm, parameters=[name for name, _ in self.parameters])
+            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._state = strategy.averager.init(self._live.tensors(), comm)
+            self._exchange = PairwiseExchange(strategy.averager, self._state, comm)
+            # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
+            dropped = finalize(
+                self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached"
+            )
+            dropped.atexit = False
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(dropped.detach)
+            self._on_detach(lambda: self._exchange.close(self._broken_off_by))
+            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds so far by phase: publish, in `optimizer.step()`; average, send and wait, in the thread."""
+        return super().seconds
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """The thread does the rest."""
+        return ("publish",)
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Wall-clock seconds so far that the training has waited for the thread that averages."""
+        return self.seconds.get("publish", 0.0)
+
+    @property
+    def num_averaged(self) -> int:
+        """How often this worker has averaged with another."""
+        averaged: int = self._state.averaged
+        return averaged
+
+    def set_epoch(self, epoch: int) -> None:
+        """Check the epoch, and do nothing else: averaging in pairs has no schedules. Workers need not call it together."""
+        require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
+
+    def synchronize(self) -> None:
+        """Wait until all workers have called it, and absorb the messages in flight. Averaging goes on during the wait.
+
+        Afterwards the mean over workers is the start plus the mean of all updates so far, up to rounding.
+
+        Raises:
+            CommunicationError: another worker has failed; the message names it.
+        """
+        self._end_averaging("synchronize()")
+        self.comm.barrier()  # nobody begins again before all have ended
+        self._exchange.start()
+
+    # ---- what the base asks for ----
+
+    def _own_state(self) -> dict[str, Any]:
+        """The changes since the last step, and counts. Waits for the answer in flight; workers may save at different times."""
+        with self._exchange.settled():
+            state: dict[str, Any] = self._state.state_dict()
+            return state
+
+    def _load_own(self, saved: dict[str, Any]) -> None:
+        with self._exchange.settled():
+            self._state.load_state_dict(saved)
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every worker goes on from the mean model, in which nothing is pending."""
+        return {**saved[0], "pending": {name: torch.zeros_like(t) for name, t in saved[0]["pending"].items()}}
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return []
+
+    def _shared(self) -> dict[str, Any]:
+        raise AssertionError("a communicator with channels is not elastic")
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        raise AssertionError("a communicator with channels is not elastic")
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        self._publish(what)
+        return comm or self.comm
+
+    def _ready(self) -> None:
+        """Nothing to do: averaging uses a channel of its own."""
+
+    def _finish(self) -> None:
+        """Go on averaging until the last worker detaches."""
+        try:
+            if not self._has_raised:
+                self._end_averaging("detach()")
+        except BaseException as error:  # such as Ctrl-C while it waits
+            self._abandon(error)
+            raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """Stop at once; the other workers stop with an error that names this rank."""
+        self._broken_off_by = f"rank {self.comm.rank} raised {error!r}"
+
+    # ---- one step of the optimizer ----
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        self._require_own_optimizer(optimizer)
+        self._live.check()
+        return self._own_gradients.guard(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check()
+        self.comm.ledger.add_dense(self._state.layout.numel)
+        self._publish("optimizer.step()")
+        self._exchange.after_step()
+
+    def _end_averaging(self, what: str) -> None:
+        self._publish(what)  # a worker that has made no step must be able to answer too
+        self._exchange.finish()
+        self._publish(what)
+
+    @torch.no_grad()
+    def _publish(self, what: str) -> None:
+        self._require_own_model(what)
+        self._state.publish(self._live.tensors())
+
+    def _check(self) -> None:
+        try:
+            self._exchange.check()
+        except Exception:
+            self._has_raised = True
+            raise
+
+    def _trained(self) -> list[nn.Parameter]:
+        """The model's trainable parameters that the optimizer updates now."""
+        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        return [p for p in self._model.parameters() if p.requires_grad and id(p) in updated]
+
+
+@dataclass(frozen=True, repr=False)
+class Asynchronous(Averaging[AsynchronousGossip]):
+    """Average the parameters of a model with those of one other worker whenever both are ready: AD-PSGD.
+
+        x_i <- x_i + update_i,  whenever its gradient is ready;   x_i, x_j <- (x_i + x_j)/2,  whenever both are ready
+
+    There are no rounds. Workers need not step equally often or at the same pace, and none waits for another before the end.
+    Parameters and buffers are first made equal to rank 0's. Buffers then stay local; only `average_model()` averages them.
+    Averaging works on copies in main memory: two of all parameters, and two more while a pair averages.
+
+    The parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or
+    unfreezing parameters later is an error that names the parameter. float64 parameters are averaged in float64, complex ones
+    as pairs of real numbers.
+
+    It needs no scaler and no seed: workers may skip steps. The number of workers must be even. The trainable parameters that
+    the optimizer updates take part; the model may not be in `DistributedDataParallel` or sharded. Attached, it has
+    `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`, `set_epoch`,
+    `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: a worker that leaves without it is an error
+    on the others. `optimizer.step()` and these methods raise a `CommunicationError` that names a worker that has failed.
+
+    Args:
+        averager: who averages with whom.
+        on_nonfinite: what a worker does if its own gradient is infinite or NaN: "skip" its update and still average, "raise" an
+            error, or "apply" it, which spreads to all workers.
+        max_nonfinite: with "skip", how many such steps in a row are an error.
+
+    Raises:
+        ValueError: another averager, or a value out of range.
+
+    Source: Lian et al. 2018, AD-PSGD, arXiv 1710.06952.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     gossip = tw.attach(model, optimizer, tw.Asynchronous(), comm=comm)
+        ...     model.weight.grad = torch.full((1, 1), -float(comm.rank))
+        ...     optimizer.step()
+        ...     gossip.detach()  # by then the two have averaged
+        ...     return model.weight.item()
+        >>> sum(tw.LocalWorld(2).run(worker))
+        1.0
+    """
+
+    averager: Pairwise = Pairwise()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            isinstance(self.averager, Pairwise),
+            f"averager must be Pairwise(...), got {self.averager!r}; averagers with rounds are for Gossip",
+        )
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """Messages fly at any time."""
+        return Rhythm(delay=1)
+
+    def _attached(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+    ) -> AsynchronousGossip:
+        self._require(
+            runtime.replicas is None, "replicas are of sharded models, whose shards must be averaged at the same step"
+        )
+        return AsynchronousGossip(self, model, optimizer, runtime)
+
+
+def gossip_asynchronously(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averager: Pairwise | None = None,
+    *,
+    comm: Communicator | None = None,
+    **options: Any,
+) -> AsynchronousGossip:
+    """Attach `Asynchronous(averager, **options)` to a model and its optimizer. See `attach` for the arguments.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     with tw.gossip_asynchronously(model, optimizer, comm=comm) as handle:
+        ...         return handle.strategy
+        >>> tw.LocalWorld(2).run(worker)
+        [Asynchronous(), Asynchronous()]
+    """
+    strategy = Asynchronous(**options) if averager is None else Asynchronous(averager, **options)
+    return strategy.attach(model, optimizer, comm=comm)

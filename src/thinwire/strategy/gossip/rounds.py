@@ -1,0 +1,205 @@
+"""Rounds of an averager over parameters: one at a time, in place or while the training goes on.
+
+    in place     `run`       encode, exchange, decode into the parameters; returns when the round is done
+    in flight    `begin`     encode the parameters and send the messages
+                 (a thread)  waits for the messages
+                 `absorb`    waits for the thread, decodes the messages, and adds the change to the parameters as they are then
+
+In flight on a GPU, a stream of its own (`thinwire.streams`) encodes a copy of the parameters, so that the training does not
+wait, and decodes into that copy, which `absorb` adds.
+
+To be saved in flight, a round is held: decoded into a change that `absorb` adds when it is due. So saving changes nothing.
+
+All ways add the same bits. Half steps after the first (`PowerGossip`) and the exchange in a node (`Hierarchical`) also run in
+the thread.
+
+Push-sum. While a round or the optimizer works on them, the parameters are the biased x. At all other times they are
+`z = x / w`. `to_biased` and `to_debiased` convert between the two in place. w includes all rounds absorbed so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ... import debug
+from ...average.base import Averager, Departed, NamedTensors
+from ...comm import CommunicationError, Communicator
+from ...streams import WorkStream, has_streams, refuse_capture
+from ..flight import Flight
+from ..model.live_parameters import LiveParameters
+from ..model.shards import Replica
+from ..transaction import Transaction
+
+
+class ParameterRounds:
+    """The rounds of one worker; see the module's text.
+
+    Args:
+        live: the parameters, changed in place; the same names and shapes on all workers.
+        averager: how to agree.
+        comm: connects the workers. While a round is in flight, call `settle` before any other use of it.
+        seed: of the averager's random numbers.
+        shards: the workers that hold the other shards of the model.
+    """
+
+    def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int, shards: Replica):
+        self.live, self.averager, self.comm, self._shards = live, averager, comm, shards
+        tensors = live.tensors()
+        self.state = averager.init(tensors, comm, seed)
+        device = tensors[0][1].device if tensors else torch.device("cpu")
+        self._work, self._device, self.state.clock.device = WorkStream(device), device, device
+        self._background = comm.background("thinwire-round")
+        self._changes: NamedTensors = []
+        self._flight: Flight[Callable[[NamedTensors], None]] | None = None
+        self._is_held = False
+        self._debias_factor, self._is_biased = 1.0, False
+        self.transaction: Transaction
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round has begun and has not been absorbed."""
+        return self._flight is not None or self._is_held
+
+    @property
+    def weight(self) -> float:
+        """Push-sum's w after the rounds absorbed so far; 1.0 for all other averagers."""
+        return 1.0 / self._debias_factor
+
+    def run(self) -> None:
+        """Do a whole round, in place. One that an elastic communicator gives up leaves no trace."""
+        refuse_capture(self._device)
+        self.to_biased()
+        if self.comm.is_elastic:
+            self._run_or_rewind()
+            return
+        self.averager.step(self.state, self.live.tensors(), self.comm).wait()
+        self._commit()
+
+    def _run_or_rewind(self) -> None:
+        if not self.comm.in_round:  # this step has had no forward pass in training mode
+            return
+        before, saved = [p.clone() for _, p in self.live.tensors()], self.state.state_dict()
+        try:
+            self.averager.step(self.state, self.live.tensors(), self.comm).wait()
+            has_all = True
+        except CommunicationError:
+            has_all = False
+        if self.transaction.end(has_all):
+            self._commit()
+            return
+        self.averager.rewind(self.state, saved)
+        for (_, p), old in zip(self.live.tensors(), before, strict=True):
+            p.copy_(old)
+
+    def begin(self) -> None:
+        """Send the parameters as they are now."""
+        refuse_capture(self._device)
+        self.to_biased()
+        departed = self._copy_departed if has_streams(self._device) else self._departed
+        self._flight = Flight(departed(), self._work, self._background)
+
+    def _departed(self) -> Departed:
+        return self.averager.depart(self.state, self.live.tensors(), self.comm)
+
+    def _copy_departed(self) -> Departed:
+        """The round of a copy, which becomes the change; the stream must not read parameters that the training changes."""
+        for (_, change), (_, p) in zip(self._change_buffers(), self.live.tensors(), strict=True):
+            change.copy_(p)
+        with self._work.after_caller():
+            handle = self.averager.step(self.state, self._changes, self.comm)
+            for _, change in self._changes:
+                change.zero_()  # the round adds its change to this zero
+
+        def arrive() -> Callable[[NamedTensors], None]:
+            handle.wait()
+            return self._add_changes
+
+        return arrive
+
+    def _change_buffers(self) -> NamedTensors:
+        if not self._changes:
+            self._changes = [
+                (name, debug.empty(*p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device))
+                for name, p in self.live.tensors()
+            ]
+        return self._changes
+
+    def _add_changes(self, tensors: NamedTensors) -> None:
+        for (_, p), (_, change) in zip(tensors, self._changes, strict=True):
+            p.copy_(p + change)  # the sum of half precision and float32 is float32
+
+    def settle(self) -> None:
+        """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
+        if self._flight is not None:
+            self._flight.settle()
+
+    def absorb(self) -> None:
+        """Add the change of the round in flight, if there is one, to the parameters."""
+        if not self.in_flight:
+            return
+        add_change = self._add_changes if self._is_held else self._landed()
+        self.to_biased()
+        add_change(self.live.tensors())
+        self._flight, self._is_held = None, False
+        self._commit()
+
+    def _landed(self) -> Callable[[NamedTensors], None]:
+        """Wait for the round in flight; what is returned adds its change."""
+        assert self._flight is not None
+        with self.state.clock("blocked"):
+            return self._flight.wait()
+
+    def _hold(self) -> None:
+        """Wait for the round in flight, and decode it into the change that `absorb` adds."""
+        if self._flight is None:
+            return
+        add_change = self._landed()
+        if not has_streams(self._device):  # there the round has decoded it into the buffers already
+            for _, change in self._change_buffers():
+                change.zero_()
+            add_change(self._changes)
+        self._flight, self._is_held = None, True
+
+    def to_biased(self) -> None:
+        """z -> x = w z, for the optimizer."""
+        if not self._is_biased:
+            self._multiply(self.weight)
+        self._is_biased = True
+
+    def to_debiased(self) -> None:
+        """x -> z = x / w, for the forward pass and for callers that read the model."""
+        if self._is_biased:
+            self._multiply(self._debias_factor)
+        self._is_biased = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's state and the change of the round in flight; changes no parameters."""
+        self._hold()
+        change = {name: t.clone() for name, t in self._changes} if self._is_held else None
+        return {"averager": self.state.state_dict(), "change": change, "debias_factor": self._debias_factor}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Drops the round in flight, because the parameters are replaced too."""
+        self.settle()
+        self._flight, self._is_held = None, saved["change"] is not None
+        self.averager.rewind(self.state, saved["averager"])
+        self._debias_factor, self._is_biased = saved["debias_factor"], False
+        if self._is_held:
+            for name, change in self._change_buffers():
+                change.copy_(saved["change"][name])
+
+    def regrouped(self) -> None:
+        """Read push-sum's weight anew, after other workers have joined; the model holds z."""
+        self._debias_factor = self.averager.debias_factor(self.state)
+
+    def _commit(self) -> None:
+        self._shards.commit(self.averager, self.state)
+        self._debias_factor = self.averager.debias_factor(self.state)
+
+    def _multiply(self, factor: float) -> None:
+        if factor != 1.0:
+            for _, p in self.live.tensors():
+                p.mul_(factor)

@@ -1,0 +1,206 @@
+"""Gossip about parameters, attached to the steps of an optimizer. One step of the training loop:
+
+    forward, backward    at z, this worker's model; with `overlap` a round is in flight meanwhile
+    optimizer.step()
+        1. before        drop a gradient that is not finite; push-sum: z -> x;
+                         with "combine_then_adapt" the round: x <- mixed
+        2. adapt         the optimizer's own update
+        3. after         with "adapt_then_combine" the round: x <- mixed; with `overlap` the next round begins;
+                         push-sum: x -> z
+
+Outside of `optimizer.step` the model always holds z, so that evaluation and `state_dict` need not know about push-sum.
+`rounds.py` has the rounds and their threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...algorithm import require
+from ...average.base import Averager, NamedTensors
+from ...comm import Communicator
+from ..model.live_parameters import LiveParameters
+from ..model.models import NamedParameters, make_equal, refuse_ddp, refuse_ddp_around, trained_by, updated_by
+from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, stepping_optimizer, with_closure
+from ..model.own_gradients import OwnGradients
+from ..own_model import OwnModelAttachment
+from ..strategy import Runtime
+from .rounds import ParameterRounds
+
+if TYPE_CHECKING:
+    from .gossip import Gossip
+
+
+class ParameterGossip(OwnModelAttachment):
+    """What `Gossip` attaches, which explains the configuration."""
+
+    call = "Gossip"
+    strategy: Gossip
+    averager: Averager
+
+    def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
+        refuse_ddp(self.call, model)
+        optimizer = stepping_optimizer(self.call, optimizer)
+        parameters = updated_by(self.call, optimizer, model)
+        _require_exact(strategy.averager, parameters)
+        super().__init__(strategy, model, parameters, runtime)
+        self._optimizer = optimizer
+        self._steps_since_begin = 0
+        self._was_updated = False  # before the first update all workers agree: there is nothing to average
+        with self._attaching() as comm:
+            names = [name for name, _ in parameters]
+            make_equal(model, comm, parameters=names)
+            self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: trained_by(optimizer))
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
+            self._state = self._rounds.state
+            self._begin_rounds(self.averager)
+            self._rounds.transaction = self._transaction
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(self._rounds.to_debiased)
+            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
+            self._watch = ScalerWatch(runtime.scaler, self._take_part)
+            self._on_detach(self._watch.remove)
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """With overlap, a thread waits and decodes."""
+        return ("encode",) if self.strategy.overlap else ("encode", "wait", "decode")
+
+    def synchronize(self) -> None:
+        """Absorb the round in flight, if there is one; all workers call it after the same step."""
+        self._require_own_model("synchronize()")
+        self._rounds.absorb()
+        self._rounds.to_debiased()
+
+    # ---- what the base asks for ----
+
+    def _own_state(self) -> dict[str, Any]:
+        """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed."""
+        counts = {"was_updated": self._was_updated, "steps_since_begin": self._steps_since_begin}
+        return counts | self._rounds.state_dict()
+
+    def _load_own(self, saved: dict[str, Any]) -> None:
+        self._rounds.load_state_dict(saved)
+        self._was_updated, self._steps_since_begin = saved["was_updated"], saved["steps_since_begin"]
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every worker goes on from the mean model, which rounds in flight do not move, so that they are dropped."""
+        averager = self.averager.deal(
+            [one["averager"] for one in saved], self._live.tensors(), self.comm.rank, self.comm.size
+        )
+        was_updated = any(one["was_updated"] for one in saved)
+        rounds = {"averager": averager, "change": None, "debias_factor": 1.0}
+        return {"was_updated": was_updated, "steps_since_begin": 0} | rounds
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._rounds.regrouped()
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return [(self._rounds.state, self._live.tensors())]
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "averager": self.averager.shared(self._rounds.state),
+            "was_updated": self._was_updated,
+        }
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        self._model.load_state_dict(shared["model"])
+        self._optimizer.load_state_dict(shared["optimizer"])
+        self.averager.adopt(self._rounds.state, shared["averager"])
+        self._was_updated = shared["was_updated"]
+
+    @property
+    def _weight(self) -> float:
+        return self._rounds.weight
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        if comm is not None:
+            return comm
+        self._rounds.settle()  # a round in flight uses the strategy's own
+        return self.comm
+
+    def _ready(self) -> None:
+        self._rounds.settle()
+
+    def _finish(self) -> None:
+        self.synchronize()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Nothing to do: the round in flight ends in its own thread, and what attaching did is undone anyway."""
+
+    # ---- one step of the optimizer ----
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        self._require_own_optimizer(optimizer)
+        self._require_own_model("optimizer.step()")
+        self._live.check()
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(args, kwargs, self._around(closure))
+        self._own_gradients.check(optimizer)
+        self._before_update()
+        return args, kwargs
+
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which computes gradients at z; its first call also does what comes before the update."""
+        pending = [self._before_update]
+
+        def evaluate() -> Any:
+            self._rounds.to_debiased()
+            loss = closure()
+            self._own_gradients.check(self._optimizer)
+            self._rounds.to_biased()
+            while pending:
+                pending.pop()()
+            return loss
+
+        return evaluate
+
+    def _before_update(self) -> None:
+        self._rounds.to_biased()
+        if self.strategy.combines_first:
+            self._combine()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._was_updated = True
+        self._watch.stepped()
+        self._steps_since_begin += 1
+        if not self.strategy.combines_first:
+            self._combine()
+        if self.strategy.overlap and not self._rounds.in_flight:
+            self._rounds.begin()
+            self._steps_since_begin = 0
+        self._rounds.to_debiased()
+
+    def _take_part(self) -> None:
+        """A round without an update."""
+        self._before_update()
+        self._after_step(self._optimizer, (), {})
+
+    def _combine(self) -> None:
+        if not self.strategy.overlap:
+            if self._was_updated:
+                self._rounds.run()
+        elif self._steps_since_begin >= self.strategy.staleness:
+            self._rounds.absorb()
+
+
+def _require_exact(averager: Averager, parameters: NamedParameters) -> None:
+    """`Mean` replaces parameters by what it sent, which is float32."""
+    double = [name for name, p in parameters if p.dtype in (torch.float64, torch.complex128)]
+    require(
+        not averager.gives_one_mean or not double,
+        f"Gossip: {averager} sends float32, and would round {'parameter ' + repr(double[0]) if double else ''} of "
+        "float64; use Mix(Complete()), which carries float64 and has the same mean",
+    )

@@ -1,0 +1,1 @@
+"""Gradients are averaged in each backward pass. `gradients` is the configuration, `rounds` what happens in a pass."""

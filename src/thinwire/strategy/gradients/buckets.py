@@ -1,0 +1,114 @@
+"""Our own buckets and hooks, for modules that are not wrapped in DDP.
+
+Buckets take parameters in reverse order, which is about the order in which their gradients arrive. A bucket is launched
+when all of its gradients have been accumulated and all buckets before it have been launched. So all workers launch buckets
+in the same order. At the end of backward, the remaining buckets are launched with zeros for missing gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...algorithm import require
+from ...average.base import NamedTensors
+from ..model.models import NamedParameters
+from ..model.shards import local
+
+BUCKET_BYTES = 10 * 2**20
+"""The default size of a bucket."""
+
+
+class Launch(Protocol):
+    """Starts to average one bucket: its gradients with their names, and whether it is the first and the last one.
+
+    `buffer` is any tensor of the bucket; the result's future resolves to it.
+    """
+
+    def __call__(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> object: ...
+
+
+class GradientBuckets:
+    """Calls `launch` for each bucket of every backward pass, in a fixed order.
+
+    Args:
+        parameters: with their names, in the order of the model.
+        launch: see `Launch`.
+        bucket_bytes: a bucket is full as soon as it holds this many bytes; smaller => more messages, sent earlier.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: Launch, bucket_bytes: int):
+        require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
+        self._launch = launch
+        self._buckets = _partition(parameters, bucket_bytes)
+        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
+        self._syncing = True
+        self._graph_task: int | None = None
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which gradients only accumulate."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._syncing:
+            return
+        # A failed backward pass only leaves its number behind, so a new number begins a new round.
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            self._missing = [len(bucket) for bucket in self._buckets]
+            self._num_launched = 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while self._num_launched < len(self._buckets) and self._missing[self._num_launched] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        i = self._num_launched
+        tensors = []
+        for name, p in self._buckets[i]:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+            p.grad = p.grad.resolve_conj()  # autograd leaves conjugate views, whose numbers cannot be averaged in place
+            held, expected = local(p.grad).shape, local(p).shape
+            require(
+                held == expected,
+                f"the gradient of {name!r} is laid out differently from the parameter: this worker holds {tuple(held)} of the "
+                f"one and {tuple(expected)} of the other; redistribute the gradient like the parameter",
+            )
+            tensors.append((name, p.grad))
+        self._num_launched += 1
+        self._launch(tensors, local(tensors[0][1]), first=i == 0, last=i == len(self._buckets) - 1)
+
+    def _finish_backward(self) -> None:
+        while self._num_launched < len(self._buckets):
+            self._launch_next()
+
+
+def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[NamedParameters]:
+    """A bucket is full as soon as it holds `bucket_bytes`, as in DDP, so that biases travel with a weight."""
+    buckets: list[NamedParameters] = []
+    room = 0
+    for name, p in reversed(parameters):
+        if room <= 0:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append((name, p))
+        room -= local(p).numel() * p.element_size()
+    return buckets

@@ -1,0 +1,285 @@
+"""The strategy for gradients: average them while the backward pass still runs.
+
+`gradients.py` has the configuration. This module attaches it to a model: to one in `DistributedDataParallel` through its
+communication hook, or to a plain module through our own buckets and hooks (`buckets.py`).
+`rounds.py` describes a backward pass.
+
+Before each step of an optimizer over these parameters, a hook checks that all trainable parameters take part and that
+momentum is applied once. If the round was not finite, it removes the gradients, so that nothing is updated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...algorithm import require
+from ...average.base import Averager, NamedTensors
+from ...codec import Codec
+from ...comm import Communicator
+from ..base import AveragerAttachment
+from ..model.mean_model import holding_mean
+from ..model.models import kind_of, make_equal, refuse_ddp, refuse_ddp_around, trainable, values_of, wrapped_ddp
+from ..model.optimizer_step import Arguments, once_gradients_are_there
+from ..model.shards import is_sharded
+from ..strategy import Runtime
+from .buckets import BUCKET_BYTES, GradientBuckets
+from .dgc_sgd import check_optimizer
+from .rounds import GradientRounds
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+
+
+class GradientCompression(AveragerAttachment):
+    """What `Gradients` attaches, and the state of `gradient_hook`.
+
+    Args:
+        strategy: the configuration.
+        model: a module, or one in DDP.
+        runtime: without a communicator and replicas, the workers are those of DDP, or all.
+    """
+
+    call = "Gradients"
+    strategy: Gradients
+    averager: Averager
+
+    def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime):
+        ddp = wrapped_ddp(model)
+        module = model if ddp is None else ddp.module
+        refuse_ddp(self.call, module)
+        require(
+            ddp is None or runtime.replicas is None,
+            f"{self.call}: replicas={runtime.replicas} and a model in DistributedDataParallel, which has workers of its own; "
+            "give one",
+        )
+        self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
+        super().__init__(strategy, module, trainable(module, self._ignored), runtime)
+        self._names = {id(p): name for name, p in self.parameters}
+        self._sharded = {name for name, p in self.parameters if is_sharded(p)}
+        self._kinds = {name: kind_of(p) for name, p in self.parameters}
+        self._scaler, self._ddp = runtime.scaler, ddp
+        self._buckets: GradientBuckets | None = None
+        self._rounds: GradientRounds | None = None
+        self._saved: dict[str, Any] | None = None
+        self._warn_unused: finalize[..., GradientCompression] | None = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds so far by phase: compensate, encode, exchange, wait, decode.
+
+        Waiting and decoding run beside the backward pass. `blocked` is how long backward waited for them at its end.
+        """
+        return super().seconds
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """Waiting and decoding run beside the backward pass, which is "blocked" at its end."""
+        return ("compensate", "encode", "exchange", "blocked")
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of the next round; `handle.codec.levels` are the levels that ALQ or AMQ has learned so far."""
+        return self.averager.current_codec(self._state)
+
+    @contextmanager
+    def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
+        """Context in which buffers (running statistics) hold their mean over all workers; parameters are equal anyway.
+
+        All workers enter it together.
+
+        Args:
+            comm: how to average; by default the strategy's communicator, whose ledger then counts it.
+        """
+        with holding_mean([], 1.0, list(self._model.buffers()), comm or self.comm):
+            yield
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward only accumulates; the first backward after it averages the sum."""
+        if self._ddp is not None:
+            return self._ddp.no_sync()
+        require(
+            self._buckets is not None,
+            "this model is in DistributedDataParallel: call no_sync() of the DDP model instead",
+        )
+        assert self._buckets is not None
+        return self._buckets.no_sync()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that momentum is applied once: by the averager, as in `tw.dgc`, or by the optimizer.
+
+        Each step of an optimizer over these parameters checks it too; this call checks before the first step.
+
+        Raises:
+            ValueError: both apply momentum.
+        """
+        if self.averager.has_momentum:
+            check_optimizer(optimizer, [p for _, p in self.parameters])
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what this worker's `state_dict` returned: now, or as soon as the first bucket connects the workers.
+
+        The states of all workers together, in one dictionary, go on on another number of workers; see `AveragerAttachment`.
+
+        Raises:
+            ValueError: a state is missing, or of another worker or another configuration.
+        """
+        if self._state is None:
+            self._saved = saved
+        else:
+            super().load_state_dict(saved)
+
+    def detach(self) -> None:
+        """Stop averaging and end the threads. A plain module works as before; its gradients stay local.
+
+        DDP cannot remove a hook, so a detached DDP model raises an error in its next backward: wrap the module anew.
+        """
+        super().detach()
+
+    # ---- attaching ----
+
+    def _ready(self) -> None:
+        """Connect the workers, unless the first bucket has done so; all workers call this."""
+        if self._state is None:
+            with self._attaching() as comm:
+                self._begin(comm)
+
+    def _begin(self, comm: Communicator) -> None:
+        self._state = self.averager.init(self._tensors(), comm, self._seed)
+        self._begin_rounds(self.averager)
+        self._rounds = GradientRounds(
+            self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards, self._transaction
+        )
+        if self._saved is not None:
+            self.load_state_dict(self._saved)
+            self._saved = None
+
+    def attach(self) -> None:
+        """Connect the workers, and set the hooks of DDP or of a plain module."""
+        if self._ddp is None:
+            self._attach_plain()
+        else:
+            self._attach_ddp(self._ddp)
+
+    def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
+        require(
+            self._comm is None or not self._comm.is_elastic,
+            f"{self.call}: DistributedDataParallel has a fixed number of workers; pass the plain module",
+        )
+        require(
+            self.strategy.bucket_bytes is None,
+            f"{self.call}: bucket_bytes={self.strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has "
+            "buckets of its own; give it bucket_cap_mb",
+        )
+        with self._attaching(ddp.process_group) as comm:
+            self._begin(comm)
+            ddp.register_comm_hook(self, ddp_hook)
+
+    def _attach_plain(self) -> None:
+        with self._attaching() as comm:
+            make_equal(self._model, comm)
+            self._begin(comm)
+            self._on_detach(refuse_ddp_around(self.call, self._model).remove)
+            self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
+            self._on_detach(self._buckets.remove)
+
+    # ---- at work ----
+
+    def _launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
+        if self._warn_unused is not None:
+            self._warn_unused.detach()
+        self._ready()
+        assert self._rounds is not None
+        require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
+        if first:
+            self._check_unchanged()
+        return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        self._check_unchanged()
+        self.check_optimizer(optimizer)
+        return once_gradients_are_there(args, kwargs, lambda: self._drop_if_nonfinite(optimizer))
+
+    def _drop_if_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove the gradients, so that optimizers leave parameters, momentum and step counts as they are."""
+        if self._rounds is not None and self._rounds.skips:
+            for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
+                p.grad = None
+
+    def _check_unchanged(self) -> None:
+        """Raise a ValueError if a trainable parameter does not take part, or has changed its kind."""
+        # This runs twice in every step, so messages are built only when they are raised.
+        for name, p in self._model.named_parameters():
+            if p.requires_grad and id(p) not in self._names and name not in self._ignored:
+                if name in self._sharded and not is_sharded(p):
+                    continue  # FSDP has gathered it for this backward pass
+                raise ValueError(
+                    f"parameter {name!r} was added, replaced or unfrozen after {self.call} attached, so that its gradient "
+                    f"would stay local; detach(), and call {self.call} again"
+                )
+        for name, p in self.parameters:
+            now = kind_of(p)
+            if now != self._kinds[name]:
+                raise ValueError(
+                    f"parameter {name!r} is {now} now and was {self._kinds[name]} when {self.call} attached; convert the "
+                    "model first, then attach"
+                )
+
+    def expect_buckets(self) -> None:
+        """Warn if no bucket has come when the strategy is detached, or when the process ends."""
+        text = "gradient_hook: the hook never got a bucket, so it averaged nothing; register it with the DDP model"
+        self._warn_unused = finalize(self, warnings.warn, text, RuntimeWarning)
+
+    def _finish(self) -> None:
+        if self._warn_unused is not None:
+            self._warn_unused()
+        if self._rounds is not None:
+            self._rounds.close()
+
+    def _abandon(self, error: BaseException) -> None:
+        if self._rounds is not None:
+            self._rounds.abandon()
+            self._rounds.close()
+
+    def _own_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._state.state_dict()
+        return state
+
+    def _load_own(self, saved: dict[str, Any]) -> None:
+        self._state.load_state_dict(saved)
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.averager.deal(saved, self._tensors(), self.comm.rank, self.comm.size)
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        return [(self._state, self._tensors())]
+
+    def _shared(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "averager": self.averager.shared(self._state)}
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        self._model.load_state_dict(shared["model"])
+        self.averager.adopt(self._state, shared["averager"])
+
+    def _tensors(self) -> NamedTensors:
+        return [(name, values_of(p)) for name, p in self.parameters]
+
+
+def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and cannot read postponed ones
+    """The hook that DDP calls with each bucket when its gradients are complete."""
+    names = [state._names[id(p)] for p in bucket.parameters()]
+    require(
+        not bucket.buffer().is_sparse,
+        f"the gradient of {names[0]!r} is sparse; build its embedding with sparse=False",
+    )
+    named = list(zip(names, bucket.gradients(), strict=True))
+    return state._launch(named, bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())

@@ -1,0 +1,216 @@
+"""The rounds of an averager over gradients, one bucket at a time, while the backward pass still runs.
+
+    1. a bucket of gradients is ready: `averager.step` compensates, encodes and sends it, in the autograd thread;
+    2. a finishing thread waits for the bytes, decodes them into the gradients and completes the bucket's future; on CPUs
+       it begins when all buckets are sent, for until then the cores are better used to send them. On GPUs both run on a
+       stream of their own (`thinwire.streams`), which backward's stream waits for at the end of the round only;
+    3. the last bucket of the backward pass ends the round: memory commits if all of it was finite;
+    4. backward returns, and `param.grad` holds the mean of all workers.
+
+The order of buckets in a round is the same on all workers, and so is the order of their collectives.
+
+On an elastic communicator a round begins with the forward pass. A failure on the way does not reach the caller: the round is
+given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
+
+A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
+it. Where no other follows, nothing waits for it: the finishing thread is a daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...average.base import Averager, NamedTensors
+from ...comm import CommunicationError, Communicator, Handle
+from ...streams import WorkStream, has_streams, refuse_capture
+from ..model.shards import Replica
+from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
+from ..transaction import Transaction
+
+Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
+
+
+class GradientRounds:
+    """The rounds of one worker; see the module's text.
+
+    Args:
+        averager, state: how to agree, and its state.
+        comm: connects the workers.
+        scaler: the loss scaler in use, if there is one.
+        nonfinite: what follows from rounds that are not finite.
+        shards: the workers that hold the other shards of the model; a round is finite if it is so on all of them.
+        transaction: begins and ends rounds where workers come and go.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        state: Any,
+        comm: Communicator,
+        scaler: Any,
+        nonfinite: NonfiniteSteps,
+        shards: Replica,
+        transaction: Transaction,
+    ):
+        self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
+        self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
+        self._finisher = comm.background("thinwire-finish")
+        self._work = WorkStream(torch.device("cpu"))
+        self._device = torch.device("cpu")
+        self._held: list[Bucket] = []
+        self._finishing: list[Handle] = []
+        self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
+        self._scale = 1.0
+        self._is_open = self._is_broken = self._is_abandoned = self._is_in_backward = False
+        self._is_finite = True
+        self._has_all = False
+        self._culprit: str | None = None
+        self.skips = False
+        """Whether the gradients of the last round must not be applied."""
+
+    def launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket; the future completes with `buffer` when `tensors` hold the mean.
+
+        When the backward pass ends, it waits for the round and raises what went wrong. Outside of one, as where DDP's `join`
+        takes part for a worker without inputs left, the last bucket does.
+        """
+        if first:
+            self._open(buffer.device)
+        if self._nonfinite.is_last_chance and self._culprit is None:
+            self._culprit = first_nonfinite(tensors)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self._held.append((tensors, future, buffer))
+        if last or not self._averager.whole_model:
+            self._step(last)
+        if last and not self._is_in_backward:
+            self._end_backward()
+        return future
+
+    def close(self) -> None:
+        """End the finishing thread; a round that an error left open is given up."""
+        if self._is_open:
+            self.abandon()
+        self._finisher.close()
+        if not self._is_abandoned:
+            self._finisher.join()
+
+    def abandon(self) -> None:
+        """Give up the round that is open, without waiting for other workers."""
+        self._is_abandoned = True
+        self._finish_late()
+
+    def _open(self, device: torch.device) -> None:
+        refuse_capture(device)
+        if self._is_open:  # an error broke off the last backward pass
+            self._finish_late()
+            for handle in self._finishing:
+                with suppress(Exception):  # `_end_backward` has raised it, if it came to that
+                    handle.wait()
+            self._work.join()
+            self._averager.discard(self._state)
+        healed = self._transaction.begin()
+        if device != self._device:
+            self._work, self._device, self._state.clock.device = WorkStream(device), device, device
+        self._held, self._finishing = [], []
+        self._is_open, self._is_finite, self._has_all = True, True, False
+        self._is_broken = healed  # then these gradients are those of other parameters
+        self._culprit, self.skips = None, False
+        self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        self._is_in_backward = torch._C._current_graph_task_id() != -1
+        if self._is_in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _step(self, last: bool) -> None:
+        held, self._held = self._held, []
+        tensors = [pair for bucket, _, _ in held for pair in bucket]
+        try:
+            require_whole(self._comm, self._is_broken)
+            with self._work.after_caller():
+                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
+            self._is_broken = True
+            for _, future, buffer in held:
+                future.set_result(buffer)
+            if last:
+                self._finish_late()
+            return
+        self._late.append(partial(self._finish, handle, held, last))
+        if last or not (self._averager.sends_at_once(self._state) and self._waits_late()):
+            self._finish_late()
+
+    def _finish_late(self) -> None:
+        late, self._late = self._late, []
+        self._finishing += [self._finisher.submit(finish) for finish in late]
+
+    def _finish(self, handle: Handle, held: list[Bucket], last: bool) -> None:
+        """In the finishing thread: decode a step; after the last one, commit."""
+        with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
+            try:
+                if self._is_abandoned:
+                    return
+                handle.wait()
+                if last and self._comm.is_elastic:
+                    self._has_all = not self._is_broken
+                elif last and not self._is_broken:
+                    self._is_finite = self._shards.commit(self._averager, self._state)
+                    self._is_open = False
+            except BaseException:
+                self._is_broken = True  # the next round discards this one
+                raise
+            finally:  # DDP must not wait for ever; `_end_backward` raises the error
+                for _, future, buffer in held:
+                    future.set_result(buffer)
+
+    def _waits_late(self) -> bool:
+        """Whether waiting begins when all buckets are sent: to spare CPUs, or to keep the order of collectives."""
+        return not has_streams(self._device) or self._averager.sends_while_waiting(self._state)
+
+    def _end_backward(self) -> None:
+        self._finish_late()  # also where the last bucket was never launched: DDP raises that in its next forward
+        with self._state.clock("blocked"):
+            try:
+                for task in self._finishing:
+                    self._take(task)
+            finally:
+                self._work.join()
+        if self._comm.is_elastic:
+            self._vote()
+            if self._is_open:
+                self._is_open, self.skips = False, True
+                return
+        if self._is_open:
+            return
+        action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)
+        self.skips = action == "skip"
+        if action == "raise":  # on all workers, at the same point
+            raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
+
+    def _take(self, task: Handle) -> None:
+        """Wait for a task; a worker that has died breaks an elastic round only."""
+        try:
+            task.wait()
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
+            self._is_broken = True
+
+    def _vote(self) -> None:
+        """Commit the round if all workers have it; else go back to where it began."""
+        if self._transaction.end(self._has_all and not self._is_broken):
+            self._is_finite, self._is_open = self._averager.commit(self._state), False
+        else:
+            self._averager.discard(self._state)
+
+
+def require_whole(comm: Communicator, is_broken: bool) -> None:
+    """Raise a CommunicationError if an elastic round has failed already, so that nothing more is sent in it."""
+    if comm.is_elastic and is_broken:
+        raise CommunicationError(f"rank {comm.rank}: the round has failed")

@@ -1,0 +1,320 @@
+"""Encoded communication inside one sharded model: what FSDP gathers and reduces.
+
+FSDP gathers a module's parameters before its forward and its backward pass, and reduces and scatters its gradients after the
+backward pass. Both calls of a module go through the objects that `set_custom_all_gather` and `set_custom_reduce_scatter`
+take. Here they encode:
+
+    all-gather       every worker encodes its shard, sends the payload to all others, and decodes all payloads, its own too,
+                     so that all workers compute with the same parameters. The shards themselves stay exact.
+    reduce-scatter   every worker encodes the shard of each other worker, and sends it there (all-to-all). A worker decodes and
+                     adds what it got in one pass, in rank order.
+
+Random numbers. The forward and the backward pass of a step gather the same bits: the key of a module's parameters counts its
+reduce-scatters so far, encoded or dense. So every step rounds with new random numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import debug
+from ...algorithm import require
+from ...clock import Clock
+from ...codec import QSGD, Codec, Key
+from ...comm import Communicator, Ledger, ProcessGroupCommunicator
+from ...comm.check import announced_sizes
+from ...comm.dense import gather_shards, reduce_scatter_shards
+from ..attached import register_shards
+from ..base import Attachment
+from ..model.optimizer_step import Arguments
+from ..model.own_gradients import OwnGradients
+from ..model.shards import Replica, reshard
+from ..nonfinite import NonfiniteSteps, first_nonfinite
+from ..strategy import Runtime, Strategy
+
+CALL = "Shards"
+
+
+class ShardCompression(Attachment):
+    """What `Shards` attaches: the encoded communication of one model under `fully_shard`."""
+
+    def __init__(self, strategy: Shards, model: nn.Module, seed: int):
+        modules = reshard(model)
+        require(bool(modules), f"{CALL}: no part of the model is under fully_shard; shard it first")
+        self.strategy, self._seed = strategy, seed
+        gradients, parameters = strategy.gradients, strategy.parameters
+        self._clock, self._is_detached = Clock(), False
+        self._comm: ProcessGroupCommunicator | None = None
+        self._group: Any = None
+        self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
+        self._shards, self._named = Replica(CALL, model), list(model.named_parameters())
+        self._own_gradients: OwnGradients | None = None
+        self._culprit: str | None = None
+        register_shards(self, self._named)
+        names = {id(module): name for name, module in model.named_modules()}
+        self._wires = [_Wire(self, names[id(module)]) for module in modules]
+        for module, wire in zip(modules, self._wires, strict=True):
+            if parameters is not None:
+                module.set_custom_all_gather(_AllGather(wire))
+            module.set_custom_reduce_scatter(_ReduceScatter(wire))  # also where it stays dense: it counts steps
+            if gradients is not None:
+                module.set_force_sum_reduction_for_comms(True)  # FSDP divides, by the factor that the user chose
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes that this worker sent and received, and what the same collectives would have sent dense."""
+        require(self._comm is not None, f"{CALL}: not connected yet; the first forward pass connects the workers")
+        assert self._comm is not None
+        return self._comm.ledger
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds so far by phase: encode, wait, decode."""
+        return self._clock.seconds
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps that were skipped because they were not finite."""
+        return self._nonfinite.num_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps each module has made, from which random numbers follow. The same on all workers."""
+        return {wire.name: wire.step for wire in self._wires}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on any number of workers.
+
+        Raises:
+            ValueError: it is of a model with other modules under `fully_shard`.
+        """
+        differing = sorted(saved.keys() ^ {wire.name for wire in self._wires})
+        require(not differing, f"{CALL}: the saved state does not fit: modules {differing[:5]} are only in one of them")
+        for wire in self._wires:
+            wire.step = saved[wire.name]
+
+    def detach(self) -> None:
+        """Go on with FSDP's own dense collectives. Calling it again does nothing."""
+        self._is_detached = True
+        self._shards.close()
+        if self._comm is not None:
+            self._comm.close()
+
+    # ---- steps that are not finite ----
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
+        if self._is_detached or self._comm is None:
+            return args, kwargs
+        if self._own_gradients is None:
+            self._shards.connect_replica()
+            self._own_gradients = OwnGradients(self._nonfinite, self._comm.rank, self._named, self._shards)
+        self._own_gradients.culprit, self._culprit = self._culprit, None
+        return self._own_gradients.guard(optimizer, args, kwargs)
+
+    def note(self, wire: _Wire, gradient: Tensor) -> None:
+        """Note the first module whose own gradient is not finite, if the next such step is an error."""
+        if self._nonfinite.is_last_chance and self._culprit is None and first_nonfinite([("", gradient)]) is not None:
+            self._culprit = f"gradient of the module {wire.name!r}"
+
+    # ---- what the collectives use ----
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether collectives are dense again."""
+        return self._is_detached
+
+    def connected(self, group: Any, device: torch.device) -> ProcessGroupCommunicator:
+        """The communicator over FSDP's group, made by the first collective."""
+        if self._comm is None:
+            self._comm = ProcessGroupCommunicator(group, device=device)
+            self._group, self._clock.device = group, device
+            self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
+        require(
+            group is self._group, f"{CALL}: modules are sharded over different groups; use one mesh for all of them"
+        )
+        return self._comm
+
+    def key(self, wire: _Wire, codec: Codec, what: str, rank: int) -> Key:
+        """The key of what worker `rank` encodes; the same for all workers where the codec asks for it."""
+        stream = zlib.crc32(f"{what} {wire.name}".encode()) | (0 if codec.traits.shared_key else rank) << 32
+        return Key(self._seed, stream, wire.step)
+
+
+class _Wire:
+    """The collectives of one module."""
+
+    def __init__(self, owner: ShardCompression, name: str):
+        self.owner, self.name, self.step = owner, name, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of FSDP, which it writes itself."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def all_gather(self, output: Tensor, shard: Tensor, group: Any) -> None:
+        """Fill `output` with the decoded shards of all workers, in rank order; `shard` may lie in it."""
+        owner, codec = self.owner, self.owner.strategy.parameters
+        assert codec is not None
+        comm = owner.connected(group, shard.device)
+        comm.ledger.add_dense(output.numel() // 2)  # an all-gather sends half of an all-reduce
+        if not shard.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
+            for part, whole in zip(output.view(comm.size, -1), comm.all_gather(shard.clone()).wait(), strict=True):
+                part.copy_(whole)
+            return
+        keys = [owner.key(self, codec, "parameters", rank) for rank in range(comm.size)]
+        with owner._clock("encode"):
+            payload = codec.encode(shard, keys[comm.rank])
+        with owner._clock("wait"):
+            limit = codec.nbytes(shard.numel())
+            payloads = comm.all_gather(payload, variable=not codec.traits.fixed_size, limit=limit).wait()
+        with owner._clock("decode"):
+            for part, received, key in zip(output.view(comm.size, -1), payloads, keys, strict=True):
+                _decode(codec, [received], part, key)
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: Any) -> None:
+        """Write the sum over all workers of this worker's shard of `whole` into `output`."""
+        owner, codec = self.owner, self.owner.strategy.gradients
+        assert codec is not None
+        comm = owner.connected(group, whole.device)
+        comm.ledger.add_dense(whole.numel() // 2)
+        key = owner.key(self, codec, "gradients", comm.rank)
+        with owner._clock("encode"):
+            keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard
+            messages = [
+                codec.encode(part, part_key) for part, part_key in zip(whole.view(comm.size, -1), keys, strict=True)
+            ]
+        with owner._clock("wait"):
+            sizes = None if codec.traits.fixed_size else _sizes(comm, messages, codec.nbytes(output.numel()))
+            received = comm.all_to_all(messages, sizes).wait()
+        with owner._clock("decode"):
+            _decode(codec, received, output, keys[comm.rank])
+
+
+class _AllGather:
+    """What `set_custom_all_gather` takes."""
+
+    def __init__(self, wire: _Wire):
+        self._wire = wire
+        self.allocate = wire.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        if self._wire.owner.is_detached:
+            return gather_shards(output_tensor, input_tensor, group, async_op)
+        self._wire.all_gather(output_tensor, input_tensor, group)
+        return None
+
+
+class _ReduceScatter:
+    """What `set_custom_reduce_scatter` takes."""
+
+    def __init__(self, wire: _Wire):
+        self._wire = wire
+        self.allocate = wire.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        owner = self._wire.owner
+        owner.note(self._wire, input_tensor)
+        if owner.is_detached or owner.strategy.gradients is None:
+            self._wire.step += 1
+            return reduce_scatter_shards(output_tensor, input_tensor, group, op, async_op)
+        self._wire.reduce_scatter(output_tensor, input_tensor, group)
+        self._wire.step += 1
+        return None
+
+
+def _decode(codec: Codec, payloads: Sequence[Tensor], out: Tensor, key: Key) -> None:
+    """Overwrite `out`, of any float dtype, by the sum of the payloads."""
+    is_direct = out.dtype == torch.float32 and out.is_contiguous()
+    buffer = out if is_direct else debug.empty(out.numel(), device=out.device)
+    codec.decode_sum(payloads, buffer, 1.0, key)
+    if not is_direct:
+        out.copy_(buffer)
+
+
+def _sizes(comm: Communicator, messages: list[Tensor], limit: int) -> list[int]:
+    """Bytes of what each worker sends to this one, at most `limit` each; more is a `CommunicationError`."""
+    lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
+    return announced_sizes(torch.cat(comm.all_to_all(list(lengths.split(1))).wait()).tolist(), limit)
+
+
+@dataclass(frozen=True, repr=False)
+class Shards(Strategy[ShardCompression]):
+    """Encode what FSDP sends between the shards of one model: gradients when it reduces them, parameters when it gathers them.
+
+        shard r of the gradient    g_r <- 1/W sum_i C_g(g_i,r)        reduce-scatter
+        gathered parameters        x   <- (C_p(x_1), ..., C_p(x_W))   all-gather, before forward and before backward
+
+    Attach it after `fully_shard`; it needs no optimizer, and communicates over the mesh of the model. Optimizers, checkpoints
+    and clipping see exact shards; only what travels is encoded. The gradient is unbiased at the parameters that the forward
+    pass has used. In the first forward pass all workers compare options and seeds.
+
+    Bytes sent per worker and module, n elements: `(W-1)/W (n_g + n_p)`, where n_g and n_p are the bytes of the encoded n
+    elements; n_p twice if FSDP gathers again before backward (`reshard_after_forward`). Dense, n_g = n_p = 4n in float32.
+    The ledger's dense bytes are those of the same collectives.
+
+    Attached, it has `ledger`, `seconds`, `num_skipped`, `state_dict`, `load_state_dict` and `detach`.
+
+    Args:
+        gradients: an unbiased codec, such as `QSGD(bits=4)`; None leaves gradients to FSDP.
+        parameters: a codec such as `QSGD(bits=8)`; fewer bits => fewer bytes, more noise in the weights; None leaves them to
+            FSDP.
+        on_nonfinite: what to do if a gradient is infinite or NaN on any worker. "skip": no optimizer updates these parameters,
+            on any worker. "raise": `optimizer.step()` raises on all workers. "apply": nothing.
+        max_nonfinite: with "skip", how many such steps in a row are an error.
+
+    Raises:
+        ValueError: a codec does not suit, or a value out of range. When it is attached: no part of the model is under
+            `fully_shard`.
+
+    Source: Wang et al. 2023, ZeRO++, arXiv 2306.10209; Markov et al. 2023, QSDP, arXiv 2302.02390.
+
+    Example:
+        >>> import thinwire as tw
+        >>> # fully_shard(model, mesh=mesh)
+        >>> # handle = tw.attach(model, optimizer, tw.Shards(gradients=tw.QSGD(bits=4), parameters=tw.QSGD(bits=8)))
+        >>> tw.attach(torch.nn.Linear(2, 2), None, tw.Shards(parameters=None))
+        Traceback (most recent call last):
+        ValueError: Shards: no part of the model is under fully_shard; shard it first
+    """
+
+    gradients: Codec | None = QSGD(bits=4)
+    parameters: Codec | None = QSGD(bits=8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, codec in (("gradients", self.gradients), ("parameters", self.parameters)):
+            require(
+                codec is None or isinstance(codec, Codec),
+                f"{CALL}: {name} must be a codec such as QSGD(bits=8), or None, got {codec!r}",
+            )
+            if codec is not None:
+                codec.traits.check(codec, f"{CALL}({name}=...)", carries=("shared_key",))
+        require(
+            self.gradients is None or self.gradients.traits.unbiased,
+            f"{CALL}: gradients={self.gradients} is biased, and there is no memory for what it loses, as that would have the "
+            "size of the whole model; use an unbiased codec, such as QSGD(bits=4)",
+        )
+
+    def _attached(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+    ) -> ShardCompression:
+        alone = runtime.comm is None and runtime.replicas is None
+        require(alone, f"{CALL}: it communicates over the model's mesh; leave comm and replicas out")
+        return ShardCompression(self, model, runtime.seed)
+
+
+def compress_shards(model: nn.Module, *, seed: int = 0, **options: Any) -> ShardCompression:
+    """Attach `Shards(**options)` to a model under `fully_shard`. See `attach` for the arguments.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.compress_shards(torch.nn.Linear(2, 2), parameters=None)
+        Traceback (most recent call last):
+        ValueError: Shards: no part of the model is under fully_shard; shard it first
+    """
+    return Shards(**options).attach(model, seed=seed)

@@ -1,0 +1,187 @@
+"""The fragments of a model: which parameters are exchanged together, and when.
+
+Fragment p of P is exchanged every H steps, first after `ceil((p + 1) H / P)` steps. So one exchange carries about 1/P of the
+model, and the peak of the traffic is 1/P of that of one fragment. With P = 1 the whole model is exchanged after H steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...algorithm import require
+from ...average.base import NamedTensors
+from ..flight import Flight
+from .inverse_norm import NormStatistics
+
+Fragments = int | Sequence[str | Sequence[str]]
+"""How to divide a model: into P fragments with strides over its layers, or by patterns of parameter names."""
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: up to the first number in its name, or else the module that owns it.
+
+    Example:
+        >>> [layer_of(name) for name in ("blocks.3.attention.weight", "embedding.weight", "scale")]
+        ['blocks.3', 'embedding', 'scale']
+    """
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if number is not None:
+        return ".".join(parts[: number + 1])
+    return ".".join(parts[:-1]) or name
+
+
+def divide(names: Sequence[str], fragments: Fragments) -> list[list[str]]:
+    """The names of the parameters of each fragment.
+
+    Args:
+        names: of all parameters, in the model's order.
+        fragments: P, layer i belongs to fragment `i mod P`; or one pattern, or several, for each fragment. `*` stands for any
+            characters, and the first fragment that matches a name has it.
+
+    Raises:
+        ValueError: more fragments than layers, a name that no pattern matches, or a fragment without parameters.
+
+    Example:
+        >>> names = ["embed.weight", "blocks.0.weight", "blocks.1.weight", "head.weight"]
+        >>> divide(names, 2)
+        [['embed.weight', 'blocks.1.weight'], ['blocks.0.weight', 'head.weight']]
+        >>> divide(names, [("embed.*", "head.*"), "blocks.*"])
+        [['embed.weight', 'head.weight'], ['blocks.0.weight', 'blocks.1.weight']]
+    """
+    if isinstance(fragments, int):
+        layers = list(dict.fromkeys(layer_of(name) for name in names))
+        require(
+            1 <= fragments <= len(layers),
+            f"Local: fragments must be 1 to {len(layers)}, the number of layers, got {fragments}",
+        )
+        place = {layer: i % fragments for i, layer in enumerate(layers)}
+        return [[name for name in names if place[layer_of(name)] == i] for i in range(fragments)]
+    patterns = [[one] if isinstance(one, str) else list(one) for one in fragments]
+    divided: list[list[str]] = [[] for _ in patterns]
+    for name in names:
+        owner = next((i for i, some in enumerate(patterns) if any(fnmatchcase(name, p) for p in some)), None)
+        require(
+            owner is not None,
+            f"Local: no pattern of fragments matches parameter {name!r}; add one, such as '*' at the end",
+        )
+        assert owner is not None
+        divided[owner].append(name)
+    for some, found in zip(patterns, divided, strict=True):
+        require(bool(found), f"Local: the patterns {some} of a fragment match no parameter that is left")
+    return divided
+
+
+def offset(index: int, num_fragments: int, every: int) -> int:
+    """After how many steps of a period of `every` steps the fragment is exchanged.
+
+    Example:
+        >>> [offset(i, 3, 30) for i in range(3)], offset(0, 1, 30)
+        ([10, 20, 30], 30)
+    """
+    return -(-(index + 1) * every // num_fragments)
+
+
+@dataclass
+class Fragment:
+    """Some parameters of a model that are exchanged together, and what is known of them.
+
+    Attributes:
+        offset: after how many steps of a period it is exchanged, 1 .. H.
+        places: positions of its parameters among those of the strategy.
+        anchors: its part of the anchor.
+        changes: the pseudo-gradients, which become their mean.
+        pulled: copies of the anchors that are averaged too; empty without `pull`.
+        state: of the averager.
+        statistics: of the norms of its changes.
+        flight: the round in flight; its result is whether it was finite. None if the last round is merged, or was loaded.
+        finite: the result of the flight, once it has ended and was waited for.
+        steps_to_merge: how many steps later the round in flight is merged.
+        has_moved: whether the parameters may differ from the anchor.
+        gave_up: under gossip, whether this worker's changes in the present round were not finite.
+    """
+
+    offset: int
+    places: list[int]
+    anchors: list[tuple[str, nn.Parameter]]
+    changes: list[Tensor]
+    pulled: list[Tensor]
+    state: Any = None
+    statistics: NormStatistics = field(default_factory=NormStatistics)
+    flight: Flight[bool] | None = None
+    finite: bool | None = None
+    steps_to_merge: int = 0
+    has_moved: bool = False
+    gave_up: bool = False
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round has begun and is not merged."""
+        return self.flight is not None or self.finite is not None
+
+    def settle(self) -> None:
+        """Wait until the messages have come. Merges nothing."""
+        if self.flight is not None:
+            self.finite = self.flight.settle()
+
+    def named_changes(self) -> NamedTensors:
+        """The pseudo-gradients by parameter name."""
+        return [(name, g) for (name, _), g in zip(self.anchors, self.changes, strict=True)]
+
+    def named_pulled(self) -> NamedTensors:
+        """Pseudo-gradients and copies of the anchors, which `pull` averages together."""
+        copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=True)]
+        return [*self.named_changes(), *copies]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's state; of a round in flight also its results, which must have come."""
+        landed = None if self.finite is None else [t.clone() for t in (*self.changes, *self.pulled)]
+        return {
+            "averager": self.state.state_dict(),
+            "statistics": self.statistics.state_dict(),
+            "landed": landed,
+            "finite": self.finite,
+            "steps_to_merge": self.steps_to_merge,
+            "has_moved": self.has_moved,
+            "gave_up": self.gave_up,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.state.load_state_dict(saved["averager"])
+        self.statistics = NormStatistics(**saved["statistics"])
+        for t, value in zip((*self.changes, *self.pulled), saved["landed"] or (), strict=False):
+            t.copy_(value)
+        self.flight, self.finite = None, saved["finite"]
+        self.steps_to_merge = saved["steps_to_merge"]
+        self.has_moved, self.gave_up = saved["has_moved"], saved["gave_up"]
+
+
+def make_fragments(
+    anchors: Sequence[tuple[str, nn.Parameter]], fragments: Fragments, every: int, pulls: bool
+) -> list[Fragment]:
+    """The fragments of a model whose anchors these are, without the averager's states.
+
+    Args:
+        anchors: by parameter name, in the order of the parameters.
+        fragments: as in `divide`.
+        every: H.
+        pulls: whether anchors are averaged too.
+    """
+    names = [name for name, _ in anchors]
+    divided = divide(names, fragments)
+    made = []
+    for i, own in enumerate(divided):
+        members = set(own)
+        places = [place for place, name in enumerate(names) if name in members]
+        held = [anchors[place] for place in places]
+        changes = [torch.zeros_like(anchor.detach()) for _, anchor in held]
+        pulled = [torch.zeros_like(g) for g in changes] if pulls else []
+        made.append(Fragment(offset(i, len(divided), every), places, held, changes, pulled))
+    return made

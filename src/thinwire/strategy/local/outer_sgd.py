@@ -1,0 +1,58 @@
+"""The outer optimizer of `local_updates` as data, for the command line and saved runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...algorithm import Algorithm, require
+
+
+@dataclass(frozen=True, repr=False)
+class OuterSGD(Algorithm):
+    """Makes the outer optimizer of DiLoCo: SGD over anchors, with Nesterov momentum.
+
+        v <- momentum v + g;   anchor <- anchor - lr (g + momentum v);   or anchor - lr v without Nesterov
+
+    With `lr=1.0, momentum=0.0` it is plain averaging.
+
+    Args:
+        lr: outer learning rate; higher => larger outer steps.
+        momentum: in [0, 1); higher => steadier outer steps.
+        nesterov: whether momentum is Nesterov's.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, with these defaults.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> outer = tw.OuterSGD(lr=0.7)
+        >>> outer
+        OuterSGD()
+        >>> outer([torch.nn.Parameter(torch.ones(2))]).defaults["nesterov"]
+        True
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.lr, (int, float)) and self.lr > 0,
+            f"OuterSGD: lr must be a positive number, got {self.lr!r}",
+        )
+        require(
+            isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
+            f"OuterSGD: momentum must be at least 0 and below 1, got {self.momentum!r}",
+        )
+
+    def __call__(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over these parameters."""
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)

@@ -1,0 +1,428 @@
+"""The rounds of `Local`: workers train alone for H steps, and then average what they changed.
+
+Every worker keeps an *anchor*: its parameters after the last round, in float32 (float64 for float64 parameters). The model is
+divided into *fragments* (`fragments.py`), one by default. A fragment is exchanged every H steps of the optimizer, inside the
+step's hook:
+
+    1. measure    the pseudo-gradient g_i = anchor - parameters, the changes since the last round
+    2. average    g_i becomes the mean of all workers, with the averager's codec and memory
+    3. step       the outer optimizer applies it to the anchor; by default anchor <- anchor - g, which is plain averaging
+    4. merge      parameters <- alpha parameters + (1 - alpha) anchor; by default alpha = 0
+
+With a delay of tau steps, phase 2 runs in a thread while the training goes on, and phases 3 and 4 come tau steps later. One
+exchange is in flight at a time: the next one waits in its own thread, and the training waits only for what it merges. A round
+is merged at the same step on all workers, so the result does not depend on the network's speed.
+
+A gossip averager has no mean that all workers know. Phase 2 is left out: each worker's outer optimizer applies its own
+pseudo-gradient, and then the anchors gossip one round, which is what flies. Where the outer optimizer is linear (SGD, with or
+without momentum), the mean of the anchors over workers follows the same equation either way. With `pull`, pseudo-gradients and
+anchors are mixed with those of neighbours, and the outer optimizer applies
+
+    mixed g + pull (anchor - mixed anchor)
+
+Push-sum. The anchor is the biased x, and the parameters restart from z = x/w. Changes of z are applied to x unweighted, so
+the mean of x moves by the mean of all changes, whatever the weights are.
+
+Steps that are not finite. By default an inner step with an infinite or NaN gradient is skipped on its worker
+(`own_gradients.py`). A round is a transaction besides. If a change is infinite or NaN on any worker, the mean is so on all
+of them: all go back to the anchor, and memory and outer optimizer keep their state. Under gossip only that worker gives up its
+changes, and gossips its anchor. Either way it warns.
+
+Buffers (running statistics) are equal at the start, then local; `synchronize` averages those of floating point.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ... import kernels
+from ...algorithm import require
+from ...average.base import Averager, NamedTensors
+from ...clock import Clock
+from ...comm import CommunicationError, Communicator
+from ...membership import mean_of
+from ...streams import WorkStream, refuse_capture
+from ..flight import Flight
+from ..gradients.dgc_sgd import check_optimizer
+from ..model.live_parameters import LiveParameters
+from ..model.models import make_equal, refuse_ddp, refuse_ddp_around, trainable, unexpanded, updated_by, values_of
+from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
+from ..model.own_gradients import OwnGradients
+from ..own_model import OwnModelAttachment
+from ..strategy import Runtime
+from .fragments import Fragment, make_fragments
+from .outer_sgd import OuterSGD
+from .tensors import anchor_of, average_exactly, renamed, states_of
+
+if TYPE_CHECKING:
+    from .local import Local
+
+PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+
+
+class LocalUpdates(OwnModelAttachment):
+    """What `Local` attaches: the rounds of one model."""
+
+    call = "Local"
+    averager: Averager
+    strategy: Local
+
+    def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
+        refuse_ddp(self.call, model)
+        super().__init__(strategy, model, trainable(model), runtime)
+        self._optimizer = stepping_optimizer(self.call, optimizer)
+        updated_by(self.call, self._optimizer, model)
+        require(
+            not self._shards or strategy.weights is None,
+            f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
+        )
+        self._step = self._num_steps = 0
+        self._clock = Clock()
+        with self._attaching() as comm:
+            names = [name for name, _ in self.parameters]
+            make_equal(model, comm, parameters=names)
+            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
+            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
+            device = self._anchors[0][1].device
+            self._work, self._device, self._clock.device = WorkStream(device), device, device
+            self._background = comm.background("thinwire-round")
+            made = (strategy.outer or PLAIN_AVERAGING)([anchor for _, anchor in self._anchors])
+            self._scheduler = made if isinstance(made, LRScheduler) else None
+            self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
+            comm.check_agreement({"outer optimizer": repr(self._outer)})
+            if self.averager.has_momentum:
+                check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
+            self._fragments = make_fragments(
+                self._anchors, strategy.fragments, strategy.every, strategy.pull is not None
+            )
+            for fragment in self._fragments:
+                tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
+                fragment.state = self.averager.init(tensors, comm, self._seed)
+                fragment.state.clock.device = device
+            self._begin_rounds(self.averager)
+            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
+            self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
+            self._on_detach(self._watch.remove)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds so far by phase: measure, outer, and those of the averager.
+
+        With a delay also "blocked": what the training waited for messages that were not there when they were to be merged.
+        """
+        total: Counter[str] = Counter()
+        for clock in (self._clock, *(fragment.state.clock for fragment in self._fragments)):
+            total.update(clock.seconds)
+        return dict(total)
+
+    @property
+    def phases_in_step(self) -> tuple[str, ...]:
+        """With a delay, a thread does the averager's part."""
+        return ("measure", "outer", *(("blocked",) if self.strategy.delay else super().phases_in_step))
+
+    @property
+    def num_fragments(self) -> int:
+        """P, the number of fragments."""
+        return len(self._fragments)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Leave the same parameters and floating-point buffers on all workers. All call it, for example at the end.
+
+        It merges what is in flight. Fragments that have moved since their last round get a round of their own, without delay.
+        Under gossip the exact mean of the anchors follows, dense: 2 (W-1)/W 4n bytes per worker. A new period begins.
+        """
+        self._shards.reshard()
+        self._require_own_model("synchronize()")
+        self._live.check()
+        self._merge_all()
+        for fragment in self._fragments:
+            if fragment.has_moved:
+                self._begin(fragment, delay=0)
+                self._merge(fragment, alpha=0.0)
+        self._step = 0
+        if not self.averager.gives_one_mean:
+            average_exactly([anchor for _, anchor in self._anchors], self.comm)
+            # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
+            for fragment in self._fragments:
+                for _, anchor in fragment.anchors:
+                    anchor.div_(self.averager.debias_factor(fragment.state))
+                self._restart(fragment, alpha=0.0)
+        buffers = [values_of(b) for b in self._model.buffers()]
+        average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
+
+    # ---- what the base asks for ----
+
+    @property
+    def _weight(self) -> float:
+        """Under push-sum the weight of the first fragment, which those of others soon equal."""
+        return 1.0 / self.averager.debias_factor(self._fragments[0].state)
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        if comm is not None:
+            return comm
+        self._ready()  # rounds in flight use the strategy's own
+        return self.comm
+
+    def _ready(self) -> None:
+        for fragment in self._fragments:
+            fragment.settle()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Merge what is in flight; the parameters stay local."""
+        self._merge_all()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Nothing to do: rounds in flight end in their own threads."""
+
+    # ---- one step of the inner optimizer ----
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        self._require_own_optimizer(optimizer)
+        self._require_own_model("optimizer.step()")
+        self._live.check()
+        return self._own_gradients.guard(optimizer, args, kwargs)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._watch.stepped()
+        self._step += 1
+        self._num_steps += 1
+        self.comm.ledger.count_step()
+        self._average_optimizer_state()
+        for fragment in self._fragments:
+            fragment.has_moved = True
+            if fragment.in_flight:
+                fragment.steps_to_merge -= 1
+                if fragment.steps_to_merge == 0:
+                    self._merge(fragment, self.strategy.alpha)
+        for fragment in self._fragments:
+            if fragment.offset == self._step:
+                self._begin(fragment, self.strategy.delay)
+                if self.strategy.delay == 0:
+                    self._merge(fragment, self.strategy.alpha)
+        self._step %= self.strategy.every
+
+    def _average_optimizer_state(self) -> None:
+        """Average those states of the inner optimizer whose period ends with this step."""
+        due = [key for key, every in self.strategy.state_every.items() if self._num_steps % every == 0]
+        if due:
+            self._ready()
+        for key in due:
+            average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
+
+    # ---- a round, in the four phases of the module's text ----
+
+    def _begin(self, fragment: Fragment, delay: int) -> None:
+        """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
+        with self._clock("measure"):
+            self._measure(fragment)
+        if not self.averager.gives_one_mean:
+            self._apply_own_changes(fragment)
+        fragment.has_moved = False
+        if delay == 0:
+            self._ready()
+            elastic = self.comm.is_elastic
+            fragment.finite = self._exchange_until_committed(fragment) if elastic else self._exchange(fragment)
+            return
+        refuse_capture(self._device)
+        with self._work.after_caller():
+            pass  # so that the work stream waits for what was measured
+        fragment.flight = Flight(lambda: self._exchange(fragment), self._work, self._background)
+        fragment.steps_to_merge = delay
+
+    def _measure(self, fragment: Fragment) -> None:
+        """The pseudo-gradient: from the estimate where this period began to where it ended."""
+        factor = self.averager.debias_factor(fragment.state)
+        for (_, anchor), gradient, p in zip(fragment.anchors, fragment.changes, self._parts(fragment), strict=True):
+            torch.mul(anchor, factor, out=gradient)
+            gradient.sub_(p)
+        for copied, (_, anchor) in zip(fragment.pulled, fragment.anchors, strict=False):
+            copied.copy_(anchor)
+
+    def _apply_own_changes(self, fragment: Fragment) -> None:
+        """Under gossip: give up changes that are not finite, and apply the others, unless `pull` mixes them first."""
+        fragment.gave_up = not self._shards.all(kernels.flags.read(kernels.all_finite(fragment.changes)))
+        if fragment.gave_up:
+            self._warn()
+            for gradient in fragment.changes:
+                gradient.zero_()
+        elif self.strategy.pull is None:
+            self._apply(fragment)
+
+    def _exchange_until_committed(self, fragment: Fragment) -> bool:
+        """Phase 2 with workers that may die: what this worker has changed is sent again, to those that are left."""
+        while True:
+            healed = self._transaction.begin()
+            if healed:  # it has changed nothing since the anchors that it was given
+                for t in fragment.changes:
+                    t.zero_()
+            kept = [*fragment.changes, *fragment.pulled, *(anchor.detach() for _, anchor in fragment.anchors)]
+            before, saved = [t.clone() for t in kept], fragment.state.state_dict()
+            statistics = copy.deepcopy(fragment.statistics)
+            try:
+                self._send(fragment)
+                has_all = True
+            except CommunicationError:
+                has_all = False
+            if self._transaction.end(has_all):
+                return self.averager.commit(fragment.state)
+            self.averager.rewind(fragment.state, saved)
+            fragment.statistics = statistics
+            for t, old in zip(kept, before, strict=True):
+                t.copy_(old)
+
+    def _exchange(self, fragment: Fragment) -> bool:
+        """Phase 2, in this or another thread; returns whether the result is finite."""
+        self._send(fragment)
+        return self._shards.commit(self.averager, fragment.state)
+
+    def _send(self, fragment: Fragment) -> None:
+        comm, before = self.comm, self.comm.ledger.bytes_sent
+        if self.strategy.weights is not None:
+            self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
+        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
+        tensors = tensors if self.strategy.pull is None else fragment.named_pulled()
+        self.averager.step(fragment.state, tensors, comm).wait()
+        comm.ledger.record_round(comm.ledger.bytes_sent - before)
+
+    def _merge(self, fragment: Fragment, alpha: float) -> None:
+        """Phases 3 and 4."""
+        if fragment.flight is not None:
+            with self._clock("blocked"):
+                fragment.finite, fragment.flight = fragment.flight.wait(), None
+        finite, fragment.finite = bool(fragment.finite), None
+        if self.averager.gives_one_mean or self.strategy.pull is not None:
+            if finite:
+                self._apply(fragment)
+            else:
+                self._warn()
+        self._restart(fragment, alpha if finite and not fragment.gave_up else 0.0)
+        fragment.gave_up = False
+        if self._scheduler is not None and fragment is self._fragments[-1]:
+            self._scheduler.step()
+
+    def _merge_all(self) -> None:
+        for fragment in self._fragments:
+            if fragment.in_flight:
+                self._merge(fragment, self.strategy.alpha)
+
+    def _apply(self, fragment: Fragment) -> None:
+        """The outer optimizer's step on the anchors of one fragment."""
+        with self._clock("outer"):
+            for copied, (_, anchor), gradient in zip(fragment.pulled, fragment.anchors, fragment.changes, strict=False):
+                gradient.add_(anchor - copied, alpha=self.strategy.pull or 0.0)
+            for (_, anchor), gradient in zip(fragment.anchors, fragment.changes, strict=True):
+                anchor.grad = gradient
+            self._outer.step()
+            for _, anchor in fragment.anchors:
+                anchor.grad = None  # the next step is another fragment's
+
+    def _warn(self) -> None:
+        warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    # ---- state: saved, restored, dealt out, handed to a worker that joins ----
+
+    @property
+    def _states(self) -> list[Any]:
+        return [fragment.state for fragment in self._fragments]
+
+    def _own_state(self) -> dict[str, Any]:
+        """Anchor, outer optimizer, fragments and steps since the last round; with the model and the inner optimizer, beside
+        which each worker saves it, training resumes bit for bit. Results of rounds in flight are saved, not merged."""
+        return {
+            "step": self._step,
+            "num_steps": self._num_steps,
+            "anchor": {name: anchor.detach().clone() for name, anchor in self._anchors},
+            "outer": renamed(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
+            "scheduler": None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict()),
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+        }
+
+    @torch.no_grad()
+    def _load_own(self, saved: dict[str, Any]) -> None:
+        there, here = len(saved["fragments"]), len(self._fragments)
+        require(there == here, f"Local: the saved state has {there} fragments, expected {here}")
+        for name, anchor in self._anchors:
+            anchor.data.copy_(saved["anchor"][name])
+        indices = {name: i for i, name in enumerate(self._outer_names())}
+        self._outer.load_state_dict(renamed(copy.deepcopy(saved["outer"]), indices))
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
+        for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
+            fragment.load_state_dict(state)
+            if saved.get("restarts"):
+                self._restart(fragment, alpha=0.0)
+        self._step, self._num_steps = saved["step"], saved["num_steps"]
+
+    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        """All workers go on from the anchors, because changes since the last rounds were each worker's own."""
+        if any(fragment["has_moved"] for fragment in saved[0]["fragments"]):
+            text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
+            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
+        differing = saved[:1] if self.averager.gives_one_mean else saved
+        agreed = {key: mean_of([one[key] for one in differing]) for key in ("anchor", "outer")}
+        fragments = []
+        for i, fragment in enumerate(self._fragments):
+            states = [one["fragments"][i] for one in saved]
+            tensors = fragment.anchors if self.strategy.pull is None else fragment.named_pulled()
+            averager = self.averager.deal([s["averager"] for s in states], tensors, self.comm.rank, self.comm.size)
+            landed = {} if self.averager.gives_one_mean else {"landed": None, "finite": None, "steps_to_merge": 0}
+            fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
+        return saved[0] | agreed | {"fragments": fragments, "restarts": True}
+
+    def _averaged(self) -> list[tuple[Any, NamedTensors]]:
+        pulls = self.strategy.pull is not None
+        return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
+
+    def _shared(self) -> dict[str, Any]:
+        """Without what the live worker has changed since its last round, which is its own."""
+        own, averager = self._own_state(), self.averager
+        fragments = [
+            saved | {"averager": averager.shared(fragment.state), "has_moved": False, "gave_up": False}
+            for fragment, saved in zip(self._fragments, own["fragments"], strict=True)
+        ]
+        buffers = {name: b for name, b in self._model.named_buffers()}
+        inner = self._optimizer.state_dict()
+        return own | {"fragments": fragments, "buffers": buffers, "inner": inner, "restarts": True}
+
+    def _adopt(self, shared: dict[str, Any]) -> None:
+        for fragment, saved in zip(self._fragments, shared["fragments"], strict=True):
+            self.averager.adopt(fragment.state, saved["averager"])
+            saved["averager"] = fragment.state.state_dict()
+        self._load_own(shared)
+        self._optimizer.load_state_dict(shared["inner"])
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(shared["buffers"][name])
+
+    def _restart(self, fragment: Fragment, alpha: float) -> None:
+        factor = self.averager.debias_factor(fragment.state)
+        for (_, anchor), p in zip(fragment.anchors, self._parts(fragment), strict=True):
+            start = anchor * factor
+            p.copy_(start if alpha == 0 else torch.lerp(start, p.to(start.dtype), alpha))
+        fragment.has_moved = alpha != 0
+
+    def _parts(self, fragment: Fragment) -> list[Tensor]:
+        """The parameters of a fragment, as they are now."""
+        parameters = self._live.tensors()
+        return [parameters[place][1] for place in fragment.places]
+
+    def _outer_names(self) -> list[str]:
+        """Names of the anchors in the order in which the outer optimizer numbers them."""
+        names = {id(anchor): name for name, anchor in self._anchors}
+        return [names[id(p)] for group in self._outer.param_groups for p in group["params"]]

@@ -1,0 +1,47 @@
+"""What the rounds of `Local` do with tensors: anchors, states of optimizers, exact means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...algorithm import require
+from ...comm import Communicator
+from ..model.shards import local
+
+
+def anchor_of(p: Tensor) -> nn.Parameter:
+    """A copy in float32 at least, so that small outer steps are not lost."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], key: str) -> list[Tensor]:
+    """One state of each parameter; zeros, which nothing keeps, where a worker has not made it yet."""
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    known = {name for state in states for name in state}
+    require(
+        not known or key in known,
+        f"Local: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
+    )
+    return [state[key] if key in state else torch.zeros_like(p) for p, state in zip(parameters, states, strict=True)]
+
+
+def average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
+    held = [local(t) for t in tensors]
+    whole = [t.contiguous() for t in held]
+    for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(held, whole, strict=True)]:
+        handle.wait()
+        t.copy_(total.div_(comm.size))
+
+
+def renamed(saved: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict with other names for its parameters: names for numbers, or numbers for names."""
+    unknown = sorted(str(key) for group in saved["param_groups"] for key in group["params"] if key not in names)
+    require(not unknown, f"saved outer optimizer does not fit this one: it has {unknown[:5]}")
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {names[key]: value for key, value in saved["state"].items()}, "param_groups": groups}

@@ -1,0 +1,219 @@
+"""What strategies ask of a model, and what all of them do to it: find its parameters, make workers' models equal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from ...algorithm import require
+from ...comm import Communicator
+from .shards import is_sharded, local, reshard
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class Kind(NamedTuple):
+    """What an averager's state relies on in a parameter. Every step compares it, and only a message needs it as text.
+
+    Example:
+        >>> str(kind_of(torch.ones(2, 3)))
+        '(2, 3) torch.float32 on cpu'
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+
+
+def kind_of(t: Tensor) -> Kind:
+    """Shape, dtype and device of a tensor, or of the shard of it that this worker holds."""
+    t = local(t)
+    return Kind(t.shape, t.dtype, t.device)
+
+
+def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParameters:
+    """The parameters that require a gradient, with their names, but for those named in `ignored`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    reshard(module)
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    require(bool(named), "the model has no parameter that requires a gradient; there is nothing to average")
+    return named
+
+
+def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
+    """The trainable parameters of the module, with their names, that the optimizer updates; it may update no others.
+
+    Raises:
+        ValueError: there are none, or others.
+    """
+    reshard(module)
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in updated]
+    require(
+        bool(named),
+        f"{call}: the optimizer has no trainable parameter of the model; there is nothing to average. Is it another model's?",
+    )
+    own = {id(p) for _, p in named}
+    others = [p for p in trained_by(optimizer) if id(p) not in own]
+    require(
+        not others,
+        f"{call}: {len(others)} of the optimizer's parameters are not the model's and would drift apart; put them into one "
+        "module with it",
+    )
+    return named
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer that require a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def check_model(call: str, model: nn.Module) -> None:
+    """Make sure that a strategy can work on the model's tensors.
+
+    Raises:
+        ValueError: a tensor has no storage (meta device) or is a conjugate view, or a parameter's elements share memory.
+    """
+    for name, t in _tensors(model):
+        require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
+        require(
+            t.device.type != "meta",
+            f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
+            "model.to_empty(device=...)",
+        )
+        require(
+            not t.is_conj(),
+            f"{call}: {name!r} is a conjugate view, whose numbers cannot be averaged in place; make the tensor from "
+            ".resolve_conj()",
+        )
+    for name, p in model.named_parameters():
+        require(
+            not _overlaps(local(p)),
+            f"{call}: elements of parameter {name!r}, shape {tuple(p.shape)} and strides {p.stride()}, share memory, so that "
+            "no step can update them apart; use a parameter of its own, such as nn.Parameter(p.clone())",
+        )
+
+
+def refuse_shards(call: str, model: nn.Module) -> None:
+    """Raise a ValueError if a tensor of the model is sharded."""
+    for name, t in _tensors(model):
+        require(
+            not is_sharded(t),
+            f"{call}: {name!r} is a DTensor, and {call} needs workers that hold whole parameters, as shards of a "
+            "model must be averaged at the same step; use Gossip or Local, with replicas=mesh['replicate']",
+        )
+
+
+def refuse_ddp(call: str, model: nn.Module) -> None:
+    """Raise a ValueError if the model is wrapped in DistributedDataParallel, or has a part that is."""
+    for name, module in model.named_modules():
+        where = f"part {name!r} of the model" if name else "the model"
+        require(
+            not isinstance(module, DistributedDataParallel),
+            f"{call}: {where} is wrapped in DistributedDataParallel, which would average its gradients densely besides; pass "
+            "the plain module",
+        )
+
+
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
+)
+"""Wrappers of a whole model: the library, its class, and where that keeps what it wraps."""
+
+
+def wrapped_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The model in DDP, also inside of what torch.compile or Fabric's `setup` makes of it; None for another model."""
+    for name, kind, inner in _WRAPPERS:
+        library = sys.modules.get(name)  # no such wrapper exists unless somebody imported it
+        if library is not None and isinstance(model, getattr(library, kind)):
+            return wrapped_ddp(getattr(model, inner))
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def refuse_ddp_around(call: str, model: nn.Module) -> RemovableHandle:
+    """Make the model's forward pass raise a ValueError inside of DDP, whose own average would replace ours."""
+    return model.register_forward_pre_hook(partial(_require_outside_ddp, call))
+
+
+def _require_outside_ddp(call: str, module: nn.Module, args: object) -> None:
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and any(part is module for part in ddp.modules()):
+        raise ValueError(
+            f"{call}: the model runs inside of DistributedDataParallel, which averages its gradients densely besides, so that "
+            f"nothing is saved; train the plain model, or give the wrapped one to compress_gradients"
+        )
+
+
+def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None:
+    """Give every worker rank 0's parameters and buffers, once all have the same names, shapes and dtypes.
+
+    Of a sharded model each worker gets the shard that rank 0 of `comm` holds.
+
+    Args:
+        module: changed in place.
+        comm: connects the workers.
+        **options: what else must be the same on all workers.
+
+    Raises:
+        ValueError: on all workers together, naming what differs and on which rank.
+    """
+    tensors = [(name, local(t)) for name, t in _tensors(module)]
+    comm.check_agreement({name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors} | options)
+    broadcast_from_zero([t for _, t in tensors], comm)
+
+
+@torch.no_grad()
+def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """Overwrite each tensor by rank 0's, whatever its layout in memory."""
+    whole = [unexpanded(t.detach()) for t in tensors]
+    sent = [t.contiguous() for t in whole]
+    for handle in [comm.broadcast(t) for t in sent]:
+        handle.wait()
+    for t, result in zip(whole, sent, strict=True):
+        if result is not t and comm.rank:
+            t.copy_(result)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def unexpanded(t: Tensor) -> Tensor:
+    """The part of an expanded tensor that has memory of its own."""
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0 and t.shape[dim] > 1:
+            t = t.narrow(dim, 0, 1)
+    return t
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether several elements may lie in the same memory."""
+    if t.layout != torch.strided or t.numel() == 0:
+        return False
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def values_of(t: Tensor) -> Tensor:
+    """The elements of a tensor that this worker holds, in the same memory; complex ones as pairs of real numbers."""
+    t = local(t)
+    return torch.view_as_real(t) if t.is_complex() else t

@@ -1,0 +1,113 @@
+"""What strategies need of an optimizer's step: the optimizer that runs it, and its arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...algorithm import require
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
+
+
+def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """The optimizer whose `step` updates the parameters and runs hooks: the given one, or the one that Accelerate wrapped.
+
+    Args:
+        call: the name of the strategy that attaches to it; for the message.
+        optimizer: what the user steps.
+
+    Raises:
+        ValueError: there is none, or it is another wrapper, which has no step hooks, or one that makes parameters equal itself.
+    """
+    require(optimizer is not None, f"{call}: averaging follows the steps of an optimizer; give the model's")
+    assert optimizer is not None
+    library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
+    if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
+        return stepping_optimizer(call, optimizer.optimizer)
+    library = sys.modules.get("torch.distributed.optim")
+    require(
+        library is None or not isinstance(optimizer, library.ZeroRedundancyOptimizer),
+        f"{call}: ZeroRedundancyOptimizer sends every worker's share of the parameters to all others in each step, and here "
+        "workers' models differ; pass a plain optimizer, or average gradients with compress_gradients",
+    )
+    require(
+        "_optimizer_step_post_hooks" in vars(optimizer),
+        f"{call}: {type(optimizer).__name__} has no step hooks, so no averaging would follow its steps; pass the "
+        "torch.optim optimizer that it wraps, or call its base class's __init__",
+    )
+    return optimizer
+
+
+def refuse_in_backward(call: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if a backward pass is under way: its gradients are this worker's own still."""
+    require(
+        torch._C._current_graph_task_id() == -1,
+        f"{call}: {type(optimizer).__name__} steps during the backward pass, such as from a hook of a gradient, before workers "
+        "have averaged; step once backward has returned",
+    )
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments; None if there is none."""
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
+    """The same arguments with another closure."""
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], closure, *args[2:]), others
+
+
+def once_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Arguments:
+    """Call `act` when the step's gradients are there: now, or after each call of the closure that computes them.
+
+    Returns:
+        The arguments for the step.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        act()
+        return args, kwargs
+
+    def evaluate() -> Any:
+        loss = closure()
+        act()
+        return loss
+
+    return with_closure(args, kwargs, evaluate)
+
+
+class ScalerWatch:
+    """Takes part in rounds also where a `GradScaler` skips the optimizer's step; its `update` comes after each step.
+
+    Args:
+        scaler: the loss scaler; None watches nothing.
+        take_part: what the worker does in place of a step.
+    """
+
+    def __init__(self, scaler: Any, take_part: Callable[[], None]):
+        self._scaler, self._take_part, self._has_stepped = scaler, take_part, False
+        if scaler is not None:
+            self._update = scaler.update
+            scaler.update = self._update_and_take_part
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, and the worker took part."""
+        self._has_stepped = True
+
+    def remove(self) -> None:
+        """Leave the scaler as it was."""
+        if self._scaler is not None:
+            vars(self._scaler).pop("update")
+
+    def _update_and_take_part(self, *args: Any, **kwargs: Any) -> None:
+        if not self._has_stepped:
+            self._take_part()
+        self._has_stepped = False
+        self._update(*args, **kwargs)
