@@ -39,6 +39,12 @@ class Algorithm:
     def __post_init__(self) -> None:
         _refuse_bools(self)
 
+    @functools.cached_property
+    def is_constant(self) -> bool:
+        """Whether no field is a schedule, here or in an algorithm in a field."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return all(value.is_constant for value in values if isinstance(value, Algorithm))
+
     def __repr__(self) -> str:
         arguments, positional = [], True
         # Keyword-only fields come last, as in the constructor.

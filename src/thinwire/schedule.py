@@ -26,6 +26,8 @@ class Progress(NamedTuple):
 class Schedule(Algorithm, ABC):
     """A number as a function of progress."""
 
+    is_constant = False
+
     @abstractmethod
     def at(self, progress: Progress) -> float | int:
         """The value at this moment."""
@@ -114,9 +116,11 @@ def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
         >>> resolve(tw.QSGD(bits=tw.schedule.Values((8, 4))), tw.schedule.Progress(epoch=1))
         QSGD(bits=4)
     """
+    if algorithm.is_constant:
+        return algorithm
     fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
     changed = {name: new for name, old in fields.items() if (new := _resolved(old, progress)) is not old}
-    return dataclasses.replace(algorithm, **changed) if changed else algorithm
+    return dataclasses.replace(algorithm, **changed)
 
 
 def _resolved(value: object, progress: Progress) -> object:

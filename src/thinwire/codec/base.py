@@ -93,7 +93,8 @@ class Codec(Algorithm, ABC):
             ValueError: not a float tensor, or the lists do not match.
         """
         xs, keys, residuals = as_list(x), as_list(key), None if residual is None else as_list(residual)
-        require(len(keys) == len(xs), f"{len(xs)} segments need as many keys, got {len(keys)}")
+        if len(keys) != len(xs):
+            raise ValueError(f"{len(xs)} segments need as many keys, got {len(keys)}")
         segments = self._as_seen([_float32(s) for s in xs], xs)
         if residuals is not None:
             _check_residuals(segments, residuals)
@@ -300,14 +301,16 @@ def _numel_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _float32(x: Tensor) -> Tensor:
-    require(x.is_floating_point(), f"only float tensors can be encoded, got {x.dtype}; convert it first")
+    if not x.is_floating_point():
+        raise ValueError(f"only float tensors can be encoded, got {x.dtype}; convert it first")
     return x.detach().to(torch.float32).contiguous()
 
 
 def _check_residuals(segments: list[Tensor], residuals: list[Tensor]) -> None:
-    require(len(residuals) == len(segments), f"{len(segments)} segments need as many residuals, got {len(residuals)}")
+    if len(residuals) != len(segments):
+        raise ValueError(f"{len(segments)} segments need as many residuals, got {len(residuals)}")
     for x, r in zip(segments, residuals, strict=True):
-        require(
-            r.dtype == torch.float32 and r.is_contiguous() and r.numel() == x.numel(),
-            f"a residual must be contiguous float32 of {x.numel()} elements, got {r.dtype} of {r.numel()}",
-        )
+        if r.dtype != torch.float32 or not r.is_contiguous() or r.numel() != x.numel():
+            raise ValueError(
+                f"a residual must be contiguous float32 of {x.numel()} elements, got {r.dtype} of {r.numel()}"
+            )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..algorithm import require
 from ..kernels.entropy import Symbols as Symbols  # exported from here too
 from ..schedule import Schedule
 
@@ -60,8 +59,7 @@ def number(value: Number | Schedule) -> Number:
     Raises:
         ValueError: the field still holds a schedule, which has a value only at a given progress.
     """
-    require(
-        not isinstance(value, Schedule),
-        f"{value} has no value yet: use the codec in an averager, or call thinwire.schedule.resolve(codec, progress)",
-    )
-    return value  # type: ignore[return-value]  # `require` has ruled out a schedule
+    if isinstance(value, Schedule):
+        text = "use the codec in an averager, or call thinwire.schedule.resolve(codec, progress)"
+        raise ValueError(f"{value} has no value yet: {text}")
+    return value

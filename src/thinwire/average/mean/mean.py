@@ -11,7 +11,7 @@ The path of a gradient through `step` and `wait`:
 
 Fused top-k. Where the codec keeps exactly the k largest elements, memory selects them while it compensates. The codec
 says how many (`SparseParts.topk_counts`), memory returns the selection (`compensate_all`), and the codec encodes it
-(`preselected`).
+(`SparseParts.encode_topk`).
 """
 
 from __future__ import annotations
@@ -321,10 +321,12 @@ class Mean(Averager):
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """The tensors that are encoded, and those that travel dense."""
         # A codec that sends plain float32 takes all tensors, so that one collective is enough.
+        if self._is_dense_round(codec):
+            return [], list(tensors)
         min_ndim = 0 if codec.traits.sends_floats else self.min_ndim
-        is_encoded = [not self._is_dense_round(codec) and t.ndim >= min_ndim for _, t in tensors]
-        parts = list(zip(tensors, is_encoded, strict=True))
-        return [pair for pair, yes in parts if yes], [pair for pair, yes in parts if not yes]
+        return [pair for pair in tensors if pair[1].ndim >= min_ndim], [
+            pair for pair in tensors if pair[1].ndim < min_ndim
+        ]
 
     def _compensate(
         self, state: MeanState, codec: Codec, encoded: NamedTensors, scale: float

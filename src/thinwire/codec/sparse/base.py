@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import Algorithm, require
+from ...algorithm import require
 from ...kernels import Flag
 from ...schedule import Schedule
 from ..base import Codec
@@ -133,42 +133,6 @@ class Sparsifier(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self, Identity(), numels)
-
-
-class Preselected(Sparsifier):
-    """Encodes as `sparsifier` does, with a selection that is already known; the bytes are the same."""
-
-    def __init__(self, sparsifier: Sparsifier, selection: Selection) -> None:
-        self.sparsifier, self.selection = sparsifier, selection
-
-    def __repr__(self) -> str:
-        return repr(self.sparsifier)
-
-    def _links(self) -> tuple[Algorithm, ...]:
-        return self.sparsifier._links()
-
-    @cached_property
-    def traits(self) -> Traits:
-        return self.sparsifier.traits
-
-    def count(self, numel: int) -> int:
-        return self.sparsifier.count(numel)
-
-    def gain(self, numel: int) -> float:
-        return self.sparsifier.gain(numel)
-
-    def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
-        return self.selection
-
-    def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
-        return self.sparsifier.write_support(indices, counts, numels, keys)
-
-
-def preselected(codec: Codec, selection: Selection) -> Codec:
-    """The codec for one call of `encode`, in which its sparsifier keeps `selection` instead of making its own choice."""
-    if isinstance(codec, Sparsifier):
-        return Preselected(codec, selection)
-    return codec.map(lambda part: preselected(part, selection))
 
 
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:

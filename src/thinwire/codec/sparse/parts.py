@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..base import Codec
+from ..types import Selection
 from .base import Sparsifier
-from .payload import decode_values, encode_values
+from .payload import decode_values, encode_sparse, encode_values
 
 
 class SparseParts(NamedTuple):
@@ -43,9 +44,15 @@ class SparseParts(NamedTuple):
     def topk_counts(self, numels: list[int]) -> list[int] | None:
         """How many elements are kept of segments of these sizes, if these are exactly the largest; else None.
 
-        A memory can then select in the same pass that makes the segments, and hand its choice to `preselected`.
+        A memory can then select in the same pass that makes the segments, and hand its choice to `encode_topk`.
         """
         return [self.sparsifier.count(n) for n in numels] if self.is_topk else None
+
+    def encode_topk(
+        self, selection: Selection, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
+    ) -> Tensor:
+        """The payload of the whole codec, as its `encode_segments` makes it, for a selection that is known already."""
+        return encode_sparse(self.coding, self.values, segments, keys, residuals, selection)
 
     def encode(
         self, indices: Tensor, values: Tensor, counts: list[int], numels: list[int], keys: list[int]

@@ -33,14 +33,19 @@ def without_length(codec: Codec, payload: Tensor) -> tuple[Tensor, int]:
 
 
 def encode_sparse(
-    sparsifier: Sparsifier, values_codec: Codec, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
+    sparsifier: Sparsifier,
+    values_codec: Codec,
+    segments: list[Tensor],
+    keys: list[int],
+    residuals: list[Tensor] | None,
+    selection: Selection | None = None,
 ) -> Tensor:
-    """Select, send the values through `values_codec`, and code the support.
+    """Select, unless `selection` is given, send the values through `values_codec`, and code the support.
 
     A segment is sent whole if that takes fewer bytes than its values and its support.
     """
     numels = [s.numel() for s in segments]
-    selection = sparsifier.select(segments, keys)
+    selection = sparsifier.select(segments, keys) if selection is None else selection
     if sparsifier.counts_travel:
         selection = _all_where_smaller(sparsifier, values_codec, selection, segments)
     indices, values, counts = selection

@@ -38,8 +38,10 @@ class AllGather(Exchange):
 def _all_gather(job: Job) -> Finish:
     message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
     with job.clock("exchange"):
-        limit = job.message_nbytes(job.tensors, job.dense)
-        handle = job.comm.all_gather(message, variable=not job.codec.traits.fixed_size, limit=limit)
+        if job.codec.traits.fixed_size:
+            handle = job.comm.all_gather(message)
+        else:
+            handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):

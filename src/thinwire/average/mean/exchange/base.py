@@ -30,7 +30,6 @@ from .... import debug, kernels
 from ....algorithm import require
 from ....clock import Clock
 from ....codec import Codec, Key, Selection
-from ....codec.sparse.base import preselected
 from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
 from ....kernels import Flag
@@ -99,10 +98,15 @@ class Job:
                 return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
             segments = [flatten(parts, self.dense.device)] if self.merged else list(parts)
             keys = keys[: len(segments)]
-            codec = self.codec if self.selection is None else preselected(self.codec, self.selection)
             if self.observe is not None:
-                self.observe(codec, segments, keys)
-            payload = codec.encode(segments, keys, segments if self.keep_residual else None)
+                self.observe(self.codec, segments, keys)
+            residuals = segments if self.keep_residual else None
+            sparse = None if self.selection is None else self.codec.traits.sparse
+            if self.selection is None or sparse is None:
+                payload = self.codec.encode(segments, keys, residuals)
+            else:
+                flat = [s.view(-1) for s in segments]
+                payload = sparse.encode_topk(self.selection, flat, [key.mixed() for key in keys], flat)
             if self.merged and self.keep_residual:
                 torch._foreach_copy_(list(parts), split_like(segments[0], parts))
             if masked:
