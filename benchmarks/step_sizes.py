@@ -66,7 +66,7 @@ def main() -> None:
             states = gossip_in_lockstep(
                 averager, x, options.rounds, lambda _, x, errors=errors: errors.append(error(x))
             )
-            show(repr(averager), errors, averager.facts(states[0])["step_size"])
+            show(repr(averager), errors, averager.diagnostics(states[0])["step_size"])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_defaults_agree_on_a_ring_of_eight(averager):
     states = gossip_in_lockstep(averager, x, 160)
     assert before > 50 * error(x)
     torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-4)
-    assert len({tuple(averager.facts(state).values())[0] for state in states}) == 1
+    assert len({tuple(averager.diagnostics(state).values())[0] for state in states}) == 1
 
 
 @pytest.mark.parametrize("kind", [tw.Choco, tw.DeepSqueeze])
@@ -70,7 +70,7 @@ def test_averagers_follow_the_definition(kind):
     step_size = fitted(kind, tw.TopK(0.2), x, 12, lambda _, now: expected.append(now))
     averager = kind(tw.Ring(), tw.TopK(0.2))
     states = gossip_in_lockstep(averager, x, 12)
-    assert averager.facts(states[0])["step_size"] == pytest.approx(step_size, rel=1e-4)
+    assert averager.diagnostics(states[0])["step_size"] == pytest.approx(step_size, rel=1e-4)
     assert ((x - expected[-1]).abs() > 1e-4).double().mean() < 0.01
 
 
@@ -91,7 +91,7 @@ def test_a_saved_state_goes_on_to_the_bit(averager):
                 state.load_state_dict(saved)
             averager.step(state, tensors, comm).wait()
             before = tensors[0][1].clone()
-        return before, averager.facts(state)
+        return before, averager.diagnostics(state)
 
     whole, resumed = (tw.LocalWorld(4).run(worker, stop) for stop in (None, 5))
     for (x, facts), (y, other) in zip(whole, resumed, strict=True):

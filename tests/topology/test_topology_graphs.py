@@ -421,15 +421,15 @@ def test_the_documented_table_of_spectral_gaps():
 
 
 def test_facts():
-    facts = tw.facts(tw.Exponential(), 16)
+    facts = tw.properties(tw.Exponential(), 16)
     assert (facts["period_steps"], facts["max_peers"], facts["messages_per_step"]) == (4, 1, 16)
     assert (facts["directed"], facts["doubly_stochastic"], facts["steps_per_tenfold"]) == (True, True, 0.0)
-    ring = tw.facts(tw.Ring(), 16)
+    ring = tw.properties(tw.Ring(), 16)
     assert (1 - ring["spectral_gap"]) ** ring["steps_per_tenfold"] == pytest.approx(0.1)
 
 
 def test_facts_of_a_hierarchy_count_what_leaders_send():
-    facts = tw.facts(tw.Phases(phases=((0, tw.Hierarchical(tw.Ring(), 4)),)), 32)
+    facts = tw.properties(tw.Phases(phases=((0, tw.Hierarchical(tw.Ring(), 4)),)), 32)
     assert (facts["min_peers"], facts["max_peers"], facts["messages_per_step"]) == (0, 2, 16)
 
 

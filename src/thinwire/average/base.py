@@ -47,7 +47,7 @@ from ..topology import Topology
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-Departed = Callable[[], Callable[[NamedTensors], None]]
+Pending = Callable[[], Callable[[NamedTensors], None]]
 """Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
 
 
@@ -165,8 +165,8 @@ class Averager(Algorithm, ABC):
     def step(self, state: Any, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         """Begin to average `tensors`; the handle's `wait` leaves the result in them."""
 
-    def depart(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Departed:
-        """Begin a round that ends in two parts: a thread waits for its messages, and later its change is added.
+    def start(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Pending:
+        """Start a round that ends in two parts: a thread waits for its messages, and later its change is added.
 
         Only gossip can: averagers that give one mean replace the tensors.
         """

@@ -6,9 +6,9 @@ from .circulant import Complete, DirectedRing, Exponential, Linear, OddExponenti
 from .compose import Hierarchical, Phases
 from .draw import draw
 from .edges import DirectedGraph, Graph, from_networkx
-from .facts import describe, facts
 from .mixing_matrix import MixingMatrix
 from .named import DavisSouthernWomen, Hypercube, Star, Torus
+from .properties import describe, properties
 from .random_graphs import ErdosRenyi, WattsStrogatz
 from .random_pairs import RandomPairs
 
@@ -37,6 +37,6 @@ __all__ = [
     "WattsStrogatz",
     "describe",
     "draw",
-    "facts",
+    "properties",
     "from_networkx",
 ]

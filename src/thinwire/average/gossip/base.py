@@ -11,7 +11,7 @@ a contiguous tensor is read and changed where it lies, by kernels that decode, a
 
 Overlap. `step` reads the tensors and begins to send. Until `wait`, the caller may change them. `wait` *adds the change* to
 the tensors as they are then: `x(now) + change(x(then))`. If nothing happened in between, this is the mixed value. If the
-optimizer stepped in between, the mixture arrives late and no step is lost. Another thread may call `wait`. `depart` divides
+optimizer stepped in between, the mixture arrives late and no step is lost. Another thread may call `wait`. `start` divides
 `wait` into two: a thread waits for the messages, and later the training's thread applies the change.
 
 One round at a time. Wait for a round before the next one begins; any number of training steps may lie in between. Several
@@ -44,7 +44,7 @@ from ...algorithm import require
 from ...comm import Communicator, Handle
 from ...schedule import Progress
 from ...topology import Hierarchical, Neighbours, Ring, Topology
-from ..base import Averager, Departed, NamedTensors, check_agreement
+from ..base import Averager, NamedTensors, Pending, check_agreement
 from .layout import Layout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
@@ -94,10 +94,10 @@ class GossipAverager(Averager):
 
     def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         require(scale == 1.0, f"{self}: gossip averages parameters, which have no loss scale; got scale={scale}")
-        arrive = self.depart(state, tensors, comm)
+        arrive = self.start(state, tensors, comm)
         return Handle(lambda: arrive()(tensors))
 
-    def depart(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Departed:
+    def start(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Pending:
         require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
         state.layout.check(tensors)
         comm.ledger.add_dense(state.layout.numel)
@@ -144,15 +144,15 @@ class GossipAverager(Averager):
         return None
 
     def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
-        """What step sizes follow from: a record with `facts`, `state_dict` and `load_state_dict`; None if they are numbers.
+        """What step sizes follow from: a record with `diagnostics`, `state_dict` and `load_state_dict`, or None.
 
         It may communicate.
         """
         return None
 
-    def facts(self, state: GossipState) -> dict[str, float]:
+    def diagnostics(self, state: GossipState) -> dict[str, float]:
         """The step sizes in force, by name, where they follow from measurements; empty where they are numbers."""
-        return {} if state.pace is None else dict(state.pace.facts())
+        return {} if state.pace is None else dict(state.pace.diagnostics())
 
     # ---- when workers come and go ----
 

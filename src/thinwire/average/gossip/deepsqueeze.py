@@ -57,7 +57,7 @@ class DeepSqueeze(FittedGossip):
     Step size. By default it follows from the graph and from what the codec keeps of v, as `fitted_step.py` derives it.
     Each worker scales C(v_i) by the factor that fits best, which it sends behind the payload, so that every codec
     contracts. The smallest share kept travels with the payloads too, and all workers take the same step size from it, every
-    `diameter` rounds; in the first of these windows it is zero. `averager.facts(state)` shows it. A worker then sends 8
+    `diameter` rounds; in the first of these windows it is zero. `averager.diagnostics(state)` shows it. A worker then sends 8
     bytes more to each neighbour.
 
     With a number as step size the payload is as the codec makes it, and the codec's error must be smaller than its input,

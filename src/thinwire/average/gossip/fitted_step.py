@@ -110,7 +110,7 @@ class FittedStep:
             rates = difference_rates(self.maxima.topology, self.maxima.size)
             self.step_size = step_for(-agreed[0], *rates)
 
-    def facts(self) -> dict[str, float]:
+    def diagnostics(self) -> dict[str, float]:
         """The step size in force, and the share of its vectors that this worker's codec keeps."""
         return {"step_size": self.step_size.item(), "kept": max(0.0, self.kept.item())}
 

@@ -39,7 +39,7 @@ class Moniqua(GossipAverager):
     falls as workers agree, and a check in each message finds out when it was too low. Then B is `2 theta / (1 - delta)`,
     half of the paper's at 2 bits, because the two ends of an edge subtract their codes, `c_j - c_i mod B`, which share their
     rounding. A failed edge is left out of the round at both ends; on a directed graph this moves the mean a little.
-    `averager.facts(state)` shows both values. Nothing moves in the first rounds, until all workers have heard of each other.
+    `averager.diagnostics(state)` shows both values. Nothing moves until all workers have heard of each other.
 
     With numbers for both, the equations above hold as they are. If theta does not hold then, differences are wrong by
     multiples of B, and no error is raised: choose theta with a margin. The rounding error does not vanish as workers agree:
@@ -103,7 +103,7 @@ class Moniqua(GossipAverager):
     @property
     def modulus(self) -> float:
         """B = 2 theta / (1 - 2 delta), for a theta that is a number."""
-        require(self.theta is not None, f"{self}: theta is tracked, so the modulus changes; see facts(state)")
+        require(self.theta is not None, f"{self}: theta is tracked, so the modulus changes; see diagnostics(state)")
         assert self.theta is not None
         return 2.0 * self.theta * self.num_steps / (self.num_steps - 2)
 

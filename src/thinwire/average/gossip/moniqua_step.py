@@ -178,7 +178,7 @@ class MoniquaPace:
             late = SHRINK_FAST if self.streak > LONG else SHRINK
             self.theta = max(least, self.theta * (late if self.has_failed else EARLY))
 
-    def facts(self) -> dict[str, float]:
+    def diagnostics(self) -> dict[str, float]:
         """The bound and the step size in force."""
         return {"step_size": self.step_size, "theta": self.theta}
 

@@ -51,7 +51,7 @@ class GossipState:
         seed: the seed of all random numbers of the run.
         topology: who talks to whom, among the workers of the round.
         memory: the algorithm's own record, with `state_dict` and `load_state_dict`; None without memory.
-        pace: step sizes that follow from what workers measure, with `facts`, `state_dict` and `load_state_dict`; None if
+        pace: step sizes that follow from what workers measure, with `diagnostics`, `state_dict` and `load_state_dict`; None if
             they are numbers.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
         progress: rounds begun, and the epoch as the training loop counts it.

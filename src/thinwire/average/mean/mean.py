@@ -37,9 +37,9 @@ from .exchange import (
     EXCHANGES,
     OWNER_MEMORY,
     AllReduce,
-    Flight,
     Job,
     Load,
+    PendingExchange,
     ScatterReduce,
     agree_on_nodes,
     cheapest,
@@ -241,7 +241,7 @@ class Mean(Averager):
             observe=observe,
         )
         word = AllReduce.word if self._is_dense_round(codec) else state.exchange
-        flight = Flight(EXCHANGES[word].begin(job), state.clock)
+        flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
@@ -348,7 +348,13 @@ class Mean(Averager):
         return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 
     def _finish(
-        self, state: MeanState, job: Job, flight: Flight, encoded: NamedTensors, dense: NamedTensors, scale: float
+        self,
+        state: MeanState,
+        job: Job,
+        flight: PendingExchange,
+        encoded: NamedTensors,
+        dense: NamedTensors,
+        scale: float,
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
         while flight.finish is None:

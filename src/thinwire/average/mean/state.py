@@ -17,7 +17,7 @@ from ...comm import Communicator
 from ...kernels import Flag
 from ...memory import ErrorFeedbackState
 from ...schedule import Progress
-from .exchange import Flight, Observe
+from .exchange import Observe, PendingExchange
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MeanState:
     owner: tuple[int, int] = (0, 1)
     codec: Any = None
     codec_before: Any = None
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[PendingExchange] = field(default_factory=list)
     progress: Progress = Progress()
     finite: Flag = True
     clock: Clock = field(default_factory=Clock)

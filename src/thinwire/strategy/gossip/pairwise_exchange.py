@@ -136,7 +136,7 @@ class PairwiseExchange:
         try:
             self._serve()
         except BaseException as error:  # the training raises it
-            reason = error.reason if isinstance(error, Told) else f"rank {self._rank}: {error}"
+            reason = error.reason if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
             self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
             self._error.__cause__ = error
             self._land()
@@ -242,9 +242,9 @@ class PairwiseExchange:
         with self._state.clock("wait"):
             message = self._channel.receive(sources, timeout_seconds)
         if message is not None and message.kind == Kind.FAILURE:
-            raise Told(bytes(message.payload.tolist()).decode(errors="replace"))
+            raise PeerFailed(bytes(message.payload.tolist()).decode(errors="replace"))
         if self._abort_reason is not None:
-            raise Told(self._abort_reason)
+            raise PeerFailed(self._abort_reason)
         return message
 
 
@@ -255,7 +255,7 @@ def _unexpected(message: Message) -> CommunicationError:
     )
 
 
-class Told(Exception):
+class PeerFailed(Exception):
     """A reason to stop that came from another worker or from the training."""
 
     def __init__(self, reason: str):

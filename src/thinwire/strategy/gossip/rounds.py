@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ... import debug
-from ...average.base import Averager, Departed, NamedTensors
+from ...average.base import Averager, NamedTensors, Pending
 from ...comm import CommunicationError, Communicator
 from ...streams import WorkStream, has_streams, refuse_capture
 from ..flight import Flight
@@ -98,13 +98,13 @@ class ParameterRounds:
         """Send the parameters as they are now."""
         refuse_capture(self._device)
         self.to_biased()
-        departed = self._copy_departed if has_streams(self._device) else self._departed
-        self._flight = Flight(departed(), self._work, self._background)
+        start = self._start_on_copies if has_streams(self._device) else self._start_in_place
+        self._flight = Flight(start(), self._work, self._background)
 
-    def _departed(self) -> Departed:
-        return self.averager.depart(self.state, self.live.tensors(), self.comm)
+    def _start_in_place(self) -> Pending:
+        return self.averager.start(self.state, self.live.tensors(), self.comm)
 
-    def _copy_departed(self) -> Departed:
+    def _start_on_copies(self) -> Pending:
         """The round of a copy, which becomes the change; the stream must not read parameters that the training changes."""
         for (_, change), (_, p) in zip(self._change_buffers(), self.live.tensors(), strict=True):
             change.copy_(p)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from .all_gather import check_divisor
 from .all_reduce import AllReduce
-from .base import Finish, Flight, Job, Observe, Stages, flatten, result_buffers, split_like
+from .base import Finish, Job, Observe, PendingExchange, Stages, flatten, result_buffers, split_like
 from .contract import Exchange, Load
 from .hierarchical import agree_on_nodes, launched_nodes
 from .scatter_reduce import OWNER_MEMORY, ScatterReduce, gathered_pieces, recut
@@ -39,7 +39,7 @@ __all__ = [
     "AllReduce",
     "Exchange",
     "Finish",
-    "Flight",
+    "PendingExchange",
     "Job",
     "Load",
     "Observe",

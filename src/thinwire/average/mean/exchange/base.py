@@ -12,7 +12,8 @@ not carry after `finish` has returned.
 
 Order. An exchange of one step sends before it returns `finish`. An exchange of several steps is a generator: it issues a
 collective, yields its handle, and receives the result; then it issues the next. It returns `finish` after it has issued
-the last one. `Flight` drives it. A run uses one exchange only, so all workers issue the same collectives in the same order.
+the last one. `PendingExchange` drives it. A run uses one exchange only, so all workers issue the same collectives in the
+same order.
 
 Message    [dense float32][payload]
 """
@@ -163,7 +164,7 @@ class Job:
         return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)
 
 
-class Flight:
+class PendingExchange:
     """An exchange under way, from its first collective to `finish`.
 
     Args:

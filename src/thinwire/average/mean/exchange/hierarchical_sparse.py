@@ -27,7 +27,7 @@ from .base import Job, Stages, flat_segments, split_like, store_segments
 from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 from .hierarchical import Leaders, Node, take
 from .regions import Regions
-from .sparse_reduce import Round, Summed, layout_of, leave, parts_of, regions_nbytes
+from .sparse_reduce import SparseReduction, Summed, layout_of, leave, parts_of, regions_nbytes
 
 
 class HierarchicalSparse(Exchange):
@@ -67,13 +67,13 @@ def _hierarchical_sparse(job: Job) -> Stages:
     if node.is_leader:
         *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
         segments = flat_segments(tensors, job.merged)
-        round_ = Round(job, Leaders(node), segments, dense)
-        messages = yield (yield from round_.deliver())
+        reduction = SparseReduction(job, Leaders(node), segments, dense)
+        messages = yield (yield from reduction.deliver())
         with job.clock("decode"):
-            summed = round_.collect(messages)
-            delivered = round_.delivered(summed)
+            summed = reduction.collect(messages)
+            delivered = reduction.delivered(summed)
             if job.keep_residual:
-                round_.settle(summed)
+                reduction.settle(summed)
                 store_segments(segments, tensors, job.merged)
                 torch._foreach_copy_(job.tensors, tensors)
             _write(message, summed, delivered, layout, job)

@@ -93,20 +93,20 @@ class SparseReduce(Exchange):
 
 def _sparse_reduce(job: Job) -> Stages:
     segments = flat_segments(job.tensors, job.merged)
-    round_ = Round(job, job.comm, segments, job.dense)
-    handle = yield from round_.deliver()
+    reduction = SparseReduction(job, job.comm, segments, job.dense)
+    handle = yield from reduction.deliver()
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             messages = handle.wait()
         with job.clock("decode"):
-            summed = round_.collect(messages)
+            summed = reduction.collect(messages)
             if job.keep_residual:
-                round_.settle(summed)
+                reduction.settle(summed)
                 store_segments(segments, job.tensors, job.merged)
             if job.masked:
-                job.clear(job.masked, *round_.layout.locate(summed.positions[round_.delivered(summed)]))
-            return leave(summed, round_.layout, totals, dense_total, job)
+                job.clear(job.masked, *reduction.layout.locate(summed.positions[reduction.delivered(summed)]))
+            return leave(summed, reduction.layout, totals, dense_total, job)
 
     return finish
 
@@ -128,7 +128,7 @@ class Summed(NamedTuple):
 
 
 @dataclass
-class Round:
+class SparseReduction:
     """One sparse all-reduce of this worker.
 
     Args:

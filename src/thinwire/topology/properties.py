@@ -10,8 +10,8 @@ from .base import Topology
 from .compose import links_of
 
 
-def facts(topology: Topology, size: int) -> dict[str, Any]:
-    """The facts of a topology on `size` workers, as plain values.
+def properties(topology: Topology, size: int) -> dict[str, Any]:
+    """The properties of a topology on `size` workers, as plain values.
 
     `steps_per_tenfold` is the number of steps that make the disagreement ten times smaller in the long run,
     `ln 10 / -ln(1 - spectral_gap)`; 0 where one period reaches the mean exactly. Peers are those that a
@@ -21,7 +21,7 @@ def facts(topology: Topology, size: int) -> dict[str, Any]:
 
     Example:
         >>> from thinwire.topology import Ring
-        >>> facts(Ring(), size=8)["max_peers"]
+        >>> properties(Ring(), size=8)["max_peers"]
         2
     """
     num_peers = [count for step in topology.steps(size) for count in _num_peers(topology, step, size)]
@@ -54,7 +54,7 @@ def _steps_per_tenfold(gap: float) -> float:
 
 
 def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
-    """The facts of a topology as pairs (name, value), in words.
+    """The properties of a topology as pairs (name, value), in words.
 
     Raises ValueError where the topology cannot connect `size` workers.
 
@@ -71,7 +71,7 @@ def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
         spectral gap         1
         agreement            exact after 4 steps
     """
-    known = facts(topology, size)
+    known = properties(topology, size)
     period = known["period_steps"]
     low, high = known["min_peers"], known["max_peers"]
     return [
