@@ -35,8 +35,8 @@ from thinwire.lab.train.data import Dataset
 from thinwire.lab.train.data.text import Text
 from thinwire.lab.train.models import GPT
 from thinwire.lab.train.optimize import set_learning_rate
-from thinwire.lab.train.steps import steps
-from thinwire.lab.train.training import Training
+from thinwire.lab.train.step.steps import steps
+from thinwire.lab.train.step.training import Training
 from thinwire.plan import Link, Network, SimulatedWorld, TracedCommunicator
 
 LIKE_ADAM = (3e-4, 1e-3, 3e-3, 1e-2)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from thinwire.comm import Communicator, ProcessGroupCommunicator
-from thinwire.lab.bench.step import Training, mlp
+from thinwire.lab.bench.step import SyntheticTraining, mlp
 
 HOSTS, WARMUP = 2, 2
 PLAIN, ALONE = "plain HSDP", "no exchange between replicas"
@@ -92,11 +92,11 @@ def work(local_rank: int, host: int, options: argparse.Namespace) -> None:
     with ProcessGroupCommunicator() as comm, contextlib.ExitStack() as stack:
         plain = model_of(options, mesh)
         handles = {}
-        steps: dict[str, Any] = {PLAIN: Training(plain, options.batch_size, rank)}
+        steps: dict[str, Any] = {PLAIN: SyntheticTraining(plain, options.batch_size, rank)}
         for name, averager in METHODS.items():
             model = model_of(options, mesh["shard"])
             handles[name] = stack.enter_context(tw.compress_gradients(model, averager, replicas=mesh["replicate"]))
-            steps[name] = Training(model, options.batch_size, rank)
+            steps[name] = SyntheticTraining(model, options.batch_size, rank)
         steps[ALONE] = partial(without_exchange, handles[name], steps[name])
         measure(comm, steps, WARMUP)
         before = {name: handle.ledger.bytes_sent for name, handle in handles.items()}
@@ -120,7 +120,7 @@ def model_of(options: argparse.Namespace, mesh: Any) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def without_exchange(handle: Any, training: Training) -> None:
+def without_exchange(handle: Any, training: SyntheticTraining) -> None:
     with handle.no_sync():
         training()
 

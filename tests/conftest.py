@@ -32,7 +32,7 @@ LocalWorld.run = one_core()(LocalWorld.run)
 
 # The slowest files come first, so that no process begins one of them when the other has nothing left to do.
 SLOWEST = (
-    "lab/train/test_checkpoint.py",
+    "lab/train/folder/test_checkpoint.py",
     "integrations/test_trainers.py",
     "strategy/test_gossip_processes.py",
     "codec/test_adaptive.py",
@@ -40,8 +40,8 @@ SLOWEST = (
     "lab/cli/test_cli.py",
     "test_tutorial.py",
     "testing/test_extension_package.py",
-    "lab/train/test_launch.py",
-    "lab/train/test_determinism.py",
+    "lab/train/start/test_launch.py",
+    "lab/train/run/test_determinism.py",
     "test_docs.py",
     "lab/report/test_report_page.py",
     "lab/sweep/test_sweep.py",
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items) -> None:
 
     preloaded = list(PRELOADED)
     if any("/tests/lab/" in str(item.path) for item in items):
-        from thinwire.lab.train.spawn import PRELOADED as FOR_THE_LAB
+        from thinwire.lab.train.start.spawn import PRELOADED as FOR_THE_LAB
 
         preloaded += [*FOR_THE_LAB, "thinwire.lab.cli"]
     multiprocessing.forkserver.set_forkserver_preload(preloaded)

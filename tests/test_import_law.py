@@ -104,7 +104,12 @@ def test_only_comm_and_the_launcher_import_torch_distributed():
         for path, _ in rooms()
         if any(name == "torch.distributed" or name.startswith("torch.distributed.") for name, _ in imports(path))
     }
-    others = ("integrations/checkpoint.py", "lab/train/connect.py", "lab/train/spawn.py", "lab/bench/step.py")
+    others = (
+        "integrations/checkpoint.py",
+        "lab/train/start/connect.py",
+        "lab/train/start/spawn.py",
+        "lab/bench/step.py",
+    )
     allowed = {u for u in users if u.startswith("comm/") or u in others}
     assert users == allowed, users - allowed
 

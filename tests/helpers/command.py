@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from thinwire.lab.train.parent_death import end_with_parent
+from thinwire.lab.train.start.parent_death import end_with_parent
 
 from .program import Program
 from .spawn import CONTEXT

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from thinwire import Local, LocalWorld, attach, parse
-from thinwire.lab.recipes import SMALL, Method, Task, recipes, tasks
+from thinwire.lab.recipes import SMALL, Task, TaskMethod, recipes, tasks
 from thinwire.lab.report import read_run
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, Digits, ImageFolder
-from thinwire.lab.train.image_sizes import check_image_sizes
 from thinwire.lab.train.optimize import DGCSGD
+from thinwire.lab.train.step.image_sizes import check_image_sizes
 from thinwire.strategy import Averaging
 
 ALL = recipes()
@@ -47,12 +47,12 @@ def test_every_task_names_its_paper_and_twins_are_the_same_task(task):
 def test_where_the_averager_applies_momentum_the_optimizer_does_not():
     strategy = "Gradients(Mean(TopK(0.01), MomentumCorrection(0.9, nesterov=True)))"
     full = RunConfig("task")
-    config = Task("a task", full, {"dgc": Method("sparse", strategy)}).recipes()["task-dgc"].config
+    config = Task("a task", full, {"dgc": TaskMethod("sparse", strategy)}).recipes()["task-dgc"].config
     assert isinstance(config.optimizer, DGCSGD) and config.optimizer.nesterov
     assert config.optimizer.schedule == full.optimizer.schedule
     other = replace(full, optimizer=replace(full.optimizer, momentum=0.8))
     with pytest.raises(ValueError, match="must have the momentum of"):
-        Task("a task", other, {"dgc": Method("sparse", strategy)}).recipes()
+        Task("a task", other, {"dgc": TaskMethod("sparse", strategy)}).recipes()
 
 
 def test_there_is_a_recipe_for_every_experiment():

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from thinwire import Local
 from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.recipes import recipes
-from thinwire.lab.train import RunConfig, loop, train
+from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import ParallelText, PlainText
-from thinwire.lab.train.interrupt import Interruption
+from thinwire.lab.train.folder.run_folder import make_folder
 from thinwire.lab.train.models import GPT, LSTMLanguageModel, Transformer
 from thinwire.lab.train.models.base import num_parameters
 from thinwire.lab.train.optimize import LearningRateSchedule
-from thinwire.lab.train.run_folder import make_folder
+from thinwire.lab.train.run import loop
+from thinwire.lab.train.run.interrupt import Interruption
 
 TASKS = ("multi30k-transformer-", "wikitext2-lstm-", "wikitext2-gpt-", "text-gpt-")
 SMALL = [name for name in recipes() if name.startswith(TASKS) and name.endswith("-small")]

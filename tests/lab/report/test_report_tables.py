@@ -18,7 +18,7 @@ from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
 from thinwire.lab.report.runs import Run, find
 from thinwire.lab.report.tables import as_csv, as_markdown, comparison
 from thinwire.lab.train import RunConfig
-from thinwire.lab.train.run_folder import check_same_run
+from thinwire.lab.train.folder.run_folder import check_same_run
 
 SPARSE = "Gradients(Mean(TopK(ratio=0.01), ErrorFeedback()))"
 ACCURACIES = {"Gradients(Mean())": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}

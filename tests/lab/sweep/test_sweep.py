@@ -14,7 +14,7 @@ from thinwire.lab.sweep import identity, read_sweep, status_of
 from thinwire.lab.sweep.file import has_begun, where_it_runs
 from thinwire.lab.sweep.identity import OF_CONSENSUS
 from thinwire.lab.train import RunConfig
-from thinwire.lab.train.run_folder import FREE
+from thinwire.lab.train.folder.run_folder import FREE
 from thinwire.notation import parse
 
 GRID = """

@@ -14,7 +14,7 @@ from thinwire.lab.train.data import IGNORE, Batch
 from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet
 from thinwire.lab.train.optimize import DGCSGD, SGD, Adam, LearningRateSchedule, set_learning_rate
-from thinwire.lab.train.training import Training
+from thinwire.lab.train.step.training import Training
 
 
 def rates_of(shape: str, num_steps: int = 100, num_workers: int = 1, **fields) -> list[float]:

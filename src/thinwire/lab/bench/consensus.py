@@ -163,9 +163,9 @@ def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
     if rank != 0:
         yield lambda averager, record: None
         return
-    from ..train.progress import Progress
+    from ..train.results.terminal import Terminal
 
-    progress, runs_done = Progress("consensus", rounds * num_runs), 0
+    progress, runs_done = Terminal("consensus", rounds * num_runs), 0
 
     def show(averager: Averager, record: ConsensusRecord) -> None:
         nonlocal runs_done

@@ -26,7 +26,7 @@ def mlp(hidden: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*parts, nn.Linear(hidden, NUM_CLASSES))
 
 
-class Training:
+class SyntheticTraining:
     """A model, its data on the same device, and its optimizer; calling it makes one step."""
 
     def __init__(self, model: nn.Module, batch_size: int, rank: int):
@@ -50,7 +50,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Method:
+class TimedMethod:
     """One way to train data-parallel.
 
     Args:
@@ -63,7 +63,7 @@ class Method:
 
     name: str
     ddp: bool
-    attach: Callable[[Training], AveragerAttachment | None]
+    attach: Callable[[SyntheticTraining], AveragerAttachment | None]
     bytes_per_element: int = 0
     rhythm: Rhythm = Rhythm(in_backward=True)
 
@@ -78,7 +78,7 @@ class Method:
         return self.rhythm.delay > 0
 
     @contextmanager
-    def on(self, training: Training) -> Iterator[AveragerAttachment | None]:
+    def on(self, training: SyntheticTraining) -> Iterator[AveragerAttachment | None]:
         """Context in which this method trains; yields the strategy at work, or None."""
         attachment = self.attach(training)
         try:
@@ -88,7 +88,7 @@ class Method:
                 attachment.detach()
 
 
-def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> Method:
+def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:
     """What `thinwire train` does with the same strategy.
 
     Args:
@@ -114,7 +114,7 @@ def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> Method:
         strategy = replace(strategy, bucket_bytes=bucket_bytes)
 
     chosen = strategy
-    return Method(
+    return TimedMethod(
         repr(strategy),
         ddp and rhythm.in_backward,
         lambda training: chosen.attach(training.model, training.optimizer),

@@ -39,7 +39,7 @@ from ...comm.process_world import worker_context
 from ...kernels import set_threads
 from . import timeline
 from .floor import Floor, Machine, passes_of
-from .methods import Method, Training, mlp, of_strategy
+from .methods import SyntheticTraining, TimedMethod, mlp, of_strategy
 from .parts import check_device
 from .processor import seconds_by_thread
 from .rows import check_writable, print_table, write_json
@@ -141,7 +141,7 @@ def _own_device(bench: StepBench) -> torch.device:
     """The device of this worker, which becomes the current one if it is a GPU."""
     if bench.device == "cpu":
         return torch.device("cpu")
-    from ..train.loop import local_gpu
+    from ..train.run.loop import local_gpu
 
     device = local_gpu()
     torch.cuda.set_device(device)
@@ -164,12 +164,12 @@ def joined(rendezvous: str = "env://", device: torch.device = CPU) -> Iterator[C
 def _backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
-    from ..train.connect import has_own_gpu
+    from ..train.start.connect import has_own_gpu
 
     return "cpu:gloo,cuda:nccl" if has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) else "gloo"
 
 
-def _methods(bench: StepBench) -> list[Method]:
+def _methods(bench: StepBench) -> list[TimedMethod]:
     """What is measured, in the order of the rows.
 
     Raises:
@@ -181,27 +181,27 @@ def _methods(bench: StepBench) -> list[Method]:
     return (_baselines() if bench.baselines else []) + ours
 
 
-def _baselines() -> list[Method]:
+def _baselines() -> list[TimedMethod]:
     """DDP's own all-reduce, in float32 and with its float16 hook."""
     return [
-        Method("DDP fp32", True, lambda training: None, 4),
-        Method("DDP fp16 hook", True, _compress_to_fp16, 2),
+        TimedMethod("DDP fp32", True, lambda training: None, 4),
+        TimedMethod("DDP fp16 hook", True, _compress_to_fp16, 2),
     ]
 
 
-def _compress_to_fp16(training: Training) -> None:
+def _compress_to_fp16(training: SyntheticTraining) -> None:
     assert isinstance(training.model, DistributedDataParallel), "the method's `ddp` is set"
     training.model.register_comm_hook(None, fp16_compress_hook)
 
 
 def _row(
-    bench: StepBench, comm: Communicator, machine: Machine, method: Method, device: torch.device
+    bench: StepBench, comm: Communicator, machine: Machine, method: TimedMethod, device: torch.device
 ) -> dict[str, Any]:
-    alone = Training(mlp(bench.hidden, bench.layers).to(device), bench.batch_size, comm.rank)
+    alone = SyntheticTraining(mlp(bench.hidden, bench.layers).to(device), bench.batch_size, comm.rank)
     model: nn.Module = mlp(bench.hidden, bench.layers).to(device)
     if method.ddp:
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
-    step = Training(model, bench.batch_size, comm.rank)
+    step = SyntheticTraining(model, bench.batch_size, comm.rank)
     with method.on(step) as strategy:
         turns = Turns(comm, method, alone, step, strategy.settle if strategy else _nothing, device)
         turns.run(bench.warmup)
@@ -259,7 +259,7 @@ class Turns:
     """Alternates turns of computation alone with turns of a method."""
 
     comm: Communicator
-    method: Method
+    method: TimedMethod
     alone: Callable[[], None]
     step: Callable[[], None]
     settle: Callable[[], None]

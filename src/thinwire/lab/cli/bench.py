@@ -21,7 +21,7 @@ def bench_command(options: list[str]) -> None:
         print(USAGE, end="")
         return
     from .. import bench
-    from ..train.environment import adopt
+    from ..train.start.environment import adopt
 
     benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
     adopt()

@@ -48,7 +48,7 @@ def train_command(options: list[str]) -> None:
         return
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
-    from ..train.environment import adopt
+    from ..train.start.environment import adopt
 
     if recipe == "--list":
         print(_listed(tasks()), end="")

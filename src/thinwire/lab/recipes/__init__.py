@@ -11,9 +11,9 @@ from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 
-from .base import SMALL, Method, Recipe, Task
+from .base import SMALL, Recipe, Task, TaskMethod
 
-__all__ = ["SMALL", "Method", "Recipe", "Task", "recipes", "tasks"]
+__all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "recipes", "tasks"]
 
 
 def tasks() -> list[Task]:

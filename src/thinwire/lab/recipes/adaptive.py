@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .base import Method
+from .base import TaskMethod
 
 SOURCE = "Faghri et al. 2020, ALQ and AMQ, arXiv 2010.12460"
 EARLY = "update_steps=(2, 10, 50, 200), update_every=1000"
@@ -16,7 +16,7 @@ square: 1.3 for 128, and 127 for the paper's 8192, with which such a run learns 
 
 def methods(
     num_components: int, bucket_size: int = 8192, dense: str = "dense", update_every: int = 10_000
-) -> dict[str, Method]:
+) -> dict[str, TaskMethod]:
     """All quantizers, and the baseline. Buckets run through the whole network, and the last, short one is sent dense.
 
     Args:
@@ -28,7 +28,7 @@ def methods(
     shared = f"bucket_size={bucket_size}"
     fitted = f"{shared}, num_buckets={num_components}"
     late = "" if update_every == 10_000 else f", update_every={update_every}"
-    made = {dense: Method("the gradients themselves (SuperSGD in the paper)")}
+    made = {dense: TaskMethod("the gradients themselves (SuperSGD in the paper)")}
     for name, about, averager in (
         ("alq", "levels adapt to a mixture of truncated normals", "ALQ({})"),
         ("alq-gd", "likewise, by gradient descent", "ALQ({}, search='gradient')"),
@@ -37,7 +37,7 @@ def methods(
         ("amq-n", "likewise, to one truncated normal", "AMQ({}, distribution='pooled')"),
     ):
         full, small = (_mean(averager.format(options)) for options in (fitted + late, f"{fitted}, {EARLY}"))
-        made[name] = Method(f"3 bits, {about}", full, small)
+        made[name] = TaskMethod(f"3 bits, {about}", full, small)
     for name, about, codec in (
         ("nuqsgd", "3 bits, levels +-2^-j of the L2 norm (1908.06077)", f"NUQSGD(bits=3, {shared}, zero=False)"),
         (
@@ -47,7 +47,7 @@ def methods(
         ),
         ("terngrad", "ternary, not clipped (1705.07878)", f"TernGrad(clip=None, {shared})"),
     ):
-        made[name] = Method(about, _mean(codec))
+        made[name] = TaskMethod(about, _mean(codec))
     made["nuqsgd"] = replace(made["nuqsgd"], small_strategy=_mean(SMALL_NUQSGD))
     return made
 

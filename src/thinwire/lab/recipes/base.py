@@ -27,7 +27,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Method:
+class TaskMethod:
     """A method of averaging for a task.
 
     Args:
@@ -58,14 +58,14 @@ class Task:
     Example:
         >>> from thinwire.lab.train import RunConfig
         >>> full, small = RunConfig("digits-cnn"), RunConfig("digits-cnn", epochs=2)
-        >>> task = Task("Digits", full, {"dense": Method("gradients as they are")}, small)
+        >>> task = Task("Digits", full, {"dense": TaskMethod("gradients as they are")}, small)
         >>> [(name, recipe.config.epochs) for name, recipe in task.recipes().items()]
         [('digits-cnn-dense', 30), ('digits-cnn-dense-small', 2)]
     """
 
     title: str
     full: RunConfig
-    methods: Mapping[str, Method]
+    methods: Mapping[str, TaskMethod]
     small: RunConfig | None = None
 
     def recipes(self) -> dict[str, Recipe]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .base import Method
+from .base import TaskMethod
 
 SOURCE = "Lin et al. 2018, DGC, arXiv 1712.01887"
 
 
-def methods(dense: str = "dense", warmup_epochs: int = 5) -> dict[str, Method]:
+def methods(dense: str = "dense", warmup_epochs: int = 5) -> dict[str, TaskMethod]:
     """A thousandth of the coordinates, and the baseline.
 
     Args:
@@ -20,6 +20,6 @@ def methods(dense: str = "dense", warmup_epochs: int = 5) -> dict[str, Method]:
 
     about = f"0.1 % of the coordinates{', after a warm-up' * (warmup_epochs > 0)}; momentum is corrected and masked"
     return {
-        dense: Method("the gradients themselves"),
-        "dgc": Method(about, strategy(warmup_epochs), strategy(min(warmup_epochs, 2))),
+        dense: TaskMethod("the gradients themselves"),
+        "dgc": TaskMethod(about, strategy(warmup_epochs), strategy(min(warmup_epochs, 2))),
     }

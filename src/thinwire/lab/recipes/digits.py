@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..train import RunConfig
-from .base import Method, Task
+from .base import Task, TaskMethod
 
 
 def digits() -> RunConfig:
@@ -12,7 +12,7 @@ def digits() -> RunConfig:
 
 
 TASKS = (
-    Task("Digits, a small convolutional network", digits(), {"": Method("seconds on two cores; try any strategy")}),
+    Task("Digits, a small convolutional network", digits(), {"": TaskMethod("seconds on two cores; try any strategy")}),
 )
 
 DEMO = {

@@ -7,7 +7,7 @@ in all epochs.
 
 Small twins train on any folder of images in class folders, for at most 300 steps: three epochs of 50,000 images. Images grow
 from 36 to 40 and 48 pixels. ResNet-18 halves images five times, and needs 33 pixels or more: below that, its last 3x3 kernels
-get inputs of 1x1 or 2x2 pixels, and some of their weights see only padding (`lab/train/image_sizes.py`). The twin of
+get inputs of 1x1 or 2x2 pixels, and some of their weights see only padding (`lab/train/step/image_sizes.py`). The twin of
 ResNet-50 is a ResNet-18. The twin of VGG-16 has the small head and trains on 32 pixels, which it can halve five times. The
 large networks would take too long because of their weights, not their images.
 """
@@ -21,7 +21,7 @@ from ..train.data import ImageFolder
 from ..train.models import VGG16, ResNet
 from ..train.optimize import SGD, LearningRateSchedule
 from . import adaptive, dgc, layerwise
-from .base import Method, Task
+from .base import Task, TaskMethod
 
 SGP_SOURCE = "Assran et al. 2019, SGP, arXiv 1811.10792"
 
@@ -54,7 +54,7 @@ def _layerwise_task() -> Task:
     return Task(f"ResNet-50 on ImageNet: {layerwise.SOURCE}", full, methods, small(full, model=ResNet(18)))
 
 
-def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, Method], **options) -> Task:
+def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, TaskMethod], **options) -> Task:
     schedule = LearningRateSchedule(5 / 90, "steps", scale_by_workers=True)
     optimizer = SGD(0.0125 * batch_size / 32, schedule=schedule, **options)
     full = RunConfig(
@@ -90,14 +90,14 @@ def _sgp_task() -> Task:
     )  # fmt: skip
     push, after = "PushSum(Exponential(alternating=True))", "order='adapt_then_combine'"
     methods = {
-        "sgp-dense": Method("gradients, averaged over all workers (AR-SGD in the paper)"),
-        "sgp": Method("push-sum, one peer a step, exponential graph", f"Gossip({push}, {after})"),
-        "osgp": Method(
+        "sgp-dense": TaskMethod("gradients, averaged over all workers (AR-SGD in the paper)"),
+        "sgp": TaskMethod("push-sum, one peer a step, exponential graph", f"Gossip({push}, {after})"),
+        "osgp": TaskMethod(
             "likewise, messages fly during the next step", f"Gossip({push}, overlap=True, staleness=1, {after})"
         ),
-        "sgp-2peer": Method("push-sum, two peers a step", f"Gossip(PushSum(Exponential(peers=2)), {after})"),
-        "dpsgd": Method("D-PSGD, one peer a step", f"Gossip(Mix(OddExponential()), {after})"),
-        "adpsgd": Method("AD-PSGD: with one neighbour, whenever it answers", "Asynchronous()"),
+        "sgp-2peer": TaskMethod("push-sum, two peers a step", f"Gossip(PushSum(Exponential(peers=2)), {after})"),
+        "dpsgd": TaskMethod("D-PSGD, one peer a step", f"Gossip(Mix(OddExponential()), {after})"),
+        "adpsgd": TaskMethod("AD-PSGD: with one neighbour, whenever it answers", "Asynchronous()"),
     }
     return Task(
         f"ResNet-50 on ImageNet, 8 nodes: {SGP_SOURCE}", full, methods, small(full, model=ResNet(18, head_std=0.01))

@@ -15,7 +15,7 @@ from ..train import RunConfig
 from ..train.data import PlainText, WikiText2
 from ..train.models import GPT, LSTMLanguageModel
 from ..train.optimize import SGD, Adam, LearningRateSchedule, Muon
-from .base import Method, Task
+from .base import Task, TaskMethod
 
 WIKITEXT2 = RunConfig(
     "wikitext2-lstm",
@@ -88,59 +88,59 @@ def _descent(learning_rate: float, rate_in_loss: bool = False) -> dict[str, Any]
 
 
 _MUON = Muon(1e-3, schedule=LearningRateSchedule(warmup_fraction=0.1))
-_SPARSE_LOCO = Method(
+_SPARSE_LOCO = TaskMethod(
     "SparseLoCo: 2 % of each tile, 2 bits, every 15 steps (arXiv 2508.15706)", "sparse_loco()", "sparse_loco(every=10)"
 )
 
 WIKITEXT2_METHODS = {
-    "dense": Method("all-reduce of gradients"),
-    "powergossip": Method(
+    "dense": TaskMethod("all-reduce of gradients"),
+    "powergossip": TaskMethod(
         "PowerGossip of rank 1, 8 iterations a step, nothing to tune",
         "Gossip(PowerGossip(Ring(), rank=1, iterations=8))",
         "Gossip(PowerGossip(Ring(), rank=1, iterations=2))",
     ),
-    "dpsgd": Method("D-PSGD: whole models between neighbours on a ring (arXiv 1705.09056)", "Gossip(Mix(Ring()))"),
-    "choco": Method(
+    "dpsgd": TaskMethod("D-PSGD: whole models between neighbours on a ring (arXiv 1705.09056)", "Gossip(Mix(Ring()))"),
+    "choco": TaskMethod(
         "CHOCO with signs, step size tuned to 0.8 (arXiv 1902.00340)",
         "Gossip(Choco(Ring(), SignNorm(), step_size=0.8))",
     ),
-    "choco-topk": Method(
+    "choco-topk": TaskMethod(
         "CHOCO with the top 1 %, step size tuned to 0.01 (arXiv 1902.00340)",
         "Gossip(Choco(Ring(), TopK(0.01), step_size=0.01))",
         "Gossip(Choco(Ring(), TopK(0.01)))",
     ),
-    "deepsqueeze": Method(
+    "deepsqueeze": TaskMethod(
         "DeepSqueeze with signs, step size by default (arXiv 1907.07346)", "Gossip(DeepSqueeze(Ring(), SignNorm()))"
     ),
 }
 
 GPT_METHODS = {
-    "dense": Method("all-reduce of gradients"),
-    "powersgd": Method("PowerSGD of rank 4 with error feedback (arXiv 1905.13727)", "Gradients(PowerSGD(rank=4))"),
-    "sgp": Method("Stochastic Gradient Push (arXiv 1811.10792)", "Gossip(PushSum(Exponential()))"),
-    "ddp": Method("data-parallel AdamW, what the methods for the internet are compared with"),
-    "diloco": Method("DiLoCo: every 30 steps (arXiv 2311.08105)", "diloco(every=30)", "diloco(every=10)"),
-    "streaming-diloco": Method(
+    "dense": TaskMethod("all-reduce of gradients"),
+    "powersgd": TaskMethod("PowerSGD of rank 4 with error feedback (arXiv 1905.13727)", "Gradients(PowerSGD(rank=4))"),
+    "sgp": TaskMethod("Stochastic Gradient Push (arXiv 1811.10792)", "Gossip(PushSum(Exponential()))"),
+    "ddp": TaskMethod("data-parallel AdamW, what the methods for the internet are compared with"),
+    "diloco": TaskMethod("DiLoCo: every 30 steps (arXiv 2311.08105)", "diloco(every=30)", "diloco(every=10)"),
+    "streaming-diloco": TaskMethod(
         "Streaming DiLoCo: 4 fragments, 4 bits, a delay of 5 steps (arXiv 2501.18512)",
         "streaming_diloco(every=30)",
         "streaming_diloco(every=10, fragments=2, delay=2)",
     ),
     "sparseloco": _SPARSE_LOCO,
-    "demo": Method(
+    "demo": TaskMethod(
         "DeMo: 32 frequencies of each tile, every step (arXiv 2411.19870)",
         "demo()",
         changes=_descent(1e-3, rate_in_loss=True),
         small_changes=_descent(3e-3, rate_in_loss=True),
     ),
-    "dion": Method(
+    "dion": TaskMethod(
         "Dion of rank 64, every step (arXiv 2504.05295)",
         "dion(64)",
         "dion(16)",
         changes=_descent(0.02),
         small_changes=_descent(0.05),
     ),
-    "noloco": Method("NoLoCo: random pairs, every 30 steps (arXiv 2506.10911)", "no_loco(30)", "no_loco(10)"),
-    "muloco": Method(
+    "noloco": TaskMethod("NoLoCo: random pairs, every 30 steps (arXiv 2506.10911)", "no_loco(30)", "no_loco(10)"),
+    "muloco": TaskMethod(
         "MuLoCo: Muon inside, 2 bits, every 30 steps (arXiv 2505.23725)",
         "mulo_co(30)",
         "mulo_co(10)",
@@ -149,7 +149,7 @@ GPT_METHODS = {
     ),
 }
 
-WIKITEXT2_GPT_METHODS = {"dense": Method("all-reduce of gradients"), "sparseloco": _SPARSE_LOCO}
+WIKITEXT2_GPT_METHODS = {"dense": TaskMethod("all-reduce of gradients"), "sparseloco": _SPARSE_LOCO}
 
 TASKS = (
     Task("LSTM on WikiText-2 on 16 workers, as in PowerGossip (arXiv 2008.01425)",

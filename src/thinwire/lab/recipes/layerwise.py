@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Method
+from .base import TaskMethod
 
 SOURCE = "Dutta et al. 2020, layer-wise study, arXiv 1911.08250"
 
@@ -22,7 +22,7 @@ _SLOW = ("randomk", "threshold")
 _GRANULARITIES = {"": ("each layer", "layer"), "-model": ("the entire model", "model")}
 
 
-def methods(slow: Mapping[str, Any], summed_over: int = 1) -> dict[str, Method]:
+def methods(slow: Mapping[str, Any], summed_over: int = 1) -> dict[str, TaskMethod]:
     """All compressors at both granularities, and the baselines in float32 and float16.
 
     Args:
@@ -34,12 +34,12 @@ def methods(slow: Mapping[str, Any], summed_over: int = 1) -> dict[str, Method]:
     study = f" (0.001 of a loss summed over {summed_over} images)" if summed_over > 1 else ""
     values = {"threshold": threshold, "threshold_about": f"{threshold:.3g}{study}"}
     made = {
-        "dense": Method("the gradients themselves"),
-        "fp16": Method("the gradients as float16", "Gradients(Mean(Cast('float16'), min_ndim=0))"),
+        "dense": TaskMethod("the gradients themselves"),
+        "fp16": TaskMethod("the gradients as float16", "Gradients(Mean(Cast('float16'), min_ndim=0))"),
     }
     for end, (what, granularity) in _GRANULARITIES.items():
         for name, (sends, codec) in _COMPRESSORS.items():
             strategy = f"Gradients(Mean({codec.format(**values)}, granularity='{granularity}', min_ndim=0))"
             changes = slow if name in _SLOW else {}
-            made[name + end] = Method(f"{sends.format(**values)}, of {what}", strategy, changes=changes)
+            made[name + end] = TaskMethod(f"{sends.format(**values)}, of {what}", strategy, changes=changes)
     return made

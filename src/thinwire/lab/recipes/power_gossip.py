@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..train import RunConfig
-from .base import Method
+from .base import TaskMethod
 
 SOURCE = "Vogels et al. 2020, PowerGossip, arXiv 2008.01425"
 BASE_RATE = 0.1
@@ -43,7 +43,7 @@ _METHODS = {
 """End of the name -> what is sent, strategy, and the learning rate of all workers together, if not the task's own."""
 
 
-def methods(full: RunConfig) -> dict[str, Method]:
+def methods(full: RunConfig) -> dict[str, TaskMethod]:
     """All methods, for data split evenly and by class, with the tuned learning rates of the paper."""
     made = {}
     for end, (how, fields) in {"": ("", {}), "-by-class": (", data split by class", {"split": "by-class"})}.items():
@@ -51,5 +51,5 @@ def methods(full: RunConfig) -> dict[str, Method]:
             rate = total_rate / full.workers if total_rate else full.optimizer.learning_rate
             schedule = replace(full.optimizer.schedule, warmup_start=BASE_RATE / (rate * full.workers))
             changes = fields | {"optimizer": replace(full.optimizer, learning_rate=rate, schedule=schedule)}
-            made[name + end] = Method(about + how, strategy, changes=changes, small_changes=fields)
+            made[name + end] = TaskMethod(about + how, strategy, changes=changes, small_changes=fields)
     return made

@@ -18,7 +18,7 @@ from ..train.data import ParallelText
 from ..train.loss import CrossEntropy
 from ..train.models import Transformer
 from ..train.optimize import Adam, LearningRateSchedule
-from .base import Method, Task
+from .base import Task, TaskMethod
 
 WMT16 = RunConfig(
     "wmt16-transformer",
@@ -65,13 +65,13 @@ MULTI30K_SMALL = replace(
 OWN_ADAM = replace(SMALL_ADAM, learning_rate=3e-3, beta2=0.999)
 
 METHODS = {
-    "dense": Method("all-reduce of gradients"),
-    "sgp": Method(
+    "dense": TaskMethod("all-reduce of gradients"),
+    "sgp": TaskMethod(
         "Stochastic Gradient Push: one peer a step, each worker its own Adam",
         "Gossip(PushSum(Exponential(alternating=True)))",
         small_changes={"optimizer": OWN_ADAM},
     ),
-    "osgp": Method(
+    "osgp": TaskMethod(
         "Overlap SGP: the same, and messages fly during the next step",
         "Gossip(PushSum(Exponential(alternating=True)), overlap=True, staleness=1)",
         small_changes={"optimizer": OWN_ADAM},

@@ -1,6 +1,6 @@
 """The identity of a run: a hash of all configuration fields that determine its result.
 
-It leaves out the fields that a resumed run may change (`thinwire.lab.train.run_folder.FREE`), such as the output folder or
+It leaves out the fields that a resumed run may change (`run_folder.FREE`), such as the output folder or
 `log_every`. So a sweep skips a finished run in exactly the cases in which it would resume an unfinished one. All other fields
 count, also new ones. The version of the library does not count.
 """
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..train.run_folder import binding
+from ..train.folder.run_folder import binding
 
 OF_CONSENSUS = ("json", "figure", "processes")  # free fields of consensus experiments
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...algorithm import require
 from ..files import write_json
-from ..train.interrupt import SAVED, requeue
+from ..train.run.interrupt import SAVED, requeue
 from .execute import read_run, write_down
 from .file import PlannedRun
 from .local import run_locally

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..train.interrupt import SAVED
+from ..train.run.interrupt import SAVED
 from .file import PlannedRun
 from .identity import identity
 from .tasks import read_json

@@ -91,7 +91,7 @@ class Train(Task):
             raise ValueError(f"strategy: {error}") from None
 
     def check(self, config: Any) -> None:
-        from ..train.check import check_without_data
+        from ..train.start.check import check_without_data
 
         check_without_data(config)
 

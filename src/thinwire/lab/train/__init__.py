@@ -1,11 +1,11 @@
 """Training runs: configuration, the loop, the processes it runs in, and the files it leaves behind."""
 
-from .callbacks import Callback, EachStep, gradient_spectra, worker_differences
 from .config import RunConfig
-from .evaluation import evaluate_checkpoint
-from .interrupt import Interrupted
-from .launch import train
-from .spawn import WorkerError
+from .results.callbacks import Callback, EachStep, gradient_spectra, worker_differences
+from .results.evaluation import evaluate_checkpoint
+from .run.interrupt import Interrupted
+from .start.launch import train
+from .start.spawn import WorkerError
 
 __all__ = [
     "Callback",

@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ....kernels import mix_key
-from ..interrupt import ignore_requests
 from ..models import apply
+from ..run.interrupt import ignore_requests
 
 AUGMENTATION_STREAM = zlib.crc32(b"augmentation of examples")
 IGNORE = -100

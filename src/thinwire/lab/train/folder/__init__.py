@@ -1,0 +1,1 @@
+"""The folder of a run: its creation, its lock and its checkpoints."""

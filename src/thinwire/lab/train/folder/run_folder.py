@@ -1,0 +1,192 @@
+"""The folder of a run: created, or reused by `resume` for the same configuration; locked while in use."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ....algorithm import require
+from ...fields import flat
+from ...files import load_json_object, write_json
+from ..config import RunConfig
+from .checkpoint import last_described
+from .lock import LOCK, locked
+
+FREE = (
+    *(
+        "output",
+        "name",
+        "suffix",
+        "overwrite",
+        "resume",
+        "keep",
+        "checkpoint_every",
+        "evaluate_every",
+        "log_every",
+        "variance",
+    ),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
+    *("elastic", "min_workers", "lighthouse", "first_worker"),
+    "data.num_loaders",
+)
+"""Fields that may change in a resumed run, because they change its result only by rounding."""
+
+KEPT = ("config.json", LOCK)  # files that stay in an overwritten run
+
+
+def folder_of(config: RunConfig) -> Path:
+    """The folder of the run's name, or of its default name without a number, with the suffix."""
+    return config.output / f"{config.name or config.default_name}{config.suffix}"
+
+
+@contextmanager
+def held_folder(config: RunConfig) -> Iterator[Path]:
+    """Context in which this process owns the run's folder, which `make_folder` makes or finds.
+
+    Raises:
+        ValueError: another process owns it, or as `make_folder` says.
+    """
+    with ExitStack() as lock:
+        folder, again = folder_of(config), config.resume or config.overwrite
+        with _writing(config):
+            if again and folder.is_dir():  # before anything in it is touched
+                lock.enter_context(locked(folder))
+                again = False
+        made = make_folder(config)
+        with _writing(config):
+            if made != folder or again or not (config.resume or config.overwrite):
+                lock.enter_context(locked(made))
+        yield made
+
+
+def make_folder(config: RunConfig) -> Path:
+    """Create the run's folder, or with `resume` or `overwrite` return the existing one.
+
+    A given name must be free; the default name gets a number if it is taken. `begin` removes an overwritten run, not this.
+    With `resume` the run in the folder must have the same configuration, but for the number of workers.
+
+    Raises:
+        ValueError: the folder is taken, belongs to another run, or cannot be created or written.
+    """
+    folder = folder_of(config)
+    with _writing(config):
+        if (config.resume or config.overwrite) and folder.exists():
+            is_run = (folder / "config.json").is_file()
+            require(config.resume or is_run, f"{str(folder)!r} is not a run; --overwrite leaves it alone")
+            if config.resume:
+                check_same_run(config, folder)
+            for report in folder.glob("worker-*-error.txt"):  # errors of an earlier attempt
+                report.unlink()
+            return folder
+        made = _claim(folder, config.suffix, numbered=config.name is None and not config.resume)
+        write_json(made / "config.json", config.as_dict())
+        return made
+
+
+def begin(config: RunConfig, folder: Path) -> None:
+    """Write the configuration, and remove an overwritten run. Call it once data, model and strategy have been checked.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with _writing(config):
+        if config.overwrite:
+            (folder / "summary.json").unlink(missing_ok=True)  # from now on it is not finished
+            for path in [path for path in folder.iterdir() if path.name not in KEPT]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        write_json(folder / "config.json", config.as_dict())
+
+
+def abandon(folder: Path) -> None:
+    """Remove the folder of a run that never began, so that its name is free again."""
+    if {path.name for path in folder.iterdir()} <= {*KEPT}:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _writing(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror or error}"
+        raise ValueError(f"{reason}; choose another with --output") from None
+
+
+def _claim(folder: Path, suffix: str, numbered: bool) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    name = folder.name.removesuffix(suffix)
+    for number in range(1, 10_000):
+        candidate = folder if number == 1 else folder.with_name(f"{name}-{number}{suffix}")
+        try:
+            candidate.mkdir()  # fails where it exists: of two runs that start at once, one takes the next number
+            return candidate
+        except FileExistsError:
+            advice = "go on with --resume, replace it with --overwrite, or choose another --name"
+            require(numbered, f"{str(folder)!r} exists; {advice}")
+    raise ValueError(f"{str(folder)!r} and 9999 numbered ones exist; choose a --name")
+
+
+def finished_run(config: RunConfig) -> Path | None:
+    """With `resume`, the folder of the run if it is finished; else None. A run with a damaged summary is not finished.
+
+    Raises:
+        ValueError: the folder holds a run with another configuration.
+    """
+    folder = folder_of(config)
+    if not (config.resume and (folder / "summary.json").is_file()):
+        return None
+    check_same_run(config, folder)
+    try:
+        load_json_object(folder / "summary.json")
+    except ValueError:  # the last checkpoint has all that it says
+        text = f"{folder / 'summary.json'} is damaged; it is written anew from the last checkpoint"
+        print(f"thinwire: {text}", file=sys.stderr, flush=True)
+        return None
+    return folder
+
+
+def check_same_run(config: RunConfig, folder: Path) -> None:
+    """Check that a folder's run, and its last checkpoint, have this configuration.
+
+    A run with no logged metrics may be reconfigured.
+
+    Raises:
+        ValueError: a field differs, or the folder is no run.
+    """
+    began = (folder / "config.json").is_file()
+    is_empty = all(path.name == LOCK for path in folder.iterdir())
+    require(began or is_empty, f"{str(folder)!r} is not a run; choose another --name")
+    if (folder / "metrics.jsonl").exists():
+        check_same(config, load_json_object(folder / "config.json"), folder)
+    described = last_described(folder / "checkpoints")
+    if described is not None:
+        checkpoint, facts = described
+        check_same(config, facts["config"], checkpoint)
+
+
+def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:
+    """Check that a resumed configuration matches the saved one.
+
+    Raises:
+        ValueError: it names the fields that differ, with both values.
+    """
+    before, now = ({**binding(each), "workers": None} for each in (saved, config.as_dict()))  # any number goes on
+    differing = [
+        f"{name} {before.get(name, 'nothing')!r}, not {now.get(name, 'nothing')!r}"
+        for name in {**now, **before}
+        if before.get(name, "nothing") != now.get(name, "nothing")
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    require(
+        not differing,
+        f"{where} has {'; '.join(differing[:3])}{more}. A run goes on as it began; give it the same options, or another --name",
+    )
+
+
+def binding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that determine a run's result, by path: all except `FREE`."""
+    return {path: value for path, value in flat(config) if path not in FREE and path.split(".")[0] not in FREE}

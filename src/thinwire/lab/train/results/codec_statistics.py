@@ -1,0 +1,116 @@
+"""Statistics of the codec for the metrics: its relative variance on a gradient, and its adaptive levels.
+
+The measurement sends nothing and uses no random state, so it does not change the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ....average import Mean
+from ....codec import Codec, Key
+from ....codec.quantize.levels import level_values
+from ....strategy import AveragerAttachment, GradientCompression
+
+NOTHING: Mapping[str, Tensor] = {}
+
+
+def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
+    """Return the codec's relative `variance` on these gradients, and its `levels` if they adapt.
+
+        variance = |Q(g) - g|^2 / |g|^2
+
+    over the gradients that are encoded. It costs one more encoding. It does not include the memory: g is the gradient alone.
+
+    Args:
+        strategy: the run's, at work.
+        gradients: this worker's gradients before averaging, by name; see `own_gradients`. Empty => no `variance`.
+
+    Returns:
+        `variance`, a float, and `levels`, ascending from -1 to 1, each only if it exists. Averagers of parameters have
+        neither; lossless codecs and votes have no variance. A gradient that is infinite or NaN has the variance NaN.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     handle = tw.compress_gradients(model, tw.Mean(tw.TopK(0.5)), comm=comm)
+        ...     found = codec_statistics(handle, {"weight": torch.tensor([[1.0, 3.0]])})
+        ...     handle.detach()
+        ...     return found
+        >>> tw.LocalWorld(1).run(worker)
+        [{'variance': 0.1}]
+    """
+    if strategy.models_differ:
+        return {}
+    handle = cast(GradientCompression, strategy)  # models are equal only if their gradients are averaged
+    codec = handle.codec
+    if codec is None:
+        return {}
+    found: dict[str, Any] = {}
+    mean = cast(Mean, handle.averager)  # no other averager of gradients has a codec
+    variance = _variance(codec, _encoded(mean, list(gradients.values())))
+    if variance is not None:
+        found["variance"] = variance
+    levels = level_values(codec) if mean.codec.traits.adaptive is not None else None
+    if levels is not None:
+        found["levels"] = list(levels)
+    return found
+
+
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Context that collects copies of this worker's gradients in the backward pass, before they are averaged.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> with own_gradients(model) as gradients:
+        ...     model(torch.tensor([[1.0, 3.0]])).sum().backward()
+        >>> gradients
+        {'weight': tensor([[1., 3.]])}
+    """
+    gradients: dict[str, Tensor] = {}
+
+    def keeping(name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            before = gradients.get(name)
+            gradients[name] = gradient.detach().clone() if before is None else before + gradient.detach()
+
+        return keep
+
+    hooks = [p.register_hook(keeping(name)) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _encoded(mean: Mean, tensors: list[Tensor]) -> list[Tensor]:
+    """What the codec encodes in a round with these tensors."""
+    encoded = [tensor for tensor in tensors if tensor.ndim >= mean.min_ndim]
+    if mean.granularity == "layer" or not encoded:
+        return encoded
+    return [torch.cat([tensor.reshape(-1) for tensor in encoded])]
+
+
+def _variance(codec: Codec, encoded: list[Tensor]) -> float | None:
+    if codec.traits.lossless or codec.traits.votes or not encoded:
+        return None
+    if not all(g.isfinite().all() for g in encoded):
+        return math.nan
+    encoded = [g.to(torch.float32) for g in encoded]
+    lost = [torch.empty(g.numel(), dtype=torch.float32, device=g.device) for g in encoded]
+    codec.encode(encoded, [Key(stream=i) for i in range(len(encoded))], lost)
+    total = _squared(encoded)
+    return _squared(lost) / total if total else None
+
+
+def _squared(tensors: list[Tensor]) -> float:
+    return sum(t.double().square().sum().item() for t in tensors)

@@ -1,0 +1,67 @@
+"""Evaluates the model on the test set, on all workers together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ....algorithm import require
+from ....comm import Communicator
+from ....strategy import AveragerAttachment
+from ..config import RunConfig
+from ..data import Dataset
+
+
+def evaluate(
+    config: RunConfig, data: Dataset, model: nn.Module, strategy: AveragerAttachment, comm: Communicator
+) -> dict[str, float]:
+    """Return the metrics of the data set, each with the prefix `test_`.
+
+    If models are equal, each worker tests a part of the test set. If they differ, each worker tests its own model on all of it;
+    `test_...` are the means over the workers, and `mean_model_test_...` the metrics of the mean model. Running statistics are
+    averaged over the workers for the test.
+    """
+    if not strategy.models_differ:
+        with strategy.average_model(comm):
+            return _named("test_", _shared_out(config, data, model, comm))
+    sums = data.evaluate(model, 0, 1, config.test_batch_size)
+    of_own = data.metrics(comm.all_reduce(sums).wait())
+    with strategy.average_model(comm):
+        of_mean = _shared_out(config, data, model, comm)
+    return _named("test_", of_own) | _named("mean_model_test_", of_mean)
+
+
+def _shared_out(config: RunConfig, data: Dataset, model: nn.Module, comm: Communicator) -> dict[str, float]:
+    sums = data.evaluate(model, comm.rank, comm.size, config.test_batch_size)
+    return data.metrics(comm.all_reduce(sums).wait())
+
+
+def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def evaluate_checkpoint(config: RunConfig, folder: Path) -> dict[str, float]:
+    """The metrics of a checkpoint's model on the test set of the configuration, in this process.
+
+    Where workers have models of their own, the checkpoint's shared model is their mean; it also has the mean running
+    statistics.
+
+    Args:
+        config: whose data, model and precision; usually those of the run, with other data.
+        folder: the checkpoint, such as `runs/digits/checkpoints/best`.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or its model is another one than the configuration's.
+    """
+    file = folder / "shared.pt"
+    require(file.is_file(), f"{folder} is no checkpoint: it has no shared.pt; give a folder such as checkpoints/best")
+    data = config.data.load()
+    model = config.model.build(data.num_classes)
+    try:
+        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{file} is not of this model: {error}") from None
+    sums = data.evaluate(model, 0, 1, config.test_batch_size)
+    return _named("test_", data.metrics(sums))

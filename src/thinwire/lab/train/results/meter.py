@@ -1,0 +1,153 @@
+"""Collects the values of a row of metrics: sums over batches, bytes of the ledger, and seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ....clock import Clock
+from ....comm import Communicator
+from ....strategy import AveragerAttachment, OwnModelAttachment
+from ..data import Dataset
+from ..step.virtual import VirtualTime
+
+COUNTS = ("bytes_sent", "bytes_received", "messages")
+
+
+class Meter:
+    """Sums over the batches between two rows.
+
+    Args:
+        data: turns sums into metrics.
+        strategy: has the ledger and the clock.
+        comm: sums the metrics over the workers.
+        virtual: the clock of the modelled network.
+    """
+
+    def __init__(
+        self, data: Dataset, strategy: AveragerAttachment, comm: Communicator, virtual: VirtualTime | None = None
+    ):
+        self._data, self._strategy, self._comm = data, strategy, comm
+        self._virtual = virtual or VirtualTime()
+        self.virtual_seconds = 0.0
+        """Of the run before a resume."""
+        self._began = time.perf_counter()
+        self._skipped_before = 0
+        self.clock = Clock()
+        """Times the phases "data" and "step"."""
+        self._start_row()
+
+    def _start_row(self) -> None:
+        self._row_began = time.perf_counter()
+        self._phases = self._all_phases()
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._num_examples = 0
+
+    def _all_phases(self) -> dict[str, float]:
+        return {**self._strategy.seconds, **self.clock.seconds}
+
+    def add(self, scores: Tensor, labels: Tensor) -> None:
+        """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
+        self._sums += self._data.sums(scores, labels)
+        self._num_examples += len(labels)
+
+    def row(self, comm: Communicator | None = None) -> dict[str, float]:
+        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together.
+
+        Args:
+            comm: connects these workers; None for those of the constructor.
+        """
+        comm = comm or self._comm
+        now, ledger = time.perf_counter(), self._strategy.ledger
+        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        totals = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
+        sent = (totals[4:7] / comm.size).round().long().tolist()
+        row = self._data.metrics(totals[:4])
+        row |= dict(zip(COUNTS, sent, strict=True))
+        skips = round(totals[8].item())  # where models are equal, all workers skip together
+        row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
+        row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
+        row |= self._all_virtual_seconds() | self._seconds_by_phase()
+        if self._strategy.models_differ:
+            # Models differ only under gossip and local updates.
+            gossip = cast(OwnModelAttachment, self._strategy)
+            row["consensus_distance"] = gossip.consensus_distance(comm)
+        self._start_row()
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of a checkpoint: this worker's sums since the last row, and its ledger."""
+        now, ledger = time.perf_counter(), self._strategy.ledger
+        took = {
+            "seconds": now - self._began,
+            "row_seconds": now - self._row_began,
+            "phase_seconds": self._phases_of_row(),
+        }
+        sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
+        return took | sums | {"ledger": ledger.state_dict()} | self._all_virtual_seconds()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`. Bytes sent for the restart do not count."""
+        self._start_row()
+        self._began, self._row_began = self._row_began - saved["seconds"], self._row_began - saved["row_seconds"]
+        self._phases |= {phase: self._phases.get(phase, 0.0) - took for phase, took in saved["phase_seconds"].items()}
+        self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
+        self._skipped_before = saved["num_skipped"]
+        self._strategy.ledger.load_state_dict(saved["ledger"])
+        self.virtual_seconds = saved.get("virtual_seconds", 0.0)
+
+    def _all_virtual_seconds(self) -> dict[str, float]:
+        """Virtual seconds since the start, before a resume too; nothing without a network. All workers call it together."""
+        if self._virtual.network is not None:
+            self._strategy.settle()  # what is under way leaves its trace
+        seconds = self._virtual.seconds()
+        return {} if seconds is None else {"virtual_seconds": seconds}
+
+    def deal(self, saved: list[dict[str, Any]], rank: int, size: int, together: bool) -> dict[str, Any]:
+        """The part of worker `rank` of `size`, from those of all workers before: sums are kept, and means of bytes.
+
+        Args:
+            saved: what `state_dict` returned on each worker, in rank order.
+            rank: of this worker.
+            size: the new number of workers.
+            together: whether all workers skip a step together; if not, their skips are added up.
+        """
+        mine = saved[rank::size]
+        sums = {
+            "sums": sum((one["sums"] for one in mine), start=torch.zeros(4, dtype=torch.float64)),
+            "num_examples": sum(one["num_examples"] for one in mine),
+            "num_skipped": saved[0]["num_skipped"] if together else sum(one["num_skipped"] for one in mine),
+        }
+        return saved[0] | sums | {"ledger": mean_ledger([one["ledger"] for one in saved])}
+
+    @property
+    def _num_skipped(self) -> int:
+        """Steps that this worker has skipped since the start of the run, before a resume too."""
+        return self._skipped_before + self._strategy.num_skipped
+
+    def _phases_of_row(self) -> dict[str, float]:
+        return {phase: after - self._phases.get(phase, 0.0) for phase, after in self._all_phases().items()}
+
+    def _seconds_by_phase(self) -> dict[str, float]:
+        took = self._phases_of_row()
+        averaging = sum(took.get(phase, 0.0) for phase in self._strategy.phases_in_step)
+        return {
+            "data_seconds": took.get("data", 0.0),
+            "compute_seconds": took.get("step", 0.0) - averaging,
+            "encode_seconds": took.get("compensate", 0.0) + took.get("encode", 0.0),
+            "wait_seconds": took.get("wait", 0.0),
+            "decode_seconds": took.get("decode", 0.0),
+        }
+
+
+def mean_ledger(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of saved ledgers, count by count, so that the bytes of a worker stay what they were on average."""
+    names = sorted({name for one in saved for name in one["collectives"]})
+    traffic = {}
+    for name in names:
+        found = [one["collectives"][name] for one in saved if name in one["collectives"]]
+        traffic[name] = {count: round(sum(one[count] for one in found) / len(saved)) for count in found[0]}
+    return saved[0] | {"collectives": traffic}

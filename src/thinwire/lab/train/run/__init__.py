@@ -1,0 +1,1 @@
+"""One worker of a run: the training loop, and what stops it."""

@@ -1,0 +1,1 @@
+"""Starts a run: from the command to connected workers."""

@@ -1,0 +1,188 @@
+"""Connects the workers of a run: chooses the network interface and the backend."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ....algorithm import require
+from ....comm import CommunicationError, Communicator, ProcessGroupCommunicator
+from ....comm.store import listening_store
+from ..config import RunConfig
+from ..run.interrupt import Interrupted
+from ..run.loop import choose_device
+from ..shared_errors import SharedError, same_error_on_all
+from .environment import Environment
+from .presence import Presence
+
+RENDEZVOUS = timedelta(seconds=120)  # importing PyTorch on a busy machine takes long
+
+
+@contextmanager
+def connected(config: RunConfig, environment: Environment, store: dist.Store | None = None) -> Iterator[Communicator]:
+    """Join the other workers, in PyTorch's default process group and a communicator of its own.
+
+    Args:
+        config: has device, backend and interface.
+        environment: rank and size of this worker.
+        store: the store for the rendezvous; by default a new one at the environment's address.
+
+    Raises:
+        ValueError: the interface or the backend cannot be used here.
+    """
+    choose_interface(config.interface, environment.one_node)
+    device = choose_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank, size = environment.rank, environment.size
+    presence = None
+    if config.backend == "mpi":
+        dist.init_process_group("mpi", timeout=RENDEZVOUS)
+    else:
+        if store is None:
+            store = fresh(meeting_store(environment), rank, size)
+            presence = Presence(store, rank, size)
+        with same_error_on_all():
+            backend = choose_backend(config.backend, device, environment, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    with blaming(presence), ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
+        yield comm
+    dist.destroy_process_group()
+
+
+@contextmanager
+def blaming(presence: Presence | None) -> Iterator[None]:
+    """Context in which an error of communication names the worker to blame, and any other is reported to the others."""
+    if presence is None:  # a launcher of ours watches the workers
+        yield
+        return
+    with presence:
+        try:
+            yield
+        except (Interrupted, SharedError):
+            raise
+        except CommunicationError as error:
+            raise presence.explained(error) from error
+        except Exception as error:
+            presence.report(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+            raise
+
+
+def meeting_store(environment: Environment) -> dist.Store:
+    """The store at the environment's address, which rank 0 makes unless torchrun has one.
+
+    It has no authentication, so it listens at that address only. If rank 0 cannot listen there (its name means the loopback,
+    or an address that is translated on the way), it listens on all interfaces, and says so.
+    """
+    rank, host, port = environment.rank, environment.master_address, environment.master_port
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+            if environment.one_node or not ipaddress.ip_address(address).is_loopback:
+                return listening_store(str(address), port, RENDEZVOUS)
+            why = f"{host} is {address} here"
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port} of {host} is taken; choose another with MASTER_PORT") from None
+            why = f"{host}: {error.strerror or error}"
+        print(f"thinwire: the store listens on all interfaces, because {why}", file=sys.stderr, flush=True)
+    return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
+
+
+def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Return a part of the store that only this start of the workers uses.
+
+    torchrun's store outlives the workers: after a restart it still has the addresses of the old ones. So rank 0 chooses a
+    new prefix. Each worker writes a greeting with an identifier of its own; rank 0 answers each identifier with the prefix
+    until all workers have confirmed it.
+    """
+    own = uuid.uuid4().hex
+    store.set(f"greeting/{rank}", own)
+    if rank == 0:
+        _tell(store, own, set(range(1, size)))
+        return dist.PrefixStore(own, store)
+    word = store.get(f"answer/{own}").decode()
+    store.set(f"heard/{word}/{rank}", "")
+    return dist.PrefixStore(word, store)
+
+
+def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
+    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
+    while waiting := {rank for rank in waiting if not store.check([f"heard/{word}/{rank}"])}:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(waiting)} did not come within {RENDEZVOUS.total_seconds():.0f} seconds")
+        for rank in waiting:
+            if store.check([f"greeting/{rank}"]):
+                store.set(f"answer/{store.get(f'greeting/{rank}').decode()}", word)
+        time.sleep(0.02)
+
+
+def choose_interface(name: str | None, one_node: bool) -> None:
+    """Set the network interface of Gloo and NCCL; the default is the loopback if all workers are on one node.
+
+    Raises:
+        ValueError: there is no such interface.
+    """
+    known = [known for _, known in socket.if_nameindex()]
+    require(
+        name is None or name in known,
+        f"{socket.gethostname()} has no network interface {name!r}; choose --interface among {', '.join(known)}",
+    )
+    loopback = next((known for known in known if known in ("lo", "lo0")), None)
+    if name is not None:
+        os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
+    elif one_node and loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the host's own name need not resolve
+
+
+def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
+    """Choose the backend, the same on all workers: NCCL (with Gloo for metrics), or only Gloo.
+
+    Raises:
+        ValueError: NCCL was asked for, and a worker has no GPU of its own.
+        TimeoutError: a worker did not connect.
+    """
+    store.set(f"thinwire/no-gpu/{environment.rank}", str(int(not has_own_gpu(device, environment.local_size))))
+    without = [rank for rank in range(environment.size) if _answer(store, rank) == b"1"]
+    require(
+        name != "nccl" or not without,
+        f"backend 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
+        "--backend gloo, or fewer workers",
+    )
+    return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
+
+
+def has_own_gpu(device: torch.device, local_size: int) -> bool:
+    """Whether each of the workers on this machine has a GPU of its own that NCCL can use."""
+    return device.type == "cuda" and local_size <= torch.cuda.device_count() and dist.is_nccl_available()
+
+
+def _answer(store: dist.Store, rank: int) -> bytes:
+    try:
+        return store.get(f"thinwire/no-gpu/{rank}")
+    except dist.DistStoreError:
+        raise TimeoutError(f"rank {rank} did not connect within {RENDEZVOUS.total_seconds():.0f} seconds") from None
+
+
+def check_mpi() -> None:
+    """Check that PyTorch has the MPI backend.
+
+    Raises:
+        ValueError: PyTorch was built without MPI.
+    """
+    require(
+        dist.is_mpi_available(),
+        "backend 'mpi' needs a PyTorch that was built with MPI, and this one was not; choose --backend gloo, which works "
+        "under mpirun too",
+    )

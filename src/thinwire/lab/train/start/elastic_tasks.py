@@ -1,0 +1,92 @@
+"""An elastic run as tasks of a launcher (torchrun, srun, mpirun): this process is one worker, and nothing watches it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ....algorithm import require
+from ....comm.connect import own_address
+from ..config import RunConfig
+from ..folder.run_folder import folder_of, make_folder
+from ..results.callbacks import Callback
+from ..run import elastic
+from ..run.interrupt import Interrupted, Interruption
+from ..shared_errors import SharedError
+from .connect import RENDEZVOUS, choose_interface, meeting_store
+from .elastic_spawn import communicator, lighthouse_of
+from .environment import Environment
+from .spawn import WorkerError, failure, ignore_file_errors
+
+KEY = "thinwire/lighthouse"
+
+
+def join_elastic(
+    config: RunConfig,
+    environment: Environment,
+    on_stop: Callable[[Interrupted], None] | None,
+    callbacks: Sequence[Callback],
+) -> Path:
+    """Run as one of a launcher's tasks, and return the run's folder.
+
+    Raises:
+        ValueError: name or resume are missing, or the configuration or the data are wrong.
+        WorkerError: this worker failed.
+        Interrupted: a signal stopped the run.
+    """
+    require(
+        config.name is not None and config.resume,
+        f"elastic runs under {environment.launcher} need --name NAME --resume, so that a task that is started again goes on",
+    )
+    threading.excepthook = ignore_file_errors
+    choose_interface(config.interface, environment.one_node)
+    config = replace(config, workers=environment.size, first_worker=0)
+    try:
+        folder = _folder(config, environment.rank)
+        with _lighthouse(config, environment) as address, Interruption() as interruption:
+            comm = communicator(config, address, environment.rank, environment.local_size)
+            with comm:
+                elastic.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
+    except Interrupted as stop:
+        if on_stop and environment.rank == 0:
+            on_stop(stop)
+        raise
+    except (SharedError, ValueError):
+        raise
+    except Exception as error:
+        raise WorkerError(failure(environment.rank, error)) from error
+    return folder
+
+
+def _folder(config: RunConfig, rank: int) -> Path:
+    """The run's folder, which task 0 makes, and the others wait for."""
+    if rank == 0:
+        return make_folder(config)
+    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
+    while not (folder_of(config) / "config.json").exists():
+        require(time.monotonic() < deadline, f"task 0 has not made {folder_of(config)}; is the folder shared?")
+        time.sleep(0.1)
+    return folder_of(config)
+
+
+@contextmanager
+def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
+    """The address of the Lighthouse: the configured one, or that of task 0, which the others read from the launcher's store."""
+    if config.lighthouse is not None:
+        os.environ["MASTER_ADDR"] = urlsplit(config.lighthouse).hostname or environment.master_address
+        with lighthouse_of(config, environment.master_address) as address:
+            yield address
+        return
+    store = meeting_store(environment)
+    if environment.rank > 0:
+        yield store.get(KEY).decode()
+        return
+    with lighthouse_of(config, own_address()[1]) as address:
+        store.set(KEY, address)
+        yield address

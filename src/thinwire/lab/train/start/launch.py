@@ -1,0 +1,133 @@
+"""Starts a run. Under a launcher this process is one worker; otherwise it starts the workers as child processes.
+
+A launcher (torchrun, srun, mpirun) starts the same command once for each worker; see `environment.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ....algorithm import require
+from ....comm import Communicator
+from ..config import RunConfig
+from ..folder.run_folder import abandon, finished_run, held_folder
+from ..results.callbacks import Callback, EachStep
+from ..results.weights_and_biases import check_installed
+from ..run import loop
+from ..run.interrupt import Interrupted, Interruption, requeue
+from ..shared_errors import SharedError, run_on_all
+from .connect import check_mpi, choose_interface, connected
+from .elastic_spawn import spawn_elastic
+from .elastic_tasks import join_elastic
+from .environment import Environment, adopt
+from .spawn import WorkerError, failure, ignore_file_errors, spawn
+
+# After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
+# them as soon as rank 0 has ended.
+TELLING_SECONDS = 10.0
+OnStop = Callable[[Interrupted], None] | None
+
+
+def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callback] = ()) -> Path:
+    """Train and return the run's folder. Under a launcher, each of its processes calls this.
+
+    With `config.resume` it continues from the last checkpoint, and returns at once if the run is finished.
+
+    Args:
+        config: everything that determines the run.
+        on_stop: called once after a stopped run was saved, before any worker exits. (Launchers kill the other workers as
+            soon as one exits.)
+        callbacks: functions that add values of your own to each row of metrics, see `callbacks.Callback`; an `EachStep` logs
+            between rows.
+
+    Raises:
+        ValueError: the configuration or the data are wrong, or the folder is taken.
+        WorkerError: a worker failed; all others have been stopped.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
+    """
+    config.parsed_strategy()
+    between = any(isinstance(callback, EachStep) for callback in callbacks)
+    require(
+        not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"
+    )
+    check_installed(config)
+    if config.backend == "mpi":
+        check_mpi()
+    environment = adopt()
+    if finished := finished_run(config):
+        return finished
+    if environment and config.elastic:
+        return join_elastic(config, environment, on_stop, callbacks)
+    if environment:
+        return _join(config, environment, on_stop, callbacks)
+    return _spawn(config, on_stop, callbacks)
+
+
+def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
+    choose_interface(config.interface, one_node=config.lighthouse is None)
+    loop.choose_device(config)
+    with held_folder(config) as folder:
+        try:
+            (spawn_elastic if config.elastic else spawn)(config, folder, callbacks)
+        except ValueError:
+            abandon(folder)
+            raise
+        except Interrupted as stop:
+            _stopped(config, stop, on_stop)
+            raise
+    return folder
+
+
+def _join(config: RunConfig, environment: Environment, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
+    """Run as one of a launcher's workers."""
+    threading.excepthook = ignore_file_errors
+    name, rank, size = environment.launcher, environment.rank, environment.size
+    require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
+    try:
+        with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
+            made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
+            folder = Path(comm.gather_objects(str(made))[0])
+            _run(config, folder, comm, interruption, on_stop, callbacks)
+    except Interrupted:
+        raise
+    except SharedError:
+        time.sleep(TELLING_SECONDS if rank else 0)
+        raise
+    except Exception as error:
+        raise WorkerError(failure(rank, error)) from error
+    return folder
+
+
+def _run(
+    config: RunConfig,
+    folder: Path,
+    comm: Communicator,
+    interruption: Interruption,
+    on_stop: OnStop,
+    callbacks: Sequence[Callback],
+) -> None:
+    try:
+        loop.run(config, folder, comm, interruption, callbacks)
+        interruption.settle()
+    except Interrupted as stop:
+        if comm.rank == 0:
+            _stopped(config, stop, on_stop)
+        comm.barrier()
+        raise
+    except SharedError:
+        if comm.rank == 0:
+            abandon(folder)
+        raise
+
+
+def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
+    if on_stop:
+        on_stop(stop)
+    if config.requeue and stop.signal == signal.SIGUSR1:
+        print(f"thinwire: {requeue()}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""Names the worker that is gone or stopped, where a launcher started the workers and no process of ours watches them.
+
+Each worker counts in the store while it lives, whatever its training does. When a collective fails, a worker looks which of
+the others do not count any more, and which have reported a failure of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Protocol
+
+from ....comm import CommunicationError
+
+BEAT_SECONDS = 1.0
+SILENT_BEATS = 4  # without a sign of life, before a worker is named
+
+
+class Store(Protocol):
+    """What it needs of a store of `torch.distributed`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+
+class Presence:
+    """Counts for this worker in the background; use it as a context.
+
+    Args:
+        store: the store of all workers.
+        rank: of this worker.
+        size: number of workers.
+        beat_seconds: time between two counts.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> with Presence(store, rank=0, size=2, beat_seconds=0.01) as present:
+        ...     present.silent()
+        [1]
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, beat_seconds: float = BEAT_SECONDS):
+        self._store, self._rank, self._size, self._beat_seconds = store, rank, size, beat_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="thinwire-presence", daemon=True)
+
+    def __enter__(self) -> Presence:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(self._beat_seconds)  # the store may be gone, and keep it waiting
+
+    def _count(self) -> None:
+        number = 0
+        try:
+            while not self._ended.wait(self._beat_seconds):
+                number += 1
+                self._store.set(f"present/{self._rank}", str(number))
+        except RuntimeError:
+            return  # the store is gone, and with it the run
+
+    def report(self, reason: str) -> None:
+        """Tell the others why this worker fails."""
+        try:
+            self._store.set(f"failed-first/{self._rank}", reason)
+        except RuntimeError:
+            return
+
+    def explained(self, error: CommunicationError) -> CommunicationError:
+        """The same error, with the worker that is to blame for it if there is one."""
+        try:
+            reasons = self._read("failed-first")
+            if not any(reasons):
+                silent = self.silent()
+                reasons = self._read("failed-first")
+        except RuntimeError:
+            return CommunicationError(f"{error}; the store is gone, which worker 0 or its launcher holds")
+        for rank, reason in enumerate(reasons):
+            if reason:
+                return CommunicationError(f"{error}; worker {rank} failed first: {reason}")
+        if not silent:
+            return error
+        seconds = SILENT_BEATS * self._beat_seconds
+        gone = ("worker " if len(silent) == 1 else "workers ") + ", ".join(map(str, silent))
+        return CommunicationError(
+            f"{error}; no sign of life for {seconds:g} seconds from {gone}: killed, stopped or cut off"
+        )
+
+    def silent(self) -> list[int]:
+        """The ranks that do not count any more; it takes some beats to find out."""
+        before = self._read("present")
+        time.sleep(SILENT_BEATS * self._beat_seconds)
+        after = self._read("present")
+        return [rank for rank in range(self._size) if rank != self._rank and before[rank] == after[rank]]
+
+    def _read(self, what: str) -> list[str]:
+        keys = [f"{what}/{rank}" for rank in range(self._size)]
+        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]

@@ -1,0 +1,205 @@
+"""Check, before a run starts, that the model can use every image size of the run.
+
+A convolution or pool reads a padded image. Where the image is small, some places of the kernel meet padding at every
+output and never a pixel. An example is a 3x3 kernel of stride 2 and padding 1 over a 1x1 image: only its centre meets the
+pixel. Such a *blind* place learns nothing, because its gradient is zero. In bf16 on CPUs PyTorch can return uninitialised
+memory for it instead, which ruins the run, so that such a run is refused (see docs/negative-results.md).
+
+The check runs the model on PyTorch's meta device, which computes shapes and no values, so it takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..data.base import Shape
+from ..models import Model
+
+WINDOWED = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
+MAX_SIDE = 512  # where the search for a sufficient image size ends
+
+
+@dataclass(frozen=True)
+class BlindLayer:
+    """A layer whose kernel has places that never meet a pixel.
+
+    Args:
+        name: the module's name in the model.
+        kind: "Conv2d", "MaxPool2d" or "AvgPool2d".
+        image, input: height and width of the model's image and of the layer's input, in pixels.
+        kernel, stride, padding: of the layer, for height and width.
+    """
+
+    name: str
+    kind: str
+    image: tuple[int, int]
+    input: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    def __str__(self) -> str:
+        options = f"kernel {_by(self.kernel)}, stride {_by(self.stride)}, padding {_by(self.padding)}"
+        return f"layer {self.name} ({self.kind}, {options}) gets an input of {_by(self.input)} pixels"
+
+
+def check_image_sizes(
+    model: Model, num_classes: int, train: Iterable[Shape], test: Iterable[Shape], bf16_on_cpu: bool
+) -> list[str]:
+    """Check that the model takes every image of a run, and that its kernels see them.
+
+    Args:
+        model: the configuration of the model.
+        num_classes: scores for each image.
+        train, test: shapes of the images of the run, in the order of its schedule.
+        bf16_on_cpu: whether the run trains in bf16 on a CPU, where blind places can get wrong gradients.
+
+    Returns:
+        A warning for each training size with a blind layer; empty where there is none, and for data without images.
+
+    Raises:
+        ValueError: the model cannot take an image; or, with `bf16_on_cpu`, a layer is blind at a training size. The message
+            names the layer, its kernel and input, the image size and the remedy.
+
+    Example:
+        >>> from thinwire.lab.train.models import ResNet
+        >>> check_image_sizes(ResNet(18), 10, [(3, 64, 64)], [(3, 64, 64)], bf16_on_cpu=True)
+        []
+        >>> check_image_sizes(ResNet(18), 10, [(3, 32, 32)], [], bf16_on_cpu=False)[0].split(" gets")[0]
+        'at images of 32x32 pixels, layer 7.residual.0 (Conv2d, kernel 3x3, stride 2x2, padding 1x1)'
+    """
+    train, test = list(dict.fromkeys(train)), list(dict.fromkeys(test))
+    if not train and not test:
+        return []
+    with torch.device("meta"):
+        network = model.build(num_classes).eval()
+    warnings = []
+    for shape in train:
+        if layers := blind_layers(network, shape):
+            warnings.append(_text(layers, _enough(network, shape)))
+            if bf16_on_cpu:
+                raise ValueError(
+                    f"{warnings[-1]}, or compute in fp32 (--precision fp32): in bf16 on CPUs PyTorch can return "
+                    "uninitialised memory for the gradients of these weights"
+                )
+    for shape in test:
+        blind_layers(network, shape)
+    return warnings
+
+
+def blind_layers(network: nn.Module, shape: Shape) -> list[BlindLayer]:
+    """The layers of a network with places that meet no pixel at an image size, in the order of the forward pass.
+
+    Args:
+        network: in evaluation mode, on the meta device or any other.
+        shape: of an image, (C, H, W).
+
+    Raises:
+        ValueError: the network cannot take this image; the message names the layer that fails and a size that works.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(1, 1, 3, padding=1))
+        >>> [layer.name for layer in blind_layers(layers, (1, 2, 2))], blind_layers(layers, (1, 4, 4))
+        (['2'], [])
+    """
+    last, found, error = _forward(network, shape)
+    if error is not None:
+        size = _enough(network, shape)
+        remedy = f"use images of {_by(size)} pixels or more" if size else "choose another image size or another model"
+        raise ValueError(f"the model cannot take images of {_by(shape[1:])} pixels, {last} fails ({error}); {remedy}")
+    return found
+
+
+def _forward(network: nn.Module, shape: Shape) -> tuple[str, list[BlindLayer], str | None]:
+    """The last layer that ran, the blind layers, and the first line of the error that ended the forward pass."""
+    last, found = ["the model"], []
+
+    def before(name: str, module: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: last.append(f"layer {name} ({type(module).__name__})")
+
+    def after(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            layer = _layer(name, module, shape, inputs[0])
+            if _is_blind(layer, module, output):
+                found.append(layer)
+
+        return look
+
+    device = next(network.parameters()).device
+    with _hooks(network, before, after):
+        try:
+            with torch.no_grad():
+                network(torch.empty(1, *shape, device=device))
+        except (RuntimeError, ValueError) as error:
+            return last[-1], found, str(error).splitlines()[0]
+    return last[-1], found, None
+
+
+@contextmanager
+def _hooks(network: nn.Module, before: Callable, after: Callable) -> Iterator[None]:
+    """Context in which hooks run before every leaf module and after every module with a window."""
+    handles = []
+    for name, module in network.named_modules():
+        if not list(module.children()):
+            handles.append(module.register_forward_pre_hook(before(name, module)))
+        if isinstance(module, WINDOWED):
+            handles.append(module.register_forward_hook(after(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layer(name: str, module: nn.Module, shape: Shape, x: Tensor) -> BlindLayer:
+    kernel, stride, padding = (_pair(getattr(module, field)) for field in ("kernel_size", "stride", "padding"))
+    return BlindLayer(name, type(module).__name__, shape[1:], (x.shape[-2], x.shape[-1]), kernel, stride, padding)
+
+
+def _is_blind(layer: BlindLayer, module: nn.Module, output: Tensor) -> bool:
+    dilation = _pair(getattr(module, "dilation", 1))
+    return any(
+        _has_blind_place(
+            layer.input[i], output.shape[i - 2], layer.kernel[i], layer.stride[i], layer.padding[i], dilation[i]
+        )
+        for i in range(2)
+    )
+
+
+def _has_blind_place(size: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether a place of the kernel, along one side, lies outside the input at every output."""
+    for place in range(kernel):
+        pixels = (output * stride - padding + place * dilation for output in range(outputs))
+        if not any(0 <= pixel < size for pixel in pixels):
+            return True
+    return False
+
+
+def _enough(network: nn.Module, shape: Shape) -> tuple[int, int] | None:
+    """The next larger square image that all layers see, height and width; None where there is none up to `MAX_SIDE`."""
+    for side in range(max(shape[1:]) + 1, min(8 * max(shape[1:]), MAX_SIDE) + 1):
+        _, found, error = _forward(network, (shape[0], side, side))
+        if error is None and not found:
+            return side, side
+    return None
+
+
+def _text(layers: list[BlindLayer], size: tuple[int, int] | None) -> str:
+    others = f" (and {len(layers) - 1} more layers)" if len(layers) > 1 else ""
+    remedy = (
+        f"train on images of {_by(size)} pixels or more (--data.sizes)" if size else "choose a model for such images"
+    )
+    return f"at images of {_by(layers[0].image)} pixels, {layers[0]}{others}: some of its weights see only padding; {remedy}"
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -1,0 +1,47 @@
+"""What a row of metrics says after a run has been stopped in the middle of one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from thinwire.comm import Ledger, LocalWorld
+from thinwire.lab.train.results import meter
+from thinwire.lab.train.results.meter import Meter
+
+
+def test_a_row_goes_on_where_it_was_saved(monkeypatch):
+    """Ten examples in five seconds, a stop, an hour, and ten in five more: 2 examples a second."""
+    now = SimpleNamespace(time=100.0)
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now.time)
+
+    def begin(comm, encode: float) -> tuple[Meter, dict]:
+        handle = SimpleNamespace(
+            seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
+        )
+        data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
+        return Meter(data, handle, comm), handle.seconds
+
+    def run(comm):
+        first, seconds = begin(comm, 7.0)
+        now.time += 5
+        seconds["encode"] += 1.5
+        first.add(torch.zeros(10, 2), torch.zeros(10))
+        saved = first.state_dict()
+        now.time += 3600
+        second, seconds = begin(comm, 0.0)
+        second.load_state_dict(saved)
+        now.time += 5
+        seconds["encode"] += 0.5
+        second.add(torch.zeros(10, 2), torch.zeros(10))
+        row = second.row()
+        now.time += 1
+        seconds["encode"] += 4.0
+        return row, second.row()["encode_seconds"]
+
+    ((row, later),) = LocalWorld(1).run(run)
+    assert row["examples_per_second"] == pytest.approx(2.0) and row["seconds"] == pytest.approx(10.0)
+    assert row["sum"] == 2.0 and row["encode_seconds"] == pytest.approx(2.0) and later == pytest.approx(4.0)
+    assert row["skipped_steps"] == 4, "two before the stop and two after it"

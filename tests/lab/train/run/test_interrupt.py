@@ -1,0 +1,243 @@
+"""A run that is asked to stop: all workers agree on the step, the checkpoint is whole, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.command import started
+from helpers.program import Program, below, wait_until, workers_of
+from helpers.spawn import spawn as run_in_processes
+
+from thinwire.comm import LocalWorld
+from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
+from thinwire.lab.train.run.interrupt import SIGNALS, Interruption, requeue
+from thinwire.lab.train.start import spawn
+
+LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_all_workers_stop_after_the_same_step_one_late(number):
+    """Ranks 1 and 2 of four hear of it after their fifth step, at their own time."""
+
+    def steps(comm):
+        interruption = Interruption()  # not entered: threads cannot listen to signals
+        for step in range(1, 10):
+            if step == 5 and comm.rank in (1, 2):
+                interruption.received = number
+            if stop := interruption.requested(comm):
+                return step, stop
+        return None
+
+    assert LocalWorld(4).run(steps) == [(6, number)] * 4
+
+
+def test_workers_without_rounds_ask_for_now():
+    def rows(comm):
+        interruption = Interruption()
+        answers = [interruption.requested(comm, at_once=True)]
+        interruption.received = signal.SIGTERM if comm.rank == 1 else 0
+        answers.append(interruption.requested(comm, at_once=True))
+        interruption.settle()
+        return answers
+
+    assert LocalWorld(3).run(rows) == [[0, signal.SIGTERM]] * 3
+
+
+def test_ctrl_c_counts_first_and_without_signals_nothing_stops():
+    def mixed(comm):
+        interruption = Interruption()
+        interruption.received = SIGNALS[comm.rank]
+        return [interruption.requested(comm) for _ in range(2)]
+
+    def none(comm):
+        interruption = Interruption()
+        answers = [interruption.requested(comm) for _ in range(3)]
+        interruption.settle()
+        return answers
+
+    assert LocalWorld(3).run(mixed) == [[0, signal.SIGINT]] * 3
+    assert LocalWorld(3).run(none) == [[0, 0, 0]] * 3
+
+
+def hear_a_blocked_signal(comm) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # the process has other threads, which would take it
+    with Interruption() as interruption:
+        assert interruption.received == signal.SIGUSR1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.received == signal.SIGUSR1, "the first one counts"
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
+    run_in_processes(1, hear_a_blocked_signal)
+
+
+@pytest.fixture
+def running(tmp_path) -> Iterator[Program]:
+    """A run in the middle of training, its workers forked from it."""
+    with started(["-m", "thinwire", *LONG], tmp_path) as process:
+        process.wait_until(lambda: is_logging(tmp_path), "the first row of the run")
+        yield process
+
+
+@pytest.fixture
+def real_command(tmp_path) -> Iterator[subprocess.Popen]:
+    """The same as a shell starts it, with a fork server between launcher and workers."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "thinwire", *LONG]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes)
+    try:
+        wait_until(lambda: is_logging(tmp_path), "the first row of the run")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_logging(folder: Path) -> bool:
+    metrics = folder / "runs" / "long" / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
+
+
+@linux
+@pytest.mark.parametrize(
+    "kind, number, whom, code",
+    [
+        ("real_command", signal.SIGTERM, "group", 75),
+        ("running", signal.SIGINT, "group", 130),
+        ("running", signal.SIGUSR1, "worker", 75),
+    ],
+)
+def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(kind, number, whom, code, request, tmp_path):
+    """The group is what a terminal or SLURM signals: parent, workers and, in a real command, fork server at once."""
+    running = request.getfixturevalue(kind)
+    workers = workers_of(running.pid)
+    assert len(workers) == 2
+    if whom == "group":
+        os.killpg(running.pid, number)
+    else:
+        os.kill(workers[1], number)
+    _, said = running.communicate(timeout=400)
+    assert running.returncode == code, said
+    assert said.count("\n") == 1
+    (checkpoint,) = (tmp_path / "runs" / "long" / "checkpoints").glob("step-*")
+    name = signal.Signals(number).name
+    command = shlex.join(["thinwire", *LONG, "--resume"])
+    saved = checkpoint.relative_to(tmp_path)
+    assert said == f"thinwire: stopped by {name}, saved in {saved}; go on with: {command}\n"
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert json.loads((checkpoint / "checkpoint.json").read_text())["step"] == step
+    assert all((checkpoint / f"worker-{rank}.pt").exists() for rank in range(2))
+    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+@linux
+def test_a_second_ctrl_c_stops_at_once(running):
+    workers = workers_of(running.pid)
+    os.kill(workers[0], signal.SIGSTOP)  # so that no step can be finished
+    os.kill(running.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert running.returncode is None
+    os.kill(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=400)
+    assert running.returncode == 130
+    assert said == "thinwire: stopped; what was written so far is in runs/long\n"
+    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+@linux
+def test_a_worker_that_does_not_stop_in_time_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+    others = workers_of(os.getpid())  # earlier tests left them idle
+
+    def started():
+        return [pid for pid in workers_of(os.getpid()) if pid not in others]
+
+    def stop_one_and_ask(wait=spawn.wait, asked=[]):  # noqa: B006
+        def waiting(sentinels, timeout):
+            if not asked and any(tmp_path.glob("*/metrics.jsonl")):
+                asked.append(os.kill(started()[-1], signal.SIGSTOP))
+                os.kill(os.getpid(), signal.SIGTERM)
+            return wait(sentinels, 0.1)
+
+        return waiting
+
+    monkeypatch.setattr(spawn, "wait", stop_one_and_ask())
+    with pytest.raises(WorkerError, match="did not stop within 1 seconds of SIGTERM and was killed"):
+        train(RunConfig("digits", workers=2, epochs=1000, output=tmp_path))
+    assert not started()
+
+
+def test_requeue_needs_a_job_and_says_what_slurm_says(monkeypatch, tmp_path):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert requeue() == "not requeued: this is no SLURM job"
+    script = tmp_path / "scontrol"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "Invalid job id" >&2\nexit $(cat {tmp_path}/code)\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    (tmp_path / "code").write_text("0")
+    assert requeue() == "SLURM will start job 12 again"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    (tmp_path / "code").write_text("1")
+    assert requeue() == "not requeued: Invalid job id"
+    assert (tmp_path / "asked").read_text() == "requeue 12\nrequeue 11_3\n"
+
+
+def test_requeue_without_resume_is_refused():
+    with pytest.raises(ValueError, match="needs --resume and a --name"):
+        RunConfig("digits", requeue=True, name="x")
+    assert RunConfig("digits", requeue=True, resume=True, name="x").requeue
+
+
+def test_how_a_run_was_stopped_is_its_exit_code():
+    assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@linux
+def test_a_launcher_that_is_killed_leaves_no_process_even_if_a_worker_is_stopped(real_command):
+    processes = below(real_command.pid)
+    os.kill(workers_of(real_command.pid)[1], signal.SIGSTOP)
+    os.kill(real_command.pid, signal.SIGKILL)
+    real_command.wait(10)
+    wait_until(lambda: not any(map(alive, processes)), "the end of all processes", seconds=60)
+
+
+@linux
+def test_a_folder_that_is_removed_ends_the_run_with_one_line(running, tmp_path):
+    folder = tmp_path / "runs" / "long"
+    os.rename(folder, tmp_path / "gone")  # at once, unlike the removal of a tree
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+    _, said = running.communicate(timeout=400)
+    assert running.returncode == 1, said
+    assert said.count("\n") == 1 and said.startswith("thinwire: worker ") and "ENOENT" in said and "runs/long" in said
+    assert not folder.exists()

@@ -1,0 +1,289 @@
+"""What a step does, and what the loop makes of it: accumulation, precision, clipping, compilation, tests, logging."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import tiny
+from helpers.spawn import spawn
+from torch import nn
+
+from thinwire.comm import ProcessGroupCommunicator
+from thinwire.lab.train import RunConfig, train
+from thinwire.lab.train.data import Batch, ImageFolder
+from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
+from thinwire.lab.train.optimize import SGD, LearningRateSchedule
+from thinwire.lab.train.results.evaluation import evaluate
+from thinwire.lab.train.results.weights_and_biases import WandB, check_installed
+from thinwire.lab.train.run import loop
+from thinwire.lab.train.step.training import Training, check_clipping, prepare
+
+PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
+CONFIG = RunConfig("digits", workers=1, batch_size=64, epochs=1, log_every=1, model=DigitsNet(width=4), optimizer=PLAIN)
+NEVER = SimpleNamespace(requested=lambda comm, at_once: 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """This process as the only worker."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", f"file://{store}", world_size=1, rank=0)
+    with ProcessGroupCommunicator() as comm:
+        yield comm
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run_alone(config: RunConfig, folder: Path, comm) -> tuple[list[dict], dict]:
+    folder.mkdir()
+    loop.run(config, folder, comm, NEVER)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, json.loads((folder / "summary.json").read_text())
+
+
+def batches(num: int, size: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num * size, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (num * size,), generator=generator)
+    return [Batch((x,), y) for x, y in zip(inputs.split(size), labels.split(size), strict=True)]
+
+
+def weights(training: Training) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()])
+
+
+# Steps
+
+
+def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_once(alone):
+    data, parts = CONFIG.data.load(), batches(3, 20)
+    whole = [Batch((torch.cat([part.inputs[0] for part in parts]),), torch.cat([part.labels for part in parts]))]
+    trainings = [prepare(CONFIG, data, CPU) for _ in range(2)]
+    before = weights(trainings[0])
+    for training, given in zip(trainings, (parts, whole), strict=True):
+        training.step(given)
+    assert (weights(trainings[1]) - before).norm() > 1e-3
+    torch.testing.assert_close(weights(trainings[0]), weights(trainings[1]), rtol=0, atol=1e-7)
+    for training in trainings:
+        assert training.strategy.ledger.dense_numel == len(before)
+        training.strategy.detach()
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 1e6])
+def test_a_step_follows_the_gradient_shortened_to_the_largest_norm(clip_norm, alone):
+    (batch,) = batches(1, 50)
+    training = prepare(replace(CONFIG, clip_norm=clip_norm), CONFIG.data.load(), CPU)
+    twin = copy.deepcopy(training.model)
+    nn.functional.cross_entropy(twin(*batch.inputs), batch.labels).backward()
+    gradient = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    before = weights(training)
+    training.step([batch])
+    expected = before - PLAIN.learning_rate * gradient * min(1.0, clip_norm / gradient.norm().item())
+    torch.testing.assert_close(weights(training), expected, rtol=1e-5, atol=1e-7)
+    training.strategy.detach()
+
+
+def test_clipping_after_momentum_was_added_up_is_refused():
+    late = replace(CONFIG, strategy="Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))", clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"clip_norm 1.0 would clip .* clip there: Mean\(\.\.\., clip=ClipByNorm"):
+        check_clipping(late)
+    check_clipping(replace(late, strategy="Gradients(Mean(TopK(0.1), ErrorFeedback()))"))
+    check_clipping(replace(late, clip_norm=None))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_learns_nearly_the_same_with_weights_in_fp32(precision, tmp_path, alone):
+    exact, _ = run_alone(replace(CONFIG, max_steps=8), tmp_path / "fp32", alone)
+    rows, _ = run_alone(replace(CONFIG, max_steps=8, precision=precision), tmp_path / precision, alone)
+    losses, others = ([row["loss"] for row in each] for each in (exact, rows))
+    assert losses != others and others == pytest.approx(losses, rel=0.02)
+    saved = torch.load(tmp_path / precision / "checkpoints" / "best" / "shared.pt", weights_only=True)
+    assert all(tensor.dtype == torch.float32 for tensor in saved["model"].values())
+    own = torch.load(tmp_path / precision / "checkpoints" / "best" / "worker-0.pt", weights_only=True)
+    assert bool(own["scaler"]) == (precision == "fp16")
+
+
+def test_a_loss_scaler_skips_the_step_that_overflows_and_goes_on(alone):
+    training = prepare(replace(CONFIG, precision="fp16"), CONFIG.data.load(), CPU)
+    training.scaler.load_state_dict(training.scaler.state_dict() | {"scale": 2.0**40})
+    before, (batch,) = weights(training), batches(1, 20)
+    training.step([batch])
+    assert torch.equal(weights(training), before)
+    for _ in range(30):
+        training.step([batch])
+    assert training.scaler.get_scale() < 2.0**40 and not torch.equal(weights(training), before)
+    assert weights(training).isfinite().all()
+    training.strategy.detach()
+
+
+@dataclass(frozen=True)
+class Perceptron(Model):
+    """Few kernels, as each takes a second of the C++ compiler."""
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_a_compiled_model_has_the_same_losses_but_for_rounding(tmp_path, alone):
+    from torch._inductor import config as inductor  # an import that the other tests need not wait for
+
+    # The test in one batch: one shape less to compile.
+    config = replace(CONFIG, model=Perceptron(), max_steps=2, test_batch_size=600)
+    eager, _ = run_alone(config, tmp_path / "eager", alone)
+    # Helper processes would import PyTorch first, and a few kernels take less time than the search for vector instructions.
+    with inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
+        rows, _ = run_alone(replace(config, compile=True), tmp_path / "compiled", alone)
+    for key in ("loss", "test_loss"):
+        assert rows[-1][key] == pytest.approx(eager[-1][key], rel=1e-5)
+    assert len(rows) == 2
+
+
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="device 'cuda' was asked for, but PyTorch finds no GPU"):
+        loop.choose_device(replace(CONFIG, device="cuda"))
+    with pytest.raises(ValueError, match="finds no GPU"):
+        train(replace(CONFIG, workers=2, device="cuda", output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+# Tests
+
+
+def test_tests_come_every_few_epochs_and_at_the_end(tmp_path, alone):
+    rows, _ = run_alone(replace(CONFIG, batch_size=400, epochs=5, evaluate_every=2), tmp_path / "run", alone)
+    assert [row["epoch"] for row in rows if "test_accuracy" in row] == [2, 4, 5]
+
+
+def test_text_has_its_perplexity_in_every_row_and_in_the_summary(tmp_path, alone):
+    text = tiny.text(tmp_path / "text", context=5)
+    config = replace(CONFIG, data=text, model=LSTMLanguageModel(width=8, layers=1), batch_size=10, max_steps=5)
+    rows, summary = run_alone(config, tmp_path / "run", alone)
+    for row in rows:
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert summary["metric"] == "test_perplexity"
+    assert summary["final"]["test_perplexity"] == pytest.approx(math.exp(rows[-1]["test_loss"]))
+
+
+def tasks(folder: Path) -> dict[str, RunConfig]:
+    """A data set of each kind with a model for it."""
+    text = tiny.text(folder / "text", context=5)
+    tiny.images(folder / "images")
+    files = ImageFolder(folder / "images", test="test", sizes=((0, 16),), test_size=16, num_loaders=0)
+    return {
+        "accuracy": replace(CONFIG, test_batch_size=50),
+        "top5_accuracy": replace(CONFIG, data=files, model=CIFARResNet(depth=8), test_batch_size=3),
+        "perplexity": replace(CONFIG, data=text, model=LSTMLanguageModel(width=8, layers=1), test_batch_size=2),
+        "bleu": replace(
+            CONFIG, data=tiny.pairs(folder / "pairs"), model=Transformer(1, 16, 2, 16, 0.0), test_batch_size=4
+        ),
+    }
+
+
+def evaluated_everywhere(comm, configs: dict[str, RunConfig]) -> list[tuple]:
+    """On every worker: for each task what workers find together, and what one finds by itself."""
+    found = []
+    for name, config in configs.items():
+        for text in ("Gradients(Mean())", "Gossip(Mix(Ring()))"):
+            config, data = replace(config, strategy=text, workers=comm.size), config.data.load()
+            torch.manual_seed(3)
+            model = config.model.build(data.num_classes)
+            optimizer = config.optimizer.build(model)
+            strategy = config.parsed_strategy().attach(model, optimizer, seed=config.seed)
+            if strategy.models_differ:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.3 * comm.rank * torch.randn_like(p) * p.std())
+            before = copy.deepcopy(model.state_dict())
+            together = evaluate(config, data, model, strategy, comm)
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            # A recurrent model reads as many streams side by side as all workers together.
+            streams = config.test_batch_size * (1 if strategy.models_differ else comm.size)
+            by_itself = {"test_": data.metrics(data.evaluate(model, 0, 1, streams))}
+            if strategy.models_differ:
+                for key, value in before.items():
+                    if value.is_floating_point():
+                        mean = comm.all_reduce(value.double()).wait() / comm.size
+                        model.state_dict()[key].copy_(mean)
+                whole = data.evaluate(model, 0, 1, comm.size * config.test_batch_size)
+                by_itself["mean_model_test_"] = data.metrics(whole)
+            found.append((name, strategy.models_differ, together, by_itself))
+            strategy.detach()
+    return found
+
+
+def test_what_workers_find_together_is_what_one_finds_alone(tmp_path, cache):
+    results = spawn(3, evaluated_everywhere, tasks(tmp_path), timeout_seconds=200)
+    for found in zip(*results, strict=True):
+        name, models_differ, together, _ = found[0]
+        assert all(each[2] == together for each in found), name
+        own = [each[3]["test_"] for each in found]
+        assert name in own[0]
+        for metric, value in own[0].items():
+            if not models_differ:
+                assert together[f"test_{metric}"] == pytest.approx(value, rel=1e-5), (name, metric)
+                continue
+            if metric in ("loss", "accuracy", "top5_accuracy"):
+                mean = sum(each[metric] for each in own) / len(own)
+                assert together[f"test_{metric}"] == pytest.approx(mean, rel=1e-5), (name, metric)
+            of_mean = found[0][3]["mean_model_test_"][metric]
+            assert together[f"mean_model_test_{metric}"] == pytest.approx(of_mean, rel=1e-4), (name, metric)
+        if models_differ:
+            assert len({each["loss"] for each in own}) == 3
+
+
+# Weights & Biases
+
+
+class Project:
+    """Stands in for the package: remembers what it was told."""
+
+    def __init__(self):
+        self.begun, self.rows, self.id, self.is_finished = [], [], "xyz123", False
+
+    def init(self, **options):
+        self.begun.append(options)
+        return self
+
+    def log(self, row, step):
+        self.rows.append((step, row))
+
+    def finish(self):
+        self.is_finished = True
+
+
+def test_rows_go_to_weights_and_biases_where_asked_and_a_run_goes_on_there(tmp_path, monkeypatch, alone):
+    package = Project()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    config = replace(CONFIG, max_steps=3, wandb="wires")
+    check_installed(config)
+    rows, _ = run_alone(config, tmp_path / "mine", alone)
+    assert package.rows == [(row["step"], row) for row in rows] and package.is_finished
+    first = package.begun[0]
+    assert (first["project"], first["name"], first["dir"]) == ("wires", "mine", str(tmp_path / "mine"))
+    assert first["config"] == config.as_dict() and "id" not in first
+    WandB(config, tmp_path / "mine").row({"step": 4, "loss": math.nan})
+    assert package.begun[1]["id"] == "xyz123" and package.begun[1]["resume"] == "allow"
+    assert package.rows[-1] == (4, {"step": 4, "loss": None})
+
+
+def test_a_missing_package_is_one_line_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb 'wires' needs a package .* pip install wandb"):
+        train(replace(CONFIG, wandb="wires", output=tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,244 @@
+"""Runs that a launcher starts: torchrun over two hosts, restarts after a death, and what cannot be chosen here."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.command import started, thinwire
+from helpers.program import Program, wait_until, workers_of
+
+from thinwire.comm import CommunicationError
+from thinwire.lab.train import RunConfig, train
+from thinwire.lab.train.start import connect
+from thinwire.lab.train.start.environment import Environment
+from thinwire.lab.train.start.presence import Presence
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+import netlab  # noqa: E402
+
+THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
+TRAIN = (
+    "train",
+    "digits",
+    "--max-steps",
+    "30",
+    "--log-every",
+    "3",
+    "--strategy",
+    "Gradients(Mean(TopK(0.01), ErrorFeedback()))",
+)
+
+
+def _why_no_lab() -> str | None:
+    try:
+        netlab.require_privileges()
+        with netlab.Lab(1, "1gbit"):
+            return None
+    except netlab.LabError as error:
+        return str(error)
+
+
+WHY_NO_LAB = _why_no_lab()
+
+
+def ended(processes: list[Program]) -> list[str]:
+    """What they say; all must end well."""
+    said = ["\n".join(process.communicate(400)) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    return said
+
+
+# torchrun in the network namespace that its first argument is, as `ip netns exec` would start it.
+TORCHRUN_THERE = """
+import ctypes, os, runpy, sys
+CLONE_NEWNET = 0x40000000
+assert ctypes.CDLL(None).setns(os.open(sys.argv[1], os.O_RDONLY), CLONE_NEWNET) == 0
+sys.argv = sys.argv[1:]
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
+
+
+def final(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "summary.json").read_text())["final"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The result on two workers, by a run of this machine's own."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = thinwire(*TRAIN, "--workers", "2", "--name", "alone", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return final(folder / "runs" / "alone")
+
+
+@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, two nodes are not tested: {WHY_NO_LAB}")
+def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
+    with ExitStack() as stack:
+        lab = stack.enter_context(netlab.Lab(hosts=2, line="1gbit"))
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{lab.address(0)}:29400", "--rdzv-id", "two")
+        agents = []
+        for host, namespace in enumerate(lab.namespaces):
+            # The name of this machine, which both hosts have, leads to neither.
+            own = ("--local-addr", lab.address(host), "--rdzv-conf", f"is_host={int(host == 0)}")
+            torchrun = ["-c", TORCHRUN_THERE, f"/run/netns/{namespace}", "--nnodes", "2", "--nproc-per-node", "1"]
+            command = [*THINWIRE, *TRAIN, "--name", "two", "--interface", netlab.INTERFACE]
+            agents.append(stack.enter_context(started([*torchrun, *rendezvous, *own, *command], tmp_path)))
+        said = ended(agents)
+    assert ["runs/two" in words for words in said].count(True) == 1  # rank 0 alone reports
+    assert final(tmp_path / "runs" / "two") == undisturbed
+
+
+def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_path):
+    chosen = random.Random(2024)
+    resume = ("--name", "elastic", "--resume", "--checkpoint-every", "4")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    with started([*launcher, *THINWIRE, *TRAIN, *resume], tmp_path) as torchrun:
+        kill_a_worker(torchrun.pid, tmp_path / "runs" / "elastic" / "metrics.jsonl", chosen.randrange(1, 7), chosen)
+        (said,) = ended([torchrun])
+    assert "SIGKILL" in said or "exitcode: -9" in said.lower() or "Signal 9" in said, said
+    assert final(tmp_path / "runs" / "elastic") == undisturbed
+
+
+def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> None:
+    """SIGKILL to a worker once the run has left so many rows, which is at a step that nobody knows."""
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rows, f"{rows} rows", poll=0.001)
+    os.kill(chosen.choice(workers_of(pid)), signal.SIGKILL)
+
+
+def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
+    """The others said "Timed out waiting 2000ms for recv operation to complete", and not for whom."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "2", "--name", "stopped")
+    with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
+        metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
+        stopped = max(workers_of(process.pid))  # they are started in the order of ranks
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            wait_until(lambda: "no sign of life" in process.stderr, "the error")
+            said = process.stderr
+        finally:
+            os.kill(stopped, signal.SIGKILL)  # torchrun would do so after half a minute
+    assert "no sign of life for 4 seconds from worker 2: killed, stopped or cut off" in said, said
+
+
+def test_who_failed_first_is_blamed_and_else_who_is_silent():
+    store = dist.HashStore()
+    lost = CommunicationError("all_reduce failed")
+    with Presence(store, 0, 3, beat_seconds=0.05) as own:
+        with Presence(store, 1, 3, beat_seconds=0.05):
+            assert own.silent() == [2]
+            assert str(own.explained(lost)).endswith("from worker 2: killed, stopped or cut off")
+            with Presence(store, 2, 3, beat_seconds=0.05) as third:
+                assert own.explained(lost) is lost
+                third.report("MemoryError: no room")
+        assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
+
+
+def test_errors_reach_the_other_workers_through_the_store():
+    store = dist.HashStore()
+    with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
+        raise MemoryError("no room")
+    with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
+        with connect.blaming(Presence(store, 0, 2)):
+            raise CommunicationError("lost")
+
+
+def test_an_interface_that_is_not_there_is_one_line_that_lists_those_that_are(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ValueError, match=r"has no network interface 'ib7'; choose --interface among .*\blo"):
+        train(RunConfig("digits", interface="ib7", output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "before")
+    connect.choose_interface("lo", one_node=False)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    connect.choose_interface(None, one_node)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    connect.choose_interface(None, one_node)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == ("lo" if one_node else None)
+
+
+@pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has MPI")
+def test_mpi_needs_a_pytorch_that_has_it(tmp_path):
+    with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --backend gloo"):
+        train(RunConfig("digits", backend="mpi", output=tmp_path))
+
+
+def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own():
+    """Whoever comes late, or died before it came, in the start before."""
+    shared = dist.HashStore()
+    shared.set("greeting/1", "of one who is gone")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            late = [pool.submit(connect.fresh, shared, rank, 3) for rank in (0, 2)]
+            time.sleep(0.1)
+            stores = [late[0], pool.submit(connect.fresh, shared, 1, 3), late[1]]
+            first, *others = [future.result(30) for future in stores]
+        assert not first.check(["address"])
+        first.set("address", "new")
+        assert [store.get("address") for store in others] == [b"new", b"new"]
+
+
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "asked, device, others, gpus, expected",
+    [
+        ("auto", CPU, "0", 4, "gloo"),
+        ("auto", GPU, "0", 2, "cpu:gloo,cuda:nccl"),
+        ("auto", GPU, "0", 1, "gloo"),  # two workers share it
+        ("auto", GPU, "1", 2, "gloo"),  # the other worker has none
+        ("gloo", GPU, "0", 2, "gloo"),
+        ("nccl", GPU, "0", 2, "cpu:gloo,cuda:nccl"),
+        ("nccl", GPU, "1", 2, "rank 1 has none"),
+        ("nccl", CPU, "0", 2, "rank 0 has none"),
+    ],
+)
+def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, others, gpus, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    environment, store = Environment("srun", 0, 2, 0, 2, "127.0.0.1", 29500), dist.HashStore()
+    store.set("thinwire/no-gpu/1", others)
+    try:
+        assert connect.choose_backend(asked, device, environment, store) == expected
+    except ValueError as error:
+        assert expected in str(error)
+
+
+def test_a_worker_that_does_not_connect_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 1 did not connect"):
+        connect.choose_backend("gloo", torch.device("cpu"), Environment("thinwire", 0, 2, 0, 2, "127.0.0.1", 0), store)
+
+
+def test_a_worker_without_its_gpu_says_so(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(
+        ValueError, match="^backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"
+    ):
+        train(RunConfig("digits", workers=2, backend="nccl", output=tmp_path))

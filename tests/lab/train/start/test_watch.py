@@ -1,0 +1,226 @@
+"""How a launcher watches its workers: who is named when one stops, leaves or fails, and where the store listens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.lab.train import RunConfig, WorkerError
+from thinwire.lab.train.start import spawn
+from thinwire.lab.train.start.connect import meeting_store
+from thinwire.lab.train.start.environment import Environment
+from thinwire.lab.train.step.training import prepare
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
+
+
+def sleeping():
+    time.sleep(60)
+
+
+@pytest.fixture
+def workers():
+    """Three workers that do nothing, and ignore SIGTERM."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=sleeping) for _ in range(3)]
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they inherit it
+    for worker in started:
+        worker.start()
+    signal.signal(signal.SIGTERM, before)
+    yield started
+    for worker in started:
+        worker.kill()
+        worker.join()
+
+
+def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
+    with pytest.raises(WorkerError) as raised:
+        spawn._watch(workers, folder, requests or spawn.Requests(workers), store or dist.HashStore(), limit_seconds)
+    return str(raised.value)
+
+
+def stop(worker):
+    os.kill(worker.pid, signal.SIGSTOP)
+
+
+def test_a_stopped_worker_is_named_within_the_limit(workers, tmp_path):
+    stop(workers[1])
+    began = time.monotonic()
+    said = watched(workers, tmp_path, limit_seconds=1.0)
+    assert said.startswith(f"worker 1 (process {workers[1].pid}) was stopped by SIGSTOP"), said
+    assert time.monotonic() - began < 30  # far below the limit of a run, also on a loaded machine
+
+
+def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypatch):
+    calls = []
+
+    def waiting(sentinels, timeout):
+        calls.append(os.kill(workers[1].pid, signal.SIGCONT if len(calls) % 2 else signal.SIGSTOP))
+        time.sleep(0.3)
+        if len(calls) == 8:
+            raise TimeoutError("watched for long enough")
+
+    monkeypatch.setattr(spawn, "wait", waiting)
+    with pytest.raises(TimeoutError):
+        spawn._watch(workers, tmp_path, spawn.Requests(workers), dist.HashStore(), 0.5)
+
+
+def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):
+    """Nothing was said for the whole time limit."""
+    monkeypatch.setattr(spawn, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(spawn, "wait", lambda *_, **__: time.sleep(0.2))
+    stop(workers[2])
+    watched(workers, tmp_path, limit_seconds=1.5)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"thinwire: worker 2 (process {workers[2].pid}) is stopped (SIGSTOP)")
+    assert "after 1.5 seconds (--timeout) the run ends" in lines[0]
+
+
+def ended(worker, code):
+    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(code,))
+    worker.start()
+    worker.join()
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, "worker 1 left the run before its end, with exit code 0"),
+        (3, "worker 1 ended with exit code 3 and gave no reason"),
+    ],
+)
+def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, expected, workers, tmp_path):
+    """Rank 0 had failed too when the launcher looked, and its words came first."""
+    store = dist.HashStore()
+    spawn.report_failure(
+        store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711")
+    )
+    workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
+    assert watched(workers, tmp_path, store=store).startswith(expected)
+
+
+def test_a_folder_that_was_removed_is_named(workers, tmp_path):
+    store, folder = dist.HashStore(), tmp_path / "gone"
+    error = FileNotFoundError(2, "No such file or directory", b"gone/tensorboard/events.out")
+    spawn.report_failure(store, folder, 0, error)
+    workers[0] = ended(workers[0], 1)
+    assert watched(workers, folder, store=store) == (
+        "worker 0 failed: ENOENT: No such file or directory: 'gone/tensorboard/events.out'; "
+        f"the run's folder {folder} was removed"
+    )
+
+
+def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+    stop(workers[1])
+    requests = spawn.Requests(workers)
+    requests.receive(signal.SIGTERM, None)
+    said = watched(workers, tmp_path, requests)
+    assert said.startswith(
+        "worker 1 did not stop within 1 seconds of SIGTERM and was killed; it was stopped by SIGSTOP"
+    ), said
+
+
+def test_a_worker_that_fails_waiting_for_a_stopped_one_is_not_blamed(workers, tmp_path):
+    stop(workers[2])
+    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
+    workers[0].start()
+    assert watched(workers, tmp_path).startswith("worker 2 (process ")
+
+
+def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
+    store = dist.HashStore()
+    store.set("finished/0", "")
+    for rank in (0, 1):
+        workers[rank].kill()
+        workers[rank] = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+        workers[rank].start()
+    assert watched(workers, tmp_path, store=store).startswith("worker 1 left the run before its end, with exit code 0")
+
+
+def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
+    store = dist.HashStore()
+    full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
+    spawn.report_failure(store, tmp_path / "gone", 2, full)
+    time.sleep(0.01)
+    spawn.report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
+    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
+    workers[0].start()
+    assert watched(workers, tmp_path, store=store) == (
+        "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
+    )
+
+
+def listening(port):
+    """The addresses of this machine where a port listens, as Linux writes them."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+
+
+def test_the_store_listens_on_the_loopback_alone():
+    store = spawn.loopback_store(0)
+    assert listening(store.port) == ["0100007F"]
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("met", "yes")
+    assert store.get("met") == b"yes"
+
+
+def test_under_a_launcher_the_store_listens_at_its_address_alone(monkeypatch, capfd):
+    """It listened on all interfaces."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    place = Environment("srun", 0, 2, 0, 2, "localhost", port)
+    store = meeting_store(place)
+    assert listening(port) == ["0100007F"]
+    with pytest.raises(ValueError, match=f"port {port} of localhost is taken"):
+        meeting_store(place)
+    del store
+    # On several nodes the others could not reach the loopback.
+    for name, value in replace(place, local_size=1, local_rank=0).variables().items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    other = threading.Thread(target=dist.TCPStore, args=("127.0.0.1", port, 2, False), daemon=True)
+    other.start()  # PyTorch waits for it
+    joined = meeting_store(replace(place, local_size=1, master_port=port))
+    assert set(listening(port)) <= {"0" * 8, "0" * 32}
+    assert "the store listens on all interfaces, because localhost is 127.0.0.1 here" in capfd.readouterr().err
+    other.join()
+    del joined
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} cannot be used: .*choose another, or leave --port out"):
+            spawn.loopback_store(port)
+
+
+def test_the_time_limit_reaches_the_strategy_and_is_no_part_of_the_result():
+    config = RunConfig("digits", timeout=7.0)
+    data = config.data.load()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        training = prepare(config, data, torch.device("cpu"))
+        assert training.strategy.comm is training.own_comm and training.own_comm._timeout_seconds == 7.0
+        training.detach()
+        assert training.own_comm._closed
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="timeout must be above 0 seconds, got 0"):
+        RunConfig("digits", timeout=0)
