@@ -50,14 +50,21 @@ def pages(tmp_path_factory):
 
 @pytest.mark.parametrize("page", sorted(path.name for path in GUIDE.glob("add-*.md")))
 def test_the_code_of_the_page_runs(pages, page):
-    suite = {
+    proof = {
         "add-a-codec.md": "check_codec(",
         "add-a-memory.md": "check_memory(",
         "add-an-averager.md": "check_averager(",
+        "add-an-exchange.md": "bytes_sent",
+        "add-a-strategy.md": "tw.attach(",
     }
-    code = [text for _, text in blocks(page)]
-    assert len(code) >= 4 and any(suite[page] in text for text in code), "a page runs what `thinwire.testing` offers"
+    saved, *code = blocks(page)
+    assert saved[0] and any(proof[page] in text for _, text in code), "a page runs what it shows, and proves it"
     pages(page)
+
+
+@pytest.mark.parametrize("page", ["add-a-codec.md", "add-an-exchange.md", "add-a-strategy.md"])
+def test_the_page_is_short(page):
+    assert len((GUIDE / page).read_text(encoding="utf-8").splitlines()) < 40
 
 
 def run_as_torchrun_does(script, averager, rank, store):

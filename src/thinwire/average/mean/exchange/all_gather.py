@@ -11,7 +11,7 @@ from ....algorithm import require
 from ....codec import Codec
 from ....kernels import Flag
 from ....memory import Memory
-from .base import Finish, Job, pack, unpack
+from .base import Finish, Job, pack
 from .contract import Exchange, Load
 
 
@@ -45,10 +45,8 @@ def _all_gather(job: Job) -> Finish:
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
-            messages = [unpack(m, job.dense.numel()) for m in handle.wait()]
-        for dense, _ in messages:
-            dense_total.add_(dense, alpha=1.0 / job.comm.size)
-        return job.decode([payload for _, payload in messages], totals, job.scale / job.comm.size, job.keys)
+            messages = handle.wait()
+        return job.decode_messages(messages, totals, dense_total)
 
     return finish
 

@@ -159,6 +159,13 @@ class Job:
                 torch._foreach_copy_(list(parts), split_like(segments[0], parts))
             return finite
 
+    def decode_messages(self, messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
+        """The `finish` of an exchange in which every worker gets all messages, one of each worker, in rank order."""
+        parts = [unpack(message, self.dense.numel()) for message in messages]
+        for dense, _ in parts:
+            dense_total.add_(dense, alpha=1.0 / self.comm.size)
+        return self.decode([payload for _, payload in parts], totals, self.scale / self.comm.size, self.keys)
+
     def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
         """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""
         return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)

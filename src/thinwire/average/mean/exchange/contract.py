@@ -89,7 +89,7 @@ class Exchange(ABC):
 
         Example:
             >>> import torch, thinwire as tw
-            >>> from thinwire.average.exchange import EXCHANGES, Load
+            >>> from thinwire.average.mean.exchange import EXCHANGES, Load
             >>> load = Load(tw.QSGD(bits=4), shapes=(torch.Size([64, 128]),), dense_numel=0, size=8)
             >>> {name: EXCHANGES[name].cost(load) for name in ("all_gather", "scatter_reduce")}
             {'all_gather': 29120, 'scatter_reduce': 7280.0}
