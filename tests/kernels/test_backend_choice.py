@@ -1,17 +1,19 @@
-"""How a backend is chosen, what it declares, and what serves where the C++ extension is missing."""
+"""How a backend is chosen, what it has, and what serves where the C++ extension is missing."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.program import programs
 
 from thinwire import kernels
-from thinwire.kernels import backend
+from thinwire.kernels import backend, cpu
 
 
 def without_the_extension():
@@ -30,17 +32,28 @@ def without_the_extension():
         pass
 
 
-@pytest.mark.parametrize("name", sorted(backend.functions_for("cpu")))
-def test_a_backend_declares_kernels_with_the_parameters_of_their_reference(name):
-    ours, truth = backend.functions_for("cpu")[name], backend._REFERENCES[name]
-    assert list(inspect.signature(ours).parameters) == list(inspect.signature(truth).parameters)
+def parameters(function):
+    return list(inspect.signature(function).parameters)
 
 
-def test_a_kernel_that_a_backend_does_not_declare_falls_back_to_the_reference(monkeypatch):
+@pytest.mark.parametrize("kernel", [k for k in backend.KERNELS if "cpu" in k.functions], ids=lambda k: k.name)
+def test_a_function_of_the_backend_has_the_parameters_of_its_reference(kernel):
+    if kernel not in cpu.SAME_ARGUMENTS:
+        assert parameters(kernel.functions["cpu"]) == parameters(kernel.reference)
+        return
+    stub = ast.parse(Path(cpu.__file__).with_name("_native.pyi").read_text())
+    named = {node.name: node.args.args for node in stub.body if isinstance(node, ast.FunctionDef)}
+    # The names differ in places.
+    assert len(named[cpu.SAME_ARGUMENTS[kernel].__name__]) == len(parameters(kernel.reference))
+
+
+def test_a_kernel_that_a_backend_does_not_have_falls_back_to_the_reference(monkeypatch):
     xs = [torch.randn(1000, generator=torch.Generator().manual_seed(0))]
+    kernel = kernels.select._topk
+    assert kernel.on(xs[0].device) is not kernel.reference
     expected = kernels.select.topk(xs, [10])
-    without = {name: f for name, f in backend.functions_for("cpu").items() if name != "select.topk"}
-    monkeypatch.setattr(backend, "_forced", without)
+    monkeypatch.delitem(kernel.functions, "cpu")
+    assert kernel.on(xs[0].device) is kernel.reference
     assert all(map(torch.equal, kernels.select.topk(xs, [10]), expected))
 
 

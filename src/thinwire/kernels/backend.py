@@ -1,29 +1,25 @@
 """Choose the backend that runs a kernel: C++ for tensors in main memory, Triton on GPUs, else the reference in PyTorch.
 
-Each kernel has a reference in its family's file. A *backend* is a package such as `kernels.cpu` that mirrors the
-families and declares, in each module's `__all__`, the kernels that it has. A kernel that a backend does not declare
-falls back to the reference.
+Each kernel has a reference in its family's file. A *backend* is a module of this package, such as `kernels.cpu`; when it is
+imported, it adds its functions to the kernels that it has. All other kernels fall back to the reference.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Functions = Mapping[str, Callable[..., Any]]
-
-# device type -> the package in `thinwire.kernels` that serves it; "cuda" is PyTorch's name for AMD's GPUs too
-PACKAGES = {"cpu": "cpu", "cuda": "triton"}
+# device type -> the backend that serves it; "cuda" is PyTorch's name for AMD's GPUs too
+BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 
 _TITLES = {"cpu": "C++", "triton": "Triton"}
 _REMEDIES = {
@@ -32,8 +28,8 @@ _REMEDIES = {
     "triton": "install the extra gpu: pip install 'thinwire[gpu]'",
 }
 
-_REFERENCES: dict[str, Callable[..., Any]] = {}
-_forced: Functions | None = None
+KERNELS: list[Kernel[..., Any]] = []
+_forced: str | None = None
 
 
 class Kernel(Generic[P, R]):
@@ -43,52 +39,49 @@ class Kernel(Generic[P, R]):
         family, name = reference.__module__.rpartition(".")[2], reference.__name__
         self.name = f"{family}.{name.removeprefix('_')}"
         self.reference = reference
-        _REFERENCES[self.name] = reference
+        self.functions: dict[str, Callable[P, R]] = {}
+        """The functions that run it, by backend."""
+        KERNELS.append(self)
+
+    def runs_on(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorate a backend's function of this kernel; it has the reference's parameters."""
+
+        def add(function: Callable[P, R]) -> Callable[P, R]:
+            self.functions[backend] = function
+            return function
+
+        return add
 
     def on(self, device: torch.device) -> Callable[P, R]:
         """The function that runs this kernel for tensors on `device`."""
-        functions = functions_for(device.type) if _forced is None else _forced
-        # A backend's function has its reference's parameters; a test compares the signatures.
-        return cast("Callable[P, R]", functions.get(self.name, self.reference))
+        return self.functions.get(_forced or backend_for(device.type), self.reference)
 
 
 def kernel(reference: Callable[P, R]) -> Kernel[P, R]:
-    """Decorate a reference `_<name>` in a family's module; a backend's function of this kernel is called `<name>`."""
+    """Decorate a reference `_<name>` in a family's module."""
     return Kernel(reference)
 
 
-def declared(package: ModuleType) -> Functions:
-    """All kernels that a backend's package declares, by `family.name`."""
-    functions = {
-        f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
-        for module in package.FAMILIES
-        for name in module.__all__
-    }
-    unknown = sorted(set(functions) - set(_REFERENCES))
-    assert not unknown, f"{package.__name__} declares kernels that have no reference: {unknown}"
-    return functions
-
-
-def _load(package: str) -> Functions:
-    return declared(importlib.import_module(f"{__package__}.{package}"))
+def _load(backend: str) -> None:
+    importlib.import_module(f"{__package__}.{backend}")
 
 
 @cache
-def functions_for(device_type: str) -> Functions:
-    """The kernels for a type of device; empty where the reference must serve. Warns once if a backend is missing."""
-    if device_type not in PACKAGES:
-        return {}
-    package = PACKAGES[device_type]
+def backend_for(device_type: str) -> str:
+    """The backend for a type of device, loaded, or "reference". Warns once if a backend is missing."""
+    backend = BACKENDS.get(device_type, "reference")
     try:
-        return _load(package)
+        if backend != "reference":
+            _load(backend)
     except ImportError as error:
         warnings.warn(
-            f"thinwire: the {_TITLES[package]} kernels cannot be loaded ({error}). Plain PyTorch serves instead: same "
-            f"results, but many times slower. To get the fast kernels, {_REMEDIES[package]}",
+            f"thinwire: the {_TITLES[backend]} kernels cannot be loaded ({error}). Plain PyTorch serves instead: same "
+            f"results, but many times slower. To get the fast kernels, {_REMEDIES[backend]}",
             RuntimeWarning,
             stacklevel=3,
         )
-        return {}
+        return "reference"
+    return backend
 
 
 @contextmanager
@@ -110,9 +103,11 @@ def use_backend(name: str) -> Iterator[None]:
         tensor([0.4083])
     """
     global _forced
-    if name not in (names := ["reference", *PACKAGES.values()]):
+    if name not in (names := ["reference", *BACKENDS.values()]):
         raise ValueError(f"backend: expected one of {sorted(names)}, got {name!r}")
-    before, _forced = _forced, {} if name == "reference" else _load(name)
+    if name != "reference":
+        _load(name)
+    before, _forced = _forced, name
     try:
         yield
     finally:

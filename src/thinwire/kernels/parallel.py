@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .backend import functions_for
+from .backend import backend_for
 
 
 def set_threads(number: int) -> None:
@@ -30,7 +30,7 @@ def set_threads(number: int) -> None:
     """
     if number < 1:
         raise ValueError(f"threads: expected at least 1, got {number}")
-    if functions_for("cpu"):
+    if backend_for("cpu") == "cpu":
         from . import _native
 
         _native.set_threads(number)
@@ -38,7 +38,7 @@ def set_threads(number: int) -> None:
 
 def threads() -> int:
     """How many threads a call of a C++ kernel may use."""
-    if not functions_for("cpu"):
+    if backend_for("cpu") != "cpu":
         return 1
     from . import _native
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import cast as family
 from ..cast import _NAN, WIDTHS
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
@@ -29,13 +30,12 @@ from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode_add", "decode_sum"]
-
 MANTISSA = {"bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  # of exponents
 TILES = Tiles.of_elements(MAX_SEGMENT_NUMEL)
 
 
+@family._encode.runs_on("triton")
 def encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | None) -> None:
     device, constants = out.device, _constants(dtype) | {"ALIGNED": are_aligned(out)}
     if constants["SCALED"]:
@@ -55,10 +55,12 @@ def encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | 
     launch(_encode, num_tiles, device, rows, out, len(xs), NAN=_NAN[dtype], RESIDUAL=residuals is not None, **constants)
 
 
+@family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
     _decode_payloads([payload], outs, weight, dtype, add=True)
 
 
+@family._decode_sum.runs_on("triton")
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
     return _decode_payloads(payloads, outs, weight, dtype, add=False)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import indices as family
 from ..flags import Fault
 from ..indices import code_bits, low_bits, nbytes
 from .device import find
@@ -20,12 +21,11 @@ from .fields import SCAN_BLOCK, load_field, scan
 from .launch import launch, starts, table
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode"]
-
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
 
 
+@family._encode.runs_on("triton")
 def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -> None:
     sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
     first_tile = starts([triton.cdiv(size, BYTES) for size in sizes])
@@ -36,6 +36,7 @@ def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -
     raise_on_cpu(faults)
 
 
+@family._decode.runs_on("triton")
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     device = payload.device
     sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]

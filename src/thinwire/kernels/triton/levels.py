@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import levels as family
 from ..flags import Flag
 from ..levels import Levels
 from ..random import keys_on
@@ -29,9 +30,8 @@ from .launch import are_aligned, floats, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode_add", "decode_sum"]
 
-
+@family._encode.runs_on("triton")
 def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, residuals: list[Tensor] | None) -> None:
     device, tiles = out.device, Tiles.of_elements(levels.bucket_size)
     if tiles.size != levels.bucket_size:
@@ -53,10 +53,12 @@ def encode(xs: list[Tensor], out: Tensor, keys: list[int], levels: Levels, resid
     )
 
 
+@family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Levels) -> None:
     _decode_payloads([payload], outs, weight, levels, add=True)
 
 
+@family._decode_sum.runs_on("triton")
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
     return _decode_payloads(payloads, outs, weight, levels, add=False)
 

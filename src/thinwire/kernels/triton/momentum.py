@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import momentum as family
 from ..checks import numels_of
 from ..momentum import Buffers, Momentum
 from . import select
@@ -18,20 +19,21 @@ from .launch import launch, pointers, starts, table
 from .select import MAX_ROW
 from .variants import Variant, add_variant
 
-__all__ = ["correct", "correct_topk", "add_topk"]
-
 TILE = 1024
 
 
+@family._correct.runs_on("triton")
 def correct(buffers: Buffers, rule: Momentum) -> None:
     _make(buffers.new_vs, _sources(buffers), rule.momentum, rule.factor, _kind(rule))
 
 
+@family._correct_topk.runs_on("triton")
 def correct_topk(buffers: Buffers, rule: Momentum, counts: list[int]) -> tuple[Tensor, Tensor]:
     arguments = (_sources(buffers), rule.momentum, rule.factor, _kind(rule))
     return _make_and_select(list(buffers.new_vs), *arguments, counts)
 
 
+@family._add_topk.runs_on("triton")
 def add_topk(
     gs: list[Tensor], es: list[Tensor], outs: list[Tensor], factor: float, counts: list[int]
 ) -> tuple[Tensor, Tensor]:

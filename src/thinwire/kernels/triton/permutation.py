@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import permutation as family
 from ..permutation import num_bits
 from ..random import keys_on
 from .device import find, hash_of
@@ -17,12 +18,11 @@ from .fields import SCAN_BLOCK, scan
 from .launch import launch, starts, table
 from .variants import Variant, add_variant
 
-__all__ = ["random_indices"]
-
 TILE = 1024
 MARKS_TILE = 2048
 
 
+@family._random_indices.runs_on("triton")
 def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
     num = len(counts)
     excludes = [int(2 * k > n) for k, n in zip(counts, numels, strict=True)]  # then fewer are left out than kept

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import quantize as family
 from ..flags import Flag
 from ..quantize import Quantizer
 from ..random import keys_on
@@ -29,9 +30,8 @@ from .launch import are_aligned, launch
 from .tiles import Tiles
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode_add", "decode_sum"]
 
-
+@family._encode.runs_on("triton")
 def encode(
     xs: list[Tensor], out: Tensor, keys: list[int], quantizer: Quantizer, residuals: list[Tensor] | None
 ) -> None:
@@ -60,10 +60,12 @@ def _least_scale(num_steps: int) -> float:
     return MIN_SCALE_WIDE if num_steps > 255 else MIN_SCALE
 
 
+@family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer) -> None:
     _decode_payloads([payload], outs, weight, quantizer, add=True)
 
 
+@family._decode_sum.runs_on("triton")
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
     return _decode_payloads(payloads, outs, weight, quantizer, add=False)
 

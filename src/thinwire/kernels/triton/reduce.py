@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reduce as family
 from ..checks import numels_of
 from ..flags import Flag, flag_of
 from .device import find, is_finite
 from .launch import launch, pointers, starts, table
 from .variants import Variant, add_variant
 
-__all__ = ["all_finite", "mark_nonfinite"]
-
 TILE = 4096
 
 
+@family._all_finite.runs_on("triton")
 def all_finite(tensors: list[Tensor]) -> Flag:
     if not tensors:
         return True
@@ -27,6 +27,7 @@ def all_finite(tensors: list[Tensor]) -> Flag:
     return flag_of(bad[0] == 0)
 
 
+@family._mark_nonfinite.runs_on("triton")
 def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
     _find_nonfinite(xs, values, starts(counts)[:-1], counts)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import scatter as family
 from ..checks import numels_of
 from ..flags import Fault, Flag, flag_of
 from .buckets import store_total
@@ -22,31 +23,34 @@ from .faults import faults_of, raise_on_cpu
 from .launch import launch, pointers, starts, table
 from .variants import Variant, add_variant
 
-__all__ = ["gather", "write", "clear", "add", "total"]
-
 TILE = 1024
 TOTAL_TILE = 2048
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
 
 
+@family._gather.runs_on("triton")
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     values = torch.zeros(indices.numel(), device=indices.device)
     _start(xs, indices, values, counts, 0.0, "gather")
     return values
 
 
+@family._write.runs_on("triton")
 def write(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int]) -> None:
     _start(outs, indices, values, counts, 0.0, "write")
 
 
+@family._clear.runs_on("triton")
 def clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
     _start(outs, indices, indices, counts, 0.0, "clear")
 
 
+@family._add.runs_on("triton")
 def add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
     _start(outs, indices, values, counts, weight, "add")
 
 
+@family._total.runs_on("triton")
 def total(
     outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
 ) -> Flag:

@@ -19,12 +19,11 @@ from .histograms import TILE, Selecting, read_tile, write_selected
 from .launch import launch, pointers, starts, table
 from .variants import Variant, add_variant
 
-__all__ = ["topk", "above", "topk_in_chunks", "largest"]
-
 MAX_ROW = 4096  # elements of a row that one program holds
 ROW_TILE = 2048  # elements of short rows that one program holds
 
 
+@family._topk.runs_on("triton")
 def topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
     indices, values = _empty_selection(sum(counts), xs)
     at = starts(counts)[:-1]
@@ -41,6 +40,7 @@ def topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
     return indices, values
 
 
+@family._topk_in_chunks.runs_on("triton")
 def topk_in_chunks(
     xs: list[Tensor], chunk: int, count: int, last_counts: list[int], total: int
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +52,7 @@ def topk_in_chunks(
     return indices, values
 
 
+@family._above.runs_on("triton")
 def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, list[int]]:
     """Three launches; the host waits for the counts, because they are the sizes of the result."""
     device = xs[0].device if xs else torch.device("cpu")
@@ -70,6 +71,7 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
     return indices, values, counts
 
 
+@family._largest.runs_on("triton")
 def largest(xs: list[Tensor]) -> list[float]:
     device = xs[0].device if xs else torch.device("cpu")
     first_tile = starts([triton.cdiv(x.numel(), TILE) for x in xs])

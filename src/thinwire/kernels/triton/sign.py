@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import sign as family
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
 from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
@@ -14,9 +15,8 @@ from .launch import are_aligned, launch
 from .signs import decode_signs, encode_signs
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode_add", "decode_sum"]
 
-
+@family._encode.runs_on("triton")
 def encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
     blocks = block_sums(xs, out.device, "magnitudes", least_buckets=1)
     arguments = (blocks.rows, blocks.sums, out, len(xs), fixed_scale or 0.0)
@@ -25,10 +25,12 @@ def encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_
     encode_signs(xs, out, residuals, MAX_SEGMENT_NUMEL, two=False)
 
 
+@family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
     decode_signs([payload], outs, weight, MAX_SEGMENT_NUMEL, two=False, add=True)
 
 
+@family._decode_sum.runs_on("triton")
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag:
     return decode_signs(payloads, outs, weight, MAX_SEGMENT_NUMEL, two=False, add=False)
 

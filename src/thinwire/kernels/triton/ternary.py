@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ternary as family
 from ..checks import MAX_SEGMENT_NUMEL, num_buckets
 from ..flags import Flag
 from ..random import keys_on
@@ -30,11 +31,10 @@ from .device import find, is_finite, load_floats, position_of, root, scale_of_ma
 from .launch import are_aligned, launch, pointers, table
 from .variants import Variant, add_variant
 
-__all__ = ["scales", "encode", "decode_add", "decode_sum"]
-
 TILE_WORDS = 512
 
 
+@family._scales.runs_on("triton")
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
     device = xs[0].device if xs else torch.device("cpu")
     out, limits = torch.empty(num_scales, device=device), torch.empty(len(xs), device=device)
@@ -49,6 +49,7 @@ def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> 
     return out
 
 
+@family._encode.runs_on("triton")
 def encode(
     xs: list[Tensor],
     scales: Tensor,
@@ -64,10 +65,12 @@ def encode(
     launch(_encode, num_tiles, device, *arguments, RESIDUAL=residuals is not None, **constants)
 
 
+@family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: float, ternary: Ternary) -> None:
     _decode_payloads([payload], [scales], outs, weight, ternary, add=True)
 
 
+@family._decode_sum.runs_on("triton")
 def decode_sum(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
 ) -> Flag:

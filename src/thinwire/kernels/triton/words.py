@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import words as family
 from .fields import load_field
 from .launch import launch
 from .variants import Variant, add_variant
 
-__all__ = ["encode", "decode"]
-
 TILE = 256
 
 
+@family._encode.runs_on("triton")
 def encode(words: Tensor, bits: int, out: Tensor) -> None:
     launch(
         _encode,
@@ -26,6 +26,7 @@ def encode(words: Tensor, bits: int, out: Tensor) -> None:
     )
 
 
+@family._decode.runs_on("triton")
 def decode(payload: Tensor, count: int, bits: int) -> Tensor:
     words = torch.empty(count, dtype=torch.int32, device=payload.device)
     launch(_decode, triton.cdiv(count, TILE), payload.device, payload, words, count, bits, TILE=TILE)

@@ -1,0 +1,326 @@
+"""The backend in C++ for tensors in main memory; arguments have been checked by the families' public functions.
+
+Importing this module fails where the extension `_native` is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import debug
+from . import (
+    _native,
+    cast,
+    difference,
+    entropy,
+    indices,
+    levels,
+    low_rank,
+    mix,
+    modular,
+    momentum,
+    onebit,
+    permutation,
+    quantize,
+    random,
+    reduce,
+    rice,
+    scatter,
+    select,
+    sign,
+    smallest,
+    ternary,
+    words,
+)
+from .backend import Kernel
+
+Array = NDArray[Any]
+_int32 = partial(debug.empty, dtype=torch.int32, device="cpu")
+_float32 = partial(debug.empty, dtype=torch.float32, device="cpu")
+_double = partial(torch.tensor, dtype=torch.float64, device="cpu")
+
+
+def _array(x: Tensor) -> Array:
+    return x.numpy() if x.dim() == 1 else x.view(-1).numpy()
+
+
+def _arrays(xs: Sequence[Tensor] | None) -> list[Array]:
+    """A view of each tensor; none for None."""
+    return [] if xs is None else [_array(x) for x in xs]
+
+
+def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:
+    return _native.Quantizer(_native.Buckets(q.bits, q.bucket_size, q.norm == "l2"), q.num_steps)
+
+
+def _levels(x: levels.Levels) -> _native.Levels:
+    return _native.Levels(_native.Buckets(x.bits, x.bucket_size, x.norm == "l2"), x.values)
+
+
+# What the extension takes in place of an argument, by the argument's type.
+_CONVERSIONS: dict[type, Callable[[Any], Any]] = {
+    type(None): _arrays,
+    list: lambda items: _arrays(items) if items and isinstance(items[0], Tensor) else items,
+    quantize.Quantizer: _quantizer,
+    levels.Levels: _levels,
+    ternary.Ternary: lambda t: _native.Ternary(t.base, t.size),
+    momentum.Momentum: lambda rule: _native.Momentum(rule.momentum, rule.factor, rule.nesterov),
+}
+
+
+def _converted(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _array(argument)
+    convert = _CONVERSIONS.get(type(argument))
+    return argument if convert is None else convert(argument)
+
+
+def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a C++ function with converted arguments."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*map(_converted, arguments))
+
+    return call
+
+
+# These C++ functions take the reference's arguments, in its order.
+SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
+    difference._choco_add: _native.choco_decode_add,
+    difference._choco_add_dense: _native.choco_dense_add,
+    difference._squeeze_add: _native.squeeze_decode_add,
+    indices._encode: _native.indices_encode,
+    levels._encode: _native.levels_encode,
+    levels._decode_add: _native.levels_decode_add,
+    low_rank._add: _native.low_rank_add,
+    low_rank._products: _native.low_rank_products,
+    low_rank._store: _native.low_rank_store,
+    mix._add: _native.mix_add,
+    modular._add: _native.modular_add,
+    modular._recover_add: _native.modular_recover_add,
+    onebit._encode: _native.onebit_encode,
+    onebit._decode_add: _native.onebit_decode_add,
+    quantize._encode: _native.quantize_encode,
+    quantize._decode_add: _native.quantize_decode_add,
+    quantize._decode_sum: _native.quantize_decode_sum,
+    reduce._all_finite: _native.all_finite,
+    reduce._chunk_norms: _native.chunk_norms,
+    scatter._add: _native.scatter_add,
+    scatter._clear: _native.scatter_clear,
+    scatter._total: _native.scatter_total,
+    scatter._write: _native.scatter_write,
+    select._largest: _native.largest,
+    sign._decode_add: _native.sign_decode_add,
+    ternary._encode: _native.ternary_encode,
+    ternary._decode_add: _native.ternary_decode_add,
+    words._encode: _native.words_encode,
+}
+for _kernel, _function in SAME_ARGUMENTS.items():
+    _kernel.runs_on("cpu")(_calls(_function))
+
+
+# ---- other arguments than the reference's ----
+
+
+@sign._encode.runs_on("cpu")
+def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
+    _native.sign_encode(_arrays(xs), out.numpy(), _arrays(residuals), fixed_scale)
+
+
+@cast._encode.runs_on("cpu")
+def cast_encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | None) -> None:
+    _native.cast_encode(_arrays(xs), out.numpy(), list(cast.WIDTHS).index(dtype), _arrays(residuals))
+
+
+@cast._decode_add.runs_on("cpu")
+def cast_decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
+    _native.cast_decode_add(payload.numpy(), _arrays(outs), weight, list(cast.WIDTHS).index(dtype))
+
+
+@reduce._mark_nonfinite.runs_on("cpu")
+def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
+    if _native.all_finite(_arrays(xs)):
+        return
+    for x, kept in zip(xs, values.split(counts), strict=True):
+        if not _native.all_finite(_arrays([x])):
+            kept[:1] = torch.nan
+
+
+@low_rank._add_products.runs_on("cpu")
+def add_products(
+    gs: list[Tensor],
+    es: list[Tensor],
+    outs: list[Tensor],
+    factor: float,
+    rows: list[int],
+    ps: list[Tensor],
+    made: list[Tensor],
+) -> None:
+    written = _arrays(outs), _arrays(made)
+    _native.low_rank_add_products(_arrays(gs), _arrays(es), factor, rows, _arrays(ps), *written)
+
+
+def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:
+    return _arrays(b.gs), _arrays(b.us), _arrays(b.vs), _arrays(b.new_us), _arrays(b.new_vs)
+
+
+@momentum._correct.runs_on("cpu")
+def momentum_correct(buffers: momentum.Buffers, rule: momentum.Momentum) -> None:
+    _native.momentum_correct(*_buffers(buffers), _converted(rule))
+
+
+# ---- numbers as new tensors ----
+
+
+@difference._encode.runs_on("cpu")
+def difference_encode(
+    xs: list[Tensor],
+    ys: list[Tensor],
+    add: bool,
+    out: Tensor,
+    keys: list[int],
+    quantizer: quantize.Quantizer,
+    measured: bool,
+) -> Tensor | None:
+    arrays = _arrays(xs), _arrays(ys)
+    sums = _native.difference_encode(*arrays, add, out.numpy(), keys, _quantizer(quantizer), measured)
+    return _double(sums) if measured else None
+
+
+@difference._sums.runs_on("cpu")
+def difference_sums(vs: list[Tensor], cs: list[Tensor]) -> Tensor:
+    return _double(_native.dense_sums(_arrays(vs), _arrays(cs)))
+
+
+@modular._encode.runs_on("cpu")
+def modular_encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: float) -> tuple[Tensor, Tensor]:
+    check, largest = _native.modular_encode(_arrays(xs), out.numpy(), key, bits, modulus)
+    signed = check - (check >> 63 << 64)
+    return torch.tensor(signed, dtype=torch.int64, device="cpu"), torch.tensor(
+        largest, dtype=torch.float32, device="cpu"
+    )
+
+
+@modular._sums.runs_on("cpu")
+def modular_sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tensor:
+    sums = _native.modular_sums(own.numpy(), theirs.numpy(), numel, key, bits)
+    return torch.tensor(sums, dtype=torch.int64, device="cpu")
+
+
+# ---- new tensors that C++ fills ----
+
+
+@random._uniform.runs_on("cpu")
+def uniform(key: int, numel: int, device: torch.device) -> Tensor:
+    out = _float32(numel)
+    _native.uniform(key, out.numpy())
+    return out
+
+
+@permutation._random_indices.runs_on("cpu")
+def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
+    if isinstance(keys, Tensor):
+        keys = [key % 2**64 for key in keys.tolist()]
+    found = _int32(sum(counts))
+    _native.random_indices(keys, counts, numels, found.numpy())
+    return found.to(device)
+
+
+@ternary._scales.runs_on("cpu")
+def ternary_scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
+    scales = _float32(num_scales)
+    _native.ternary_scales(_arrays(xs), clip, bucket_size, scales.numpy())
+    return scales
+
+
+def _gather(function: Callable[..., None], xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = _float32(indices.numel())
+    function(_arrays(xs), indices.numpy(), values.numpy(), counts)
+    return values
+
+
+scatter._gather.runs_on("cpu")(partial(_gather, _native.gather))
+scatter._gather_marked.runs_on("cpu")(partial(_gather, _native.gather_marked))
+
+
+def _select(function: Callable[..., None], count: int, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Indices and values of `count` elements, which a C++ function writes to its last arguments."""
+    kept, values = _int32(count), _float32(count)
+    function(*map(_converted, arguments), kept.numpy(), values.numpy())
+    return kept, values
+
+
+@select._topk.runs_on("cpu")
+def topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
+    return _select(_native.topk, sum(counts), xs, counts)
+
+
+@select._topk_in_chunks.runs_on("cpu")
+def topk_in_chunks(
+    xs: list[Tensor], chunk: int, count: int, last_counts: list[int], total: int
+) -> tuple[Tensor, Tensor]:
+    return _select(_native.topk_in_chunks, total, xs, chunk, count, last_counts)
+
+
+@select._above.runs_on("cpu")
+def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, list[int]]:
+    kept, values, counts = _native.above(_arrays(xs), thresholds)
+    return torch.from_numpy(kept), torch.from_numpy(values), counts
+
+
+@momentum._correct_topk.runs_on("cpu")
+def correct_topk(buffers: momentum.Buffers, rule: momentum.Momentum, counts: list[int]) -> tuple[Tensor, Tensor]:
+    return _select(_native.momentum_correct_topk, sum(counts), *_buffers(buffers), rule, counts)
+
+
+@momentum._add_topk.runs_on("cpu")
+def add_topk(
+    gs: list[Tensor], es: list[Tensor], outs: list[Tensor], factor: float, counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    return _select(_native.add_topk, sum(counts), gs, es, outs, factor, counts)
+
+
+# ---- codes ----
+
+
+@entropy._encode.runs_on("cpu")
+def huffman_encode(packed: Tensor, symbols: entropy.Symbols) -> Tensor:
+    out = debug.empty(packed.numel() + 9, dtype=torch.uint8, device="cpu")
+    return out[: _native.huffman_encode(packed.numpy(), symbols.counts, symbols.bits, out.numpy())]
+
+
+@entropy._decode.runs_on("cpu")
+def huffman_decode(payload: Tensor, symbols: entropy.Symbols) -> Tensor:
+    out = debug.empty(symbols.nbytes, dtype=torch.uint8, device="cpu")
+    _native.huffman_decode(payload.numpy(), symbols.counts, symbols.bits, out.numpy())
+    return out
+
+
+@words._decode.runs_on("cpu")
+def words_decode(payload: Tensor, count: int, bits: int) -> Tensor:
+    decoded = _int32(count)
+    _native.words_decode(payload.numpy(), bits, decoded.numpy())
+    return decoded
+
+
+def _encode_indices(function: Callable[..., Array], indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+    return torch.from_numpy(function(indices.numpy(), counts, numels))
+
+
+def _decode_indices(function: Callable[..., None], payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
+    decoded = _int32(sum(counts))
+    function(payload.numpy(), counts, numels, decoded.numpy())
+    return decoded
+
+
+rice._encode.runs_on("cpu")(partial(_encode_indices, _native.rice_encode))
+smallest._encode.runs_on("cpu")(partial(_encode_indices, _native.smallest_encode))
+indices._decode.runs_on("cpu")(partial(_decode_indices, _native.indices_decode))
+rice._decode.runs_on("cpu")(partial(_decode_indices, _native.rice_decode))
+smallest._decode.runs_on("cpu")(partial(_decode_indices, _native.smallest_decode))
