@@ -141,7 +141,7 @@ def _own_device(bench: StepBench) -> torch.device:
     """The device of this worker, which becomes the current one if it is a GPU."""
     if bench.device == "cpu":
         return torch.device("cpu")
-    from ..train.run.loop import local_gpu
+    from ..train.device import local_gpu
 
     device = local_gpu()
     torch.cuda.set_device(device)

@@ -12,7 +12,8 @@ from helpers.program import Program
 from thinwire.lab.report import write_report
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10
-from thinwire.lab.train.run.elastic import Progress, shared_settings
+from thinwire.lab.train.run.state import RunState
+from thinwire.lab.train.run.workers import shared_settings
 from thinwire.lab.train.start.elastic_spawn import communicator
 from thinwire.lab.train.step.steps import Place
 
@@ -78,11 +79,11 @@ def test_a_killed_fork_server_is_named_in_other_runs(tmp_path):
     assert "WorkerError: the fork server, the process that starts the workers, was killed, and all" in program.stdout
 
 
-def test_a_place_in_the_run_that_cannot_be_is_refused():
-    told = vars(Progress(7, Place(4, 0, 64), 2)) | {"origin": [4, 0, 64]}
-    progress = Progress()
-    progress.take(told | {"meter": {}})
-    assert progress == Progress(7, Place(4, 0, 64), 2)
+def test_an_impossible_position_in_the_run_is_refused():
+    sent = vars(RunState(7, Place(4, 0, 64), 2)) | {"origin": [4, 0, 64]}
+    state = RunState()
+    state.load(sent | {"meter": {}})
+    assert state == RunState(7, Place(4, 0, 64), 2)
     for wrong in (
         {"done": 2**63},
         {"done": -1},
@@ -91,9 +92,9 @@ def test_a_place_in_the_run_that_cannot_be_is_refused():
         {"origin": [0, -1, 0]},
         {"origin": [9, 0, 0]},
     ):
-        with pytest.raises(ValueError, match="a place in the run that cannot be"):
-            progress.take(told | wrong)
-    assert progress == Progress(7, Place(4, 0, 64), 2)
+        with pytest.raises(ValueError, match="impossible position in the run"):
+            state.load(sent | wrong)
+    assert state == RunState(7, Place(4, 0, 64), 2)
 
 
 def test_joiners_compare_what_a_run_must_have_in_common():

@@ -20,6 +20,7 @@ from torch import nn
 from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import Batch, ImageFolder
+from thinwire.lab.train.device import choose_device
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.evaluation import evaluate
@@ -156,7 +157,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="device 'cuda' was asked for, but PyTorch finds no GPU"):
-        loop.choose_device(replace(CONFIG, device="cuda"))
+        choose_device(replace(CONFIG, device="cuda"))
     with pytest.raises(ValueError, match="finds no GPU"):
         train(replace(CONFIG, workers=2, device="cuda", output=tmp_path))
     assert not list(tmp_path.iterdir())

@@ -1,39 +1,41 @@
 """One worker's run, from the first weight to the summary.
 
-    1. data and model    the same on every worker, from the seed
-    2. strategy          attach it to model and optimizer
-    3. steps             batches (`steps.py`); forward, backward, clip, optimizer (`training.py`)
+    1. data and model    the same on every worker, from the seed; the newest checkpoint, if there is one
+    2. round             agree on the workers (`workers.py`); with a fixed number of them, once
+    3. step              batches (`steps.py`); forward, backward, clip, optimizer (`training.py`)
     4. metrics           a row every few steps (`meter.py`); after an epoch also a test (`evaluation.py`)
     5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
     6. summary           the test result and the bytes sent
 
 If the folder has a checkpoint, the run continues from the last one: with the same bits as if it had never stopped, or with
-another number of workers. All workers run this code. Rank 0 also shows the progress and writes the files. Metrics use a
-communicator of their own, so that the ledger counts only the training.
+another number of workers. All workers run this code. One of them also shows the progress and writes the files. With a fixed
+number of workers, metrics use a communicator of their own, so that the ledger counts only the training.
+
+In an elastic run, workers may come, go and die between any two lines. One that joins is healed: it gets model, optimizer and
+position from a live worker. A step whose round is given up is taken again. When workers change, the unseen examples of the
+epoch are split anew. Rows and checkpoints are made between two rounds. If a worker dies meanwhile, they are left out.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from warnings import filterwarnings
 
 import torch
 from torch import Tensor
 
-from ....algorithm import require
 from ....allocator import keep_freed_memory
-from ....comm import Communicator
+from ....comm import CommunicationError, Communicator, ElasticCommunicator, LocalWorld
 from ....kernels import mix_key, set_threads
-from ....strategy import AveragerAttachment
 from ...files import write_json
 from ..config import RunConfig
 from ..data import Dataset
+from ..device import choose_device
 from ..folder import checkpoint
 from ..folder.run_folder import begin
 from ..optimize import set_learning_rate
@@ -42,13 +44,18 @@ from ..results.codec_statistics import codec_statistics, own_gradients
 from ..results.evaluation import evaluate
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
+from ..results.summary import summary
 from ..results.terminal import SkipWarning, Terminal
 from ..results.weights_and_biases import WandB
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.image_sizes import check_image_sizes
-from ..step.steps import course, steps
-from ..step.training import prepare
+from ..step.steps import Course, Step, course, steps
+from ..step.training import Training, prepare
 from .interrupt import Interrupted, Interruption
+from .state import RunState
+from .workers import ElasticWorkers, FixedWorkers, Workers, say
+
+Result = TypeVar("Result")
 
 
 def run(
@@ -57,114 +64,258 @@ def run(
     comm: Communicator,
     interruption: Interruption,
     callbacks: Sequence[Callback] = (),
+    is_restart: bool = False,
 ) -> None:
     """Train with this configuration and write the results to `folder`; all workers call this together.
 
+    Args:
+        config: of the run.
+        folder: of the run. In an elastic run on several machines, each machine writes its own metrics.
+        comm: connects the workers. An elastic one must be new, without a round.
+        interruption: signals to this worker.
+        callbacks: see `callbacks.Callback`.
+        is_restart: whether this worker replaces one of an elastic run that died.
+
     Raises:
         Interrupted: a signal stopped the run; it can continue from its checkpoint.
-        ValueError: on all workers, if data, configuration or checkpoint are wrong.
+        SharedError: on all workers, if data, configuration or checkpoint are wrong.
+        CommunicationError: too few workers are left.
     """
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     keep_freed_memory()
+    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
+    # Before its first round an elastic communicator connects one worker, itself.
+    elastic = comm if isinstance(comm, ElasticCommunicator) else None
+    workers: Workers = FixedWorkers(comm) if elastic is None else ElasticWorkers(config, elastic, is_restart)
     data = run_on_all(comm, config.data.load)
-    ahead = run_on_all(comm, lambda: course(config, data, comm.size))
+    whole = run_on_all(comm, lambda: course(config, data, comm.size if elastic is None else config.workers))
     device = run_on_all(comm, lambda: choose_device(config))
     with same_error_on_all():
-        warnings = check_images(config, data, math.ceil(ahead.num_steps / ahead.per_epoch), device)
-        training = prepare(config, data, device)
-    run_on_all(comm, lambda: begin(config, folder) if comm.rank == 0 else None)
-    for warning in warnings if comm.rank == 0 else []:
-        print(f"thinwire: {warning}", file=sys.stderr, flush=True)
-    torch.manual_seed(mix_key(config.seed, comm.rank, 0))  # from here on workers draw different numbers (dropout)
-    meter = Meter(data, training.strategy, comm, training.virtual)
-    checkpoints = folder / "checkpoints"
-    loaded = checkpoint.load_latest(checkpoints, training, meter, comm)
-    done, row, origin = loaded.step, loaded.row, loaded.origin
-    if loaded.workers != comm.size:
-        origin = course(config, data, loaded.workers, origin).place(done)
-        if comm.rank == 0:
-            text = f"goes on with {comm.size} workers from a checkpoint of {loaded.workers}"
-            print(f"thinwire: {text}; their memory is dealt out anew", file=sys.stderr, flush=True)
-    ahead = course(config, data, comm.size, origin)
-    num_steps = ahead.num_steps
-
-    with same_error_on_all():
-        require(
-            done < num_steps or "bytes_sent" in row,
-            f"{checkpoints / checkpoint.name_of(done)} is the end of the run and has no row of metrics; remove this folder "
-            "to go on from the checkpoint before it",
-        )
-    is_tested = row.get("step") == num_steps and f"test_{data.best_metric}" in row
-    if done >= num_steps and not is_tested:  # what is left makes no step for this many workers
-        row |= {"step": num_steps} | evaluate(config, data, training.model, training.strategy, comm)
-    training.virtual.begin(training.strategy.comm, comm, meter.virtual_seconds)
-
-    at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
-    at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
-    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
-    watchers = run_on_all(
-        comm, lambda: watching(config, folder, num_steps, data.best_metric, done) if comm.rank == 0 else []
-    )
+        warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
+        training = prepare(config, data, device, elastic)
+    run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
+    for warning in warnings if workers.is_first else []:
+        say(warning)
+    torch.manual_seed(mix_key(config.seed, workers.number, 0))  # from here on workers draw different numbers (dropout)
+    worker = _Worker(config, folder, workers, data, training, callbacks)
     try:
-        for step in steps(config, data, comm, done, meter.clock, origin):
-            if step.begins_epoch is not None:
-                training.strategy.set_epoch(step.begins_epoch)
-                training.carried = None
-            learning_rate = config.optimizer.learning_rate_at(
-                ahead.scheduled(step.number - 1), ahead.num_scheduled, comm.size
-            )
-            set_learning_rate(training.optimizer, learning_rate)
-            row_is_due = step.number % config.log_every == 0 or step.ends_epoch
-            watched = config.variance and row_is_due and comm.rank == 0
-            collecting: AbstractContextManager[dict[str, Tensor]] = (
-                own_gradients(training.model) if watched else nullcontext({})
-            )
-            with meter.clock("step"), training.virtual.step(), collecting as gradients:
-                answers = training.step(step.batches)
-            for scores, labels in answers:
-                meter.add(scores, labels)
-            if at_steps:
-                now = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate}
-                if info := called(at_steps, training.model, now, comm):
-                    for watcher in watchers:
-                        watcher.info({"step": step.number} | info)
-            in_rounds = training.strategy.averager.has_rounds  # workers without rounds synchronise only at rows
-            stop = interruption.requested(comm, at_once=not in_rounds) if in_rounds or row_is_due else 0
-            is_saved = stop or step.ends_epoch or step.number % (config.checkpoint_every or num_steps) == 0
-            if is_saved:
-                training.strategy.settle()  # so that the row of a checkpoint counts the bytes of whole rounds
-            if row_is_due:
-                row = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate} | meter.row()
-                row |= codec_statistics(training.strategy, gradients)
-                if step.number == num_steps or (step.ends_epoch and round(step.epoch) % config.evaluate_every == 0):
-                    row |= evaluate(config, data, training.model, training.strategy, comm)
-                row |= called(at_rows, training.model, row, comm)
-                for watcher in watchers:
-                    watcher.row(row)
-            if is_saved:
-                checkpoint.save(checkpoints, step.number, training, meter, row, comm, origin)
-                if comm.rank == 0:
-                    checkpoint.tidy(checkpoints, step.number, config, data.best_metric)
-            if stop:
-                break
+        stop = worker.train(interruption)
+    except CommunicationError:
+        if elastic is None or not (folder / "summary.json").exists():
+            raise
+        return  # the others have finished the run without this worker
     finally:
-        for watcher in watchers:
-            watcher.close()
-
-    finished = row.get("step") == num_steps
-    if finished and comm.rank == 0:
-        write_json(folder / "summary.json", summary(config, data, row, training.strategy))
+        worker.close()
     training.detach()
-    if not finished:
-        raise Interrupted(stop, checkpoints / checkpoint.name_of(step.number))
+    if stop:
+        raise Interrupted(stop, worker.checkpoints / checkpoint.name_of(worker.state.done))
 
 
-def watching(config: RunConfig, folder: Path, num_steps: int, metric: str, done: int) -> list[Any]:
-    """Receivers of each row of metrics; they have `row(values)`, `info(values)` and `close()`."""
-    skips = SkipWarning(config.precision, config.parsed_strategy().max_nonfinite)
-    watchers = [Terminal(folder.name, num_steps, metric, done), MetricsWriter(folder, done), skips]
-    return [*watchers, WandB(config, folder)] if config.wandb else watchers
+class _Worker:
+    """The state of one worker, and a method for each part of a step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        workers: Workers,
+        data: Dataset,
+        training: Training,
+        callbacks: Sequence[Callback],
+    ):
+        self.config, self.folder, self.workers, self.data = config, folder, workers, data
+        self.training, self.strategy, self.checkpoints = training, training.strategy, folder / "checkpoints"
+        self.at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
+        self.at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
+        self.meter = Meter(data, training.strategy, workers.comm, training.virtual)
+        self.watchers: list[Any] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.ahead: Course
+        self.upcoming: Iterator[Step]
+        self.upcoming_step: Step | None = None
+        loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm)
+        self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
+        if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
+            text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
+            say(f"{text}; their memory is redistributed")
+        training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
+        if isinstance(workers, ElasticWorkers):
+            self._share_with_joiners(workers.comm)
+
+    def train(self, interruption: Interruption) -> int:
+        """Take all steps; returns the signal that stopped the run, or 0."""
+        state, stop, is_complete = self.state, 0, False
+        while not (stop or is_complete):
+            if self.workers.begin_round(self.strategy):
+                self._split()
+                if not self.workers.comm.is_elastic:
+                    run_on_all(self.workers.comm, partial(self._open, state.done))
+            if state.done >= self.ahead.num_steps:  # what is left makes no step for this many workers
+                self._test_only()
+                break
+            if self.upcoming_step is None:
+                self.upcoming_step = next(self.upcoming)
+                if self.upcoming_step.begins_epoch is not None:
+                    self.strategy.set_epoch(self.upcoming_step.begins_epoch)
+                    self.training.carried = None
+            if self._step(self.upcoming_step, interruption):
+                stop = self._after_step(self.upcoming_step, interruption)
+                self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
+        if state.done < self.ahead.num_steps:
+            return stop
+        if self.workers.writes:
+            write_json(self.folder / "summary.json", summary(self.config, self.data, state.row, self.strategy))
+        return 0
+
+    def close(self) -> None:
+        """Close the files of metrics."""
+        for watcher in self.watchers:
+            watcher.close()
+        self.watchers = []
+
+    # ---- one step ----
+
+    def _step(self, step: Step, interruption: Interruption) -> bool:
+        """Take a step; returns whether it counts: its round is committed, or still open as with local updates."""
+        learning_rate = self.config.optimizer.learning_rate_at(
+            self.ahead.scheduled(step.number - 1), self.ahead.num_scheduled, self.workers.comm.size
+        )
+        set_learning_rate(self.training.optimizer, learning_rate)
+        watched = self.config.variance and self.workers.writes and self._row_is_due(step)
+        collecting: AbstractContextManager[dict[str, Tensor]] = (
+            own_gradients(self.training.model) if watched else nullcontext({})
+        )
+        with self.meter.clock("step"), self.training.virtual.step(), collecting as self.gradients:
+            answers = self.workers.step(partial(self.training.step, step.batches), self.state, interruption)
+        if answers is None:
+            return False
+        for scores, labels in answers:
+            self.meter.add(scores, labels)
+        self.state.done += 1
+        if self.at_steps:
+            now = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate}
+            if info := called(self.at_steps, self.training.model, now, self.workers.comm):
+                for watcher in self.watchers:
+                    watcher.info({"step": step.number} | info)
+        return True
+
+    def _row_is_due(self, step: Step) -> bool:
+        return step.number % self.config.log_every == 0 or step.ends_epoch
+
+    def _after_step(self, step: Step, interruption: Interruption) -> int:
+        """Make the row and the checkpoint that are due, unless a round is open; returns the signal that stops the run."""
+        config, state = self.config, self.state
+        state.row_is_due |= self._row_is_due(step)
+        has_rounds = self.strategy.averager.has_rounds  # workers without rounds synchronise only at rows
+        stop = self.workers.stop_signal(interruption, not has_rounds, state.row_is_due)
+        every = config.checkpoint_every or self.ahead.num_steps
+        state.save_is_due |= bool(stop) or step.ends_epoch or step.number % every == 0
+        state.test_is_due |= step.ends_epoch and round(step.epoch) % config.evaluate_every == 0
+        if self.workers.synchronize(state):
+            self._split()
+            self._open(state.done - 1)
+        is_last = state.done >= self.ahead.num_steps
+        if self.workers.in_round and not is_last:
+            return 0
+        if state.save_is_due or is_last:
+            self.strategy.settle()  # so that the row of a checkpoint counts the bytes of whole rounds
+        if state.row_is_due or is_last:
+            self._row(state.test_is_due or is_last, is_last)
+        if state.save_is_due or is_last:
+            self.workers.between_rounds(self._save_checkpoint)
+        state.row_is_due = state.test_is_due = state.save_is_due = False
+        return stop
+
+    # ---- when workers change ----
+
+    def _split(self) -> None:
+        """Split the unseen examples of the epoch over the workers of this round."""
+        state, comm = self.state, self.workers.comm
+        if state.done and state.size != comm.size:
+            state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
+        state.size = comm.size
+        self.ahead = course(self.config, self.data, comm.size, state.origin)
+        self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
+        self.upcoming_step = None
+        if comm.is_elastic:  # other workers read other texts
+            self.training.carried = None
+
+    def _open(self, done: int) -> None:
+        """Open the receivers of rows, anew, after `done` steps: they have `row(values)`, `info(values)` and `close()`."""
+        self.close()
+        if self.workers.writes:
+            config = self.config
+            self.watchers = [
+                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done),
+                MetricsWriter(self.folder, done),
+                SkipWarning(config.precision, config.parsed_strategy().max_nonfinite),
+                *([WandB(config, self.folder)] if config.wandb else []),
+            ]
+
+    def _share_with_joiners(self, comm: ElasticCommunicator) -> None:
+        comm.resume(self.state.done)
+        comm.share("run", self._save, self._load)
+        training = self.training
+        if not self.strategy.models_differ:  # else the strategy does it
+            comm.share("optimizer", training.optimizer.state_dict, training.optimizer.load_state_dict)
+        comm.share("scaler", training.scaler.state_dict, training.scaler.load_state_dict)
+
+    def _save(self) -> dict[str, Any]:
+        meter = self.meter.state_dict()
+        meter["num_skipped"] = torch.tensor(meter["num_skipped"]).item()
+        return self.state.as_dict() | {"meter": meter}
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.state.load(saved)
+        own = 0 if self.strategy.models_differ else saved["meter"]["num_skipped"] - self.strategy.num_skipped
+        empty = {"sums": torch.zeros_like(saved["meter"]["sums"]), "num_examples": 0, "num_skipped": own}
+        self.meter.load_state_dict(saved["meter"] | empty)
+
+    # ---- rows and checkpoints ----
+
+    def _row(self, is_tested: bool, is_last: bool) -> None:
+        """Make a row of metrics."""
+        row = self._together(partial(self._collected, is_tested), is_last)
+        if row is not None:
+            self.state.row = row
+            for watcher in self.watchers:
+                watcher.row(row)
+
+    def _together(self, do: Callable[[Communicator], Result], is_last: bool) -> Result | None:
+        """The result of all workers. If some die meanwhile: None, or of the last row this worker's own."""
+        result = self.workers.between_rounds(partial(do, self.workers.comm))
+        return LocalWorld(1).run(do)[0] if result is None and is_last else result
+
+    def _collected(self, is_tested: bool, comm: Communicator) -> dict[str, Any]:
+        done, rate = self.state.done, self.training.optimizer.param_groups[0]["lr"]
+        row: dict[str, Any] = {"step": done, "epoch": self.ahead.passes(done), "learning_rate": float(rate)}
+        row |= (
+            self.meter.row(comm) | codec_statistics(self.strategy, self.gradients) | self.workers.row_values(self.state)
+        )
+        row |= self._tested(comm) if is_tested else {}
+        return row | called(self.at_rows, self.training.model, row, comm)
+
+    def _tested(self, comm: Communicator) -> dict[str, float]:
+        return evaluate(self.config, self.data, self.training.model, self.strategy, comm)
+
+    def _test_only(self) -> None:
+        """Test the model after the last step, unless its row has a test already."""
+        state = self.state
+        if self.workers.in_round:
+            self.workers.comm.close_round(False)
+        if state.row.get("step") != state.done:
+            self._row(is_tested=True, is_last=True)
+        elif f"test_{self.data.best_metric}" not in state.row:
+            state.row |= self._together(self._tested, is_last=True) or {}
+
+    def _save_checkpoint(self) -> None:
+        comm, step, folder = self.workers.comm, self.state.done, self.checkpoints
+        if comm.is_elastic:  # on several machines, workers have folders of their own
+            folder = Path(comm.gather_objects(str(folder.absolute()))[0])
+        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, self.state.origin)
+        if comm.rank == 0:
+            checkpoint.tidy(folder, step, self.config, self.data.best_metric)
 
 
 def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:
@@ -176,43 +327,3 @@ def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torc
     train, test = data.image_shapes(num_epochs)
     bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
     return check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)
-
-
-def choose_device(config: RunConfig) -> torch.device:
-    """Choose the device of this worker. Workers on one machine share its GPUs.
-
-    Raises:
-        ValueError: the configuration asks for a GPU, and there is none.
-    """
-    found = torch.cuda.is_available()
-    require(
-        found or config.device != "cuda", "device 'cuda' was asked for, but PyTorch finds no GPU; leave --device out"
-    )
-    if not found or config.device == "cpu":
-        return torch.device("cpu")
-    return local_gpu()
-
-
-def local_gpu() -> torch.device:
-    """The GPU of this worker. Workers on one machine share its GPUs."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-
-
-def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: AveragerAttachment) -> dict[str, Any]:
-    """The contents of `summary.json`. Bytes are means over the workers."""
-    ledger, bytes_sent = strategy.ledger, last["bytes_sent"]
-    tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
-    return {
-        "recipe": config.recipe,
-        "strategy": repr(strategy.strategy),
-        "workers": config.workers,
-        "seed": config.seed,
-        "metric": f"test_{data.best_metric}",
-        "final": tested | {"train_accuracy": last["accuracy"], "train_loss": last["loss"], "steps": last["step"]},
-        "skipped_steps": last["skipped_steps"],
-        "bytes_sent_per_worker": bytes_sent,
-        "dense_fp32_bytes": ledger.dense_fp32_bytes,
-        "dense_bf16_bytes": ledger.dense_bf16_bytes,
-        "compression_vs_fp32": ledger.dense_fp32_bytes / bytes_sent if bytes_sent else None,
-        "seconds": last["seconds"],
-    } | {key: value for key, value in last.items() if key == "virtual_seconds"}

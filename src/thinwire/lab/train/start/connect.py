@@ -20,8 +20,8 @@ from ....algorithm import require
 from ....comm import CommunicationError, Communicator, ProcessGroupCommunicator
 from ....comm.store import listening_store
 from ..config import RunConfig
+from ..device import choose_device
 from ..run.interrupt import Interrupted
-from ..run.loop import choose_device
 from ..shared_errors import SharedError, same_error_on_all
 from .environment import Environment
 from .presence import Presence

@@ -27,11 +27,11 @@ from ....comm import ElasticCommunicator, Lighthouse
 from ....comm.forming import LEFT_OUT_SECONDS
 from ....comm.process_world import worker_context
 from ..config import RunConfig
+from ..device import choose_device
 from ..folder.checkpoint import latest
 from ..results.callbacks import Callback
-from ..run import elastic
+from ..run import loop
 from ..run.interrupt import SIGNALS, Interrupted, Interruption
-from ..run.loop import choose_device
 from ..shared_errors import same_error_on_all
 from .connect import choose_interface, has_own_gpu
 from .environment import LOOPBACK, Environment
@@ -244,7 +244,7 @@ def _worker(
             choose_interface(config.interface, one_node=host == LOOPBACK)
         comm = communicator(config, lighthouse, number, config.workers)
         with comm:
-            elastic.run(config, folder, comm, interruption, callbacks, is_restart)
+            loop.run(config, folder, comm, interruption, callbacks, is_restart)
 
     work_and_exit(Environment("thinwire", place, config.workers, place, config.workers, host, port), folder, train)
     os._exit(0)  # at once: torchft's threads wait for others

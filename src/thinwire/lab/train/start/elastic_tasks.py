@@ -16,7 +16,7 @@ from ....comm.connect import own_address
 from ..config import RunConfig
 from ..folder.run_folder import folder_of, make_folder
 from ..results.callbacks import Callback
-from ..run import elastic
+from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError
 from .connect import RENDEZVOUS, choose_interface, meeting_store
@@ -52,7 +52,7 @@ def join_elastic(
         with _lighthouse(config, environment) as address, Interruption() as interruption:
             comm = communicator(config, address, environment.rank, environment.local_size)
             with comm:
-                elastic.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
+                loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
     except Interrupted as stop:
         if on_stop and environment.rank == 0:
             on_stop(stop)

@@ -16,6 +16,7 @@ from pathlib import Path
 from ....algorithm import require
 from ....comm import Communicator
 from ..config import RunConfig
+from ..device import choose_device
 from ..folder.run_folder import abandon, finished_run, held_folder
 from ..results.callbacks import Callback, EachStep
 from ..results.weights_and_biases import check_installed
@@ -71,7 +72,7 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
 
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
     choose_interface(config.interface, one_node=config.lighthouse is None)
-    loop.choose_device(config)
+    choose_device(config)
     with held_folder(config) as folder:
         try:
             (spawn_elastic if config.elastic else spawn)(config, folder, callbacks)
