@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 TRAIN = (
-    *("tyro", "rich", "sklearn", "matplotlib", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
+    *("tyro", "rich", "sklearn", "matplotlib", "jinja2", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
     *(("tomli",) if sys.version_info < (3, 11) else ()),
 )
 EXTRAS = dict.fromkeys(TRAIN, "train")
