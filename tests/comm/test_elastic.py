@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     survivors = [start(2), start(3)]  # before the others, whose state would heal them if they came late
     wait_until(lambda: survivors[0].stdout.split() == ["2"], "a round of the first two")
     victims = [start(0, 4, "round"), start(1, 3, "regroup")]
-    assert [victim.wait(60) for victim in victims] == [-signal.SIGKILL] * 2
+    assert [victim.wait(180) for victim in victims] == [-signal.SIGKILL] * 2
     wait_until(lambda: survivors[0].stdout.split()[-1:] == ["2"], "a round of the two that are left")
     place.kill()
     place.wait(60)
@@ -54,15 +55,11 @@ def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     facts = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]
     assert len({fact["model"] for fact in facts}) == 1
     for fact in facts[:2]:
-        # They should have kept their memory, and aborted two rounds. In about one run of three, one of them is healed, or one
-        # round is aborted. A vote that the kill broke would explain it; that is not traced yet.
-        is_reported = any(number == fact["number"] for _, number, _, _ in fact["losses"])
-        assert fact["healings"] == 0 or (fact["healings"] == 1 and is_reported), fact
-        assert fact["aborted"] >= 1 and fact["slowest"] < 20, fact
+        assert fact["healings"] == 0, fact  # they have kept their memory
+        assert fact["aborted"] >= 2 and fact["slowest"] < 60, fact  # nobody was silent for as long as is allowed
         for victim in (0, 1):  # one that joined again and fell behind at once has lost nothing
             assert any(number == victim and norm > 0 for _, number, norm, _ in fact["losses"]), fact
         assert 2 in fact["sizes"] and fact["sizes"][-1] == 6, fact
-    assert sum(fact["healings"] for fact in facts[:2]) <= 1, facts
     assert [fact["healings"] for fact in facts[2:]] == [1] * 4
     place.kill()
 
@@ -84,6 +81,74 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
         found.append(asker.is_partial)
     asker.close()
     assert found == [False, False, False, False, True, False]
+
+
+def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_know_the_old_ones(monkeypatch):
+    """Two new workers reach it first. The one that has committed rounds comes later, in a long round, and heals both."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    are_early, has_come = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        are_early.set()
+        assert has_come.wait(60)
+
+    place = lighthouse.Lighthouse(2, "127.0.0.1")
+    monkeypatch.setattr(lighthouse, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+    def worker(world):
+        if world.rank == 2:
+            assert are_early.wait(60), "the others did not wait"
+        comm = ElasticCommunicator(place.address, world.rank, quorum_seconds=60)
+        if world.rank == 2:
+            comm.resume(5)
+            comm._asker._client.heartbeat(comm._asker._id, timeout=timedelta(seconds=30))
+            has_come.set()
+            time.sleep(1)
+        members = comm.form_round()
+        comm.close()
+        return members.numbers, members.healed, members.version.committed
+
+    assert LocalWorld(3).run(worker) == [((0, 1, 2), (0, 1), 5)] * 3
+    place.close()
+
+
+def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_that_ended(monkeypatch):
+    """The first worker got the answer, and is in the round; the second one asks the next Lighthouse."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = lighthouse.Lighthouse(2, "127.0.0.1")
+
+    def worker(world):
+        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=100)
+        comm.open_round(comm.form_round())
+        assert comm.close_round(True)
+        if world.rank == 1:
+            ask, asked = comm._asker._asked, []
+
+            def missed(*arguments):
+                asked.append(ask(*arguments))
+                if len(asked) == 1:
+                    raise ConnectionError("the Lighthouse has ended")
+                return asked[-1]
+
+            comm._asker._asked = missed
+        comm.open_round(comm.form_round())
+        began = time.monotonic()
+        try:
+            comm.all_gather(torch.ones(1)).wait()
+            has_all = True
+        except CommunicationError:
+            has_all = False
+        seconds, committed = time.monotonic() - began, comm.close_round(has_all)
+        if world.rank == 0:
+            comm.open_round(comm.form_round())
+            comm.all_gather(torch.ones(1)).wait()
+            committed = comm.close_round(True)
+        comm.close()
+        return seconds, committed, comm.counts.aborted, comm.counts.healings
+
+    (first, *rest), (_, *others) = LocalWorld(2).run(worker)
+    place.close()
+    assert first < 50 and rest == [True, 1, 0] and others == [True, 0, 0]
 
 
 def test_heartbeats_follow_progress(monkeypatch):

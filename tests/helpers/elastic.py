@@ -26,11 +26,16 @@ def serve(port: int):
     signal.pause()
 
 
-def die_among(comm, size, sizes, otherwise, *args):
-    """Kill this process if there are so many workers now and were four before; else call `otherwise`."""
+def die_among(comm, size, sizes):
+    """Kill this process if there are so many workers now and were four before."""
     if comm.size == size and 4 in sizes:
         os.kill(os.getpid(), signal.SIGKILL)
-    otherwise(*args)
+
+
+def regroup_and_die(comm, size, sizes, regroup, *args):
+    """Regroup, so that all others have connected with this worker; then `die_among`, before the others know that it has."""
+    regroup(*args)
+    die_among(comm, size, sizes)
 
 
 def worker(
@@ -51,13 +56,13 @@ def worker(
         size: the run ends with so many workers,
         rounds: after so many rounds of theirs.
         dies_among: kills itself in a round of so many workers, once there have been four; None never.
-        dies_in: "round", or "regroup" for before it.
+        dies_in: "round", or "regroup" for before it, when all have connected.
     """
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(number)
-    comm = ElasticCommunicator(address, number, timeout_seconds=20)
+    comm = ElasticCommunicator(address, number, timeout_seconds=60)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
     parsed = tw.parse(averager)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -65,13 +70,13 @@ def worker(
     comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
     sizes, slowest = [], 0.0
     if dies_in == "regroup":
-        type(parsed).regroup = partial(die_among, comm, dies_among, sizes, parsed.regroup)
+        type(parsed).regroup = partial(regroup_and_die, comm, dies_among, sizes, parsed.regroup)
     began = time.monotonic()
     before = together = 0
     while together < rounds:
         handle.begin_round()
         if comm.counts.committed >= 3:
-            die_among(comm, dies_among, sizes, lambda: None)
+            die_among(comm, dies_among, sizes)
         generator = torch.Generator().manual_seed(1000 * comm.counts.committed + comm.rank)
         x = torch.randn(16, 20, generator=generator)
         optimizer.zero_grad()

@@ -4,7 +4,8 @@ Each worker asks the Lighthouse for a round, and tells the others what it is and
 over Gloo, anew whenever the workers change. A round is a transaction:
 
     1. form     who takes part, and who is behind. Workers that differ in number or configuration are refused, and raise an
-                error; the others go on without them. While the Lighthouse does not answer, they ask again
+                error; the others go on without them. While the Lighthouse does not answer, they ask again,
+                after closing their connections: others may have had an answer, and wait for them in a round
     2. heal     a worker that is up to date sends its shared state to those that are not. Failures give up the round alone
     3. open     rank and size are those of the round; after a change of workers, all wait until all have regrouped
     4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
@@ -118,7 +119,7 @@ class ElasticCommunicator(Communicator):
         ft = torchft()
         self._groups = Groups(ft.nccl_group(self._timeout) if backend == "nccl" else None, self._timeout)
         self._process_group = ft.reconfigurable_group(self._timeout, self._groups.nccl)
-        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._process_group)
+        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._process_group, self._hang_up)
         self._asker = self._forming.asker
         self._asker.expect(timeout_seconds)  # so that workers that start together begin together
 
@@ -149,7 +150,7 @@ class ElasticCommunicator(Communicator):
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
         while True:
-            self._error, self._groups.gloo = None, None
+            self._error = None
             try:
                 claims = self._forming.claims(
                     max(deadline - time.monotonic(), 0.1),
@@ -161,6 +162,7 @@ class ElasticCommunicator(Communicator):
             except (ValueError, LeftOut):
                 self._asker.close()
                 raise
+            self._groups.gloo = None
             try:
                 self.rank, self.size = self._forming.connect(claims), len(claims)
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
@@ -223,9 +225,12 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
-        self._groups.hang_up(self.rank, self.size)
+        self._hang_up()
         self._forming.give_up()
         self._asker.expect(self._pace.patience_seconds)
+
+    def _hang_up(self) -> None:
+        self._groups.hang_up(self.rank, self.size)
 
     def _has_arrived(self) -> bool:
         """Whether all operations on the GPU had success; over Gloo, `wait` has said so."""
@@ -317,7 +322,7 @@ class ElasticCommunicator(Communicator):
         except Exception as error:
             if self._error is None:
                 self._error = error
-                self._groups.hang_up(self.rank, self.size)
+                self._hang_up()
             raise
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:

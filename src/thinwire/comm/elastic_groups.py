@@ -25,7 +25,7 @@ class Groups:
         limit: how long to wait for a message over Gloo; it may be changed.
 
     Attributes:
-        gloo: the group of the present round; None before the first, and while a quorum is formed.
+        gloo: the group of the present round; None before the first, and while one is connected.
     """
 
     def __init__(self, nccl: Any, limit: timedelta):

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from .agreement import ABSENT, excerpt, fingerprint, parsed
-from .claims import Choice, Claim, choose, place_of
+from .claims import Claim, choose, place_of
 from .connect import own_address
 from .handle import CommunicationError, reason_of
-from .lighthouse import HEARTBEAT_SECONDS, Asker, Missing, meet, reach, torchft
+from .lighthouse import HEARTBEAT_SECONDS, RESTART_SECONDS, Asker, Missing, meet, reach, torchft
 from .members import LeftOut, Version
 from .store import listening_store
 
@@ -26,8 +27,8 @@ TRIES = 3
 """To reach a worker, before one of the two is left out."""
 LEFT_OUT_SECONDS = 60.0
 """Until the others try again to reach a worker that was left out."""
-RESTART_SECONDS = 1.0
-"""After which a Lighthouse that restarts has heard of all workers."""
+RETRY_SECONDS = 0.2
+"""Before a worker asks a Lighthouse again that did not answer."""
 
 
 class Forming:
@@ -39,6 +40,7 @@ class Forming:
         min_workers: fewer do not begin a round.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse.
         process_group: of torchft, which is connected anew whenever the workers change.
+        hang_up: closes the live connections, so that workers that wait for this one fail at once.
 
     Attributes:
         asker: asks the Lighthouse, and sends it heartbeats.
@@ -49,9 +51,17 @@ class Forming:
         CommunicationError: the Lighthouse does not answer.
     """
 
-    def __init__(self, number: int, lighthouse: str, min_workers: int, quorum_seconds: float, process_group: Any):
+    def __init__(
+        self,
+        number: int,
+        lighthouse: str,
+        min_workers: int,
+        quorum_seconds: float,
+        process_group: Any,
+        hang_up: Callable[[], None],
+    ):
         self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
-        self._quorum_seconds, self._process_group = quorum_seconds, process_group
+        self._quorum_seconds, self._process_group, self._hang_up = quorum_seconds, process_group, hang_up
         self.settings: dict[str, str] = {}
         self.place, self._size, self._failures = "", 1, 0
         self._missed: dict[int, int] = {}
@@ -79,7 +89,7 @@ class Forming:
         """
         deadline, twin = time.monotonic() + seconds, None
         while True:
-            choice = self._ask(self._claim(version, history, rank, can_heal), max(deadline - time.monotonic(), 0.1))
+            choice = choose(self._asked(partial(self._claim, version, history, rank, can_heal), deadline))
             taken = choice.taken.get(self._id)
             if taken is None:
                 break
@@ -142,15 +152,23 @@ class Forming:
             can_heal=can_heal,
         )
 
-    def _ask(self, claim: Claim, seconds: float) -> Choice:
-        try:
-            return choose(self.asker.ask(claim, seconds))
-        except Exception as error:
-            reason = reason_of(error).partition(", details: ")[0][:300]
-            raise CommunicationError(
-                f"worker {self._number}: no quorum of {self._min_workers} workers within {self._quorum_seconds:g} seconds; "
-                f"see whether enough workers run, and whether they reach the Lighthouse at {self._lighthouse} ({reason})"
-            ) from error
+    def _asked(self, claim: Callable[[], Claim], deadline: float) -> list[Claim]:
+        """The Lighthouse's answer. It may restart meanwhile."""
+        while True:
+            try:
+                return self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1))
+            except Exception as error:
+                if time.monotonic() + RETRY_SECONDS > deadline:
+                    reason = reason_of(error).partition(", details: ")[0][:300]
+                    raise CommunicationError(
+                        f"worker {self._number}: no quorum of {self._min_workers} workers within "
+                        f"{self._quorum_seconds:g} seconds; see whether enough workers run, and whether they reach the "
+                        f"Lighthouse at {self._lighthouse} ({reason})"
+                    ) from error
+                if self.place:  # others may have had an answer, and wait for this worker in a round
+                    self._hang_up()
+                    self.give_up()
+                time.sleep(RETRY_SECONDS)
 
     def _difference(self, other: Claim) -> str:
         """How this worker's configuration differs from another one's."""

@@ -35,8 +35,8 @@ HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
 BEAT_SECONDS = 0.2
 """Between two heartbeats."""
-RETRY_SECONDS = 0.2
-"""Before a worker asks a Lighthouse again that did not answer."""
+RESTART_SECONDS = 1.0
+"""After which a Lighthouse that restarts has heard of all workers."""
 log = logging.getLogger("thinwire")
 
 
@@ -160,6 +160,7 @@ class Asker:
     def __init__(self, connect: Callable[[float], Any], id: str, seconds: float):
         self._connect, self._id = connect, id
         self._client = connect(seconds)
+        self._since = time.monotonic()
         self._workers: list[str] = []
         self._number = 0
         self.is_partial = False
@@ -182,21 +183,16 @@ class Asker:
         self._wakened.set()
 
     def ask(self, claim: Claim, seconds: float) -> list[Claim]:
-        """The claims of all workers that ask, once the Lighthouse has a quorum. It may restart meanwhile.
+        """The claims of all workers that ask, once the Lighthouse has a quorum.
 
         Raises:
-            Exception: of torchft's; there was no quorum within so many seconds.
+            Exception: of torchft's; there was no quorum within so many seconds, or the Lighthouse restarts.
         """
-        deadline = time.monotonic() + seconds
         self.expect(seconds)
-        while True:
-            left = max(deadline - time.monotonic(), 0.1)
-            try:
-                return self._claims(self._asked(claim, left))
-            except Exception:
-                if time.monotonic() + RETRY_SECONDS > deadline:
-                    raise
-                time.sleep(RETRY_SECONDS)
+        # The first time: if a run goes on and its Lighthouse has restarted, new workers must not begin another run before it
+        # has heard of the old ones. It waits for those.
+        time.sleep(max(self._since + RESTART_SECONDS - time.monotonic(), 0.0))
+        return self._claims(self._asked(claim, seconds))
 
     def _asked(self, claim: Claim, seconds: float) -> Any:
         return self._client.quorum(
