@@ -468,3 +468,45 @@ def test_the_anchor_is_float32():
     anchor = run_threads(2, low_precision)[0]
     assert anchor.dtype == torch.float32
     assert anchor[0, 0] == pytest.approx(1.0 - 20 * 0.25 * 0.001, abs=2e-4)  # bfloat16 could not leave 1.0
+
+
+GRADIENTS = (-2_000.0, -2_000.0, -2_000.0, 320.0, 320.0)
+
+
+@pytest.mark.parametrize("averager", [tw.Mean(), tw.Mix(tw.Ring())], ids=repr)
+def test_an_outer_step_that_float16_cannot_hold_is_given_up(averager):
+    """Momentum carries an anchor from 64,000 beyond 65,504: anchor and momentum go back, and later steps go on from there."""
+
+    def worker(comm):
+        model = nn.Linear(2, 1, bias=False).half()
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[60_000.0, 1.0]]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def momentum(parameters):
+            return torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+
+        handle = tw.local_updates(model, optimizer, averager, 1, momentum, comm=comm)
+        seen = []
+        for step in GRADIENTS:
+            model.weight.grad = torch.tensor([[step, 0.0]], dtype=torch.float16)
+            optimizer.step()
+            seen.append(model.weight[0, 0].item())
+        handle.detach()
+        return seen
+
+    # float64: d = x - p; v <- 0.9 v + d; x <- x - v. 62,000 + 3,800 does not fit, and its v is forgotten.
+    expected, gives_up, x, v = [], [], 60_000.0, 0.0
+    for step in GRADIENTS:
+        change = 0.9 * v + x - (torch.tensor(x).half() - step).item()
+        gives_up.append(x - change > 65_504)
+        if not gives_up[-1]:
+            x, v = x - change, change
+        expected.append(torch.tensor(x).half().item())
+    assert gives_up == [False, True, True, False, False]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_threads(2, worker) == [expected] * 2
+    assert sorted(str(one.message) for one in caught) == sorted(
+        f"rank {rank}: changes were not finite and are given up" for rank in (0, 1) for _ in range(2)
+    )

@@ -156,7 +156,7 @@ def test_wrong_options_have_one_line():
     tw.LocalWorld(1).run(worker)
 
 
-LEVELS = [tw.ALQ(bits=3), tw.NUQSGD(bits=3), tw.QSGD(bits=2, norm="l2")]
+LEVELS = [tw.ALQ(bits=3), tw.AMQ(bits=3), tw.NUQSGD(bits=3), tw.QSGD(bits=2, norm="l2")]
 
 
 @pytest.mark.parametrize("codec", LEVELS, ids=repr)

@@ -26,7 +26,8 @@ the mean of x moves by the mean of all changes, whatever the weights are.
 Steps that are not finite. By default an inner step with an infinite or NaN gradient is skipped on its worker
 (`own_gradients.py`). A round is a transaction besides. If a change is infinite or NaN on any worker, the mean is so on all
 of them: all go back to the anchor, and memory and outer optimizer keep their state. Under gossip only that worker gives up its
-changes, and gossips its anchor. Either way it warns.
+changes, and gossips its anchor. Either way it warns. So it is where the outer step leaves an anchor that float16 parameters
+cannot hold (above 65,504): anchor and outer optimizer go back. Memory does not, because the mean was finite and is delivered.
 
 Buffers (running statistics) are equal at the start, then local; `synchronize` averages those of floating point.
 """
@@ -255,12 +256,12 @@ class LocalUpdates(OwnModelAttachment):
     def _apply_own_changes(self, fragment: Fragment) -> None:
         """Under gossip: give up changes that are not finite, and apply the others, unless `pull` mixes them first."""
         fragment.gave_up = not self._shards.all(kernels.flags.read(kernels.all_finite(fragment.changes)))
+        if not fragment.gave_up and self.strategy.pull is None:
+            fragment.gave_up = not self._apply(fragment)
         if fragment.gave_up:
             self._warn()
             for gradient in fragment.changes:
                 gradient.zero_()
-        elif self.strategy.pull is None:
-            self._apply(fragment)
 
     def _exchange_until_committed(self, fragment: Fragment) -> bool:
         """Phase 2 with workers that may die: what this worker has changed is sent again, to those that are left."""
@@ -305,9 +306,8 @@ class LocalUpdates(OwnModelAttachment):
                 fragment.finite, fragment.flight = fragment.flight.wait(), None
         finite, fragment.finite = bool(fragment.finite), None
         if self.averager.gives_one_mean or self.strategy.pull is not None:
-            if finite:
-                self._apply(fragment)
-            else:
+            finite = finite and self._apply(fragment)
+            if not finite:
                 self._warn()
         self._restart(fragment, alpha if finite and not fragment.gave_up else 0.0)
         fragment.gave_up = False
@@ -319,16 +319,37 @@ class LocalUpdates(OwnModelAttachment):
             if fragment.in_flight:
                 self._merge(fragment, self.strategy.alpha)
 
-    def _apply(self, fragment: Fragment) -> None:
-        """The outer optimizer's step on the anchors of one fragment."""
+    def _apply(self, fragment: Fragment) -> bool:
+        """The outer optimizer's step on the anchors of one fragment; undone and False if parameters cannot hold them."""
         with self._clock("outer"):
             for copied, (_, anchor), gradient in zip(fragment.pulled, fragment.anchors, fragment.changes, strict=False):
                 gradient.add_(anchor - copied, alpha=self.strategy.pull or 0.0)
-            for (_, anchor), gradient in zip(fragment.anchors, fragment.changes, strict=True):
+            anchors = [anchor for _, anchor in fragment.anchors]
+            # bfloat16 has the range of float32, so only float16 and less need copies
+            is_narrow = any(torch.finfo(p.dtype).max < 1e38 for p in self._parts(fragment))
+            before = self._kept(anchors) if is_narrow else []
+            for anchor, gradient in zip(anchors, fragment.changes, strict=True):
                 anchor.grad = gradient
             self._outer.step()
-            for _, anchor in fragment.anchors:
+            for anchor in anchors:
                 anchor.grad = None  # the next step is another fragment's
+            if not is_narrow or self._fits(fragment):
+                return True
+            for anchor, (value, state) in zip(anchors, before, strict=True):
+                anchor.copy_(value)
+                self._outer.state[anchor] = state
+            return False
+
+    def _kept(self, anchors: list[nn.Parameter]) -> list[tuple[Tensor, Any]]:
+        """Copies of anchors and of what the outer optimizer remembers of each."""
+        return [(anchor.clone(), copy.deepcopy(self._outer.state.get(anchor, {}))) for anchor in anchors]
+
+    def _fits(self, fragment: Fragment) -> bool:
+        """Whether what `_restart` writes is finite; on all shards of a model alike."""
+        factor = self.averager.debias_factor(fragment.state)
+        pairs = zip(fragment.anchors, self._parts(fragment), strict=True)
+        written = [(anchor.detach() * factor).to(p.dtype) for (_, anchor), p in pairs]
+        return self._shards.all(kernels.flags.read(kernels.all_finite(written)))
 
     def _warn(self) -> None:
         warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
