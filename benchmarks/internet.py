@@ -45,7 +45,7 @@ GRIDS = {
     "diloco": LIKE_ADAM,
     "streaming-diloco": LIKE_ADAM,
     "sparseloco": LIKE_ADAM,
-    "muloco": LIKE_ADAM,
+    "muloco": (0.0112, 0.0224, 0.0447),
     "noloco": LIKE_ADAM,
     "demo": LIKE_ADAM,
     "dion": (0.01, 0.03, 0.1),

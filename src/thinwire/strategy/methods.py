@@ -229,7 +229,7 @@ def mulo_co(
         momentum: of the outer optimizer; None => the authors': 0.9, or 0.8 without bits.
 
     Returns:
-        A strategy; the inner optimizer is `MuonAdamW`.
+        A strategy; the inner optimizer is `MuonAdamW`, whose defaults are MuLoCo's.
 
     Source: Therien et al. 2025, MuLoCo, arXiv 2505.23725.
 

@@ -145,7 +145,7 @@ GPT_METHODS = {
         "mulo_co(30)",
         "mulo_co(10)",
         changes={"optimizer": _MUON},
-        small_changes={"optimizer": replace(_MUON, learning_rate=3e-3)},
+        small_changes={"optimizer": _MUON},
     ),
 }
 
