@@ -151,6 +151,46 @@ def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_
     assert first < 50 and rest == [True, 1, 0] and others == [True, 0, 0]
 
 
+def test_survivors_do_not_wait_for_the_data_of_a_worker_that_is_started_again(monkeypatch):
+    """The third worker dies, and its successor loads data until the others have committed without it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = lighthouse.Lighthouse(2, "127.0.0.1", join_seconds=100.0)
+    is_dead, is_back, went_on = threading.Event(), threading.Event(), threading.Event()
+
+    def committed(comm):
+        try:
+            comm.open_round(comm.form_round())
+            comm.all_gather(torch.ones(1)).wait()
+            return comm.close_round(True)
+        except CommunicationError:
+            return comm.close_round(False)
+
+    def worker(world):
+        if world.rank == 3:
+            assert is_dead.wait(60)
+            comm = ElasticCommunicator(place.address, 2, is_late=True)
+            is_back.set()
+            had_gone_on = went_on.wait(60)
+            comm.close()
+            return had_gone_on
+        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=100)
+        while not (committed(comm) and comm.size == 3):
+            pass
+        if world.rank == 2:
+            comm._hang_up()
+            is_dead.set()
+        else:
+            assert is_back.wait(60)
+            while not (committed(comm) and comm.size == 2):
+                pass
+            went_on.set()
+        comm.close()
+        return True
+
+    assert LocalWorld(4).run(worker) == [True] * 4
+    place.close()
+
+
 def test_heartbeats_follow_progress(monkeypatch):
     """They end when there was none for long, and one that is late comes at once, before the next is due."""
     monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.05)

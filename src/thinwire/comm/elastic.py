@@ -74,6 +74,8 @@ class ElasticCommunicator(Communicator):
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
         backend: of tensors on a GPU. "nccl" is experimental: it has never run on one. It needs a GPU of its own for every
             worker, and notices a dead one only after `timeout_seconds`.
+        is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
+            data before. Otherwise workers that start together begin together.
 
     Attributes:
         members: the workers of the last round that was opened; None before the first.
@@ -98,6 +100,7 @@ class ElasticCommunicator(Communicator):
         timeout_seconds: float = 10.0,
         quorum_seconds: float = 120.0,
         backend: Literal["gloo", "nccl"] = "gloo",
+        is_late: bool = False,
     ):
         require(
             backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
@@ -121,7 +124,8 @@ class ElasticCommunicator(Communicator):
         self._process_group = ft.reconfigurable_group(self._timeout, self._groups.nccl)
         self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._process_group, self._hang_up)
         self._asker = self._forming.asker
-        self._asker.expect(timeout_seconds)  # so that workers that start together begin together
+        if not is_late:
+            self._asker.expect(timeout_seconds)  # the others wait for those that send heartbeats
 
     members: Members | None
 

@@ -79,7 +79,9 @@ def lighthouse_of(config: RunConfig, host: str) -> Iterator[str]:
         lighthouse.close()
 
 
-def communicator(config: RunConfig, lighthouse: str, number: int, local_size: int) -> ElasticCommunicator:
+def communicator(
+    config: RunConfig, lighthouse: str, number: int, local_size: int, is_late: bool = False
+) -> ElasticCommunicator:
     """The communicator of one worker of a run.
 
     Args:
@@ -103,7 +105,7 @@ def communicator(config: RunConfig, lighthouse: str, number: int, local_size: in
         torch.cuda.set_device(device)
     seconds = max(120.0, 2 * config.timeout)
     on_gpus: Literal["gloo", "nccl"] = "nccl" if config.backend == "nccl" else "gloo"
-    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus)
+    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late)
 
 
 def spawn_elastic(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
@@ -242,7 +244,7 @@ def _worker(
     def train(interruption: Interruption, store: Any) -> None:
         with same_error_on_all():
             choose_interface(config.interface, one_node=host == LOOPBACK)
-        comm = communicator(config, lighthouse, number, config.workers)
+        comm = communicator(config, lighthouse, number, config.workers, is_late=is_restart)
         with comm:
             loop.run(config, folder, comm, interruption, callbacks, is_restart)
 
