@@ -426,7 +426,7 @@ def muon_step(x, g, buffer, lr, decay):
         gram = wide @ wide.t()
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), wide, beta=3.4445)
     update = wide.t() if update.shape[0] > update.shape[1] else wide
-    return x * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(x.shape)) * update.float()
+    return x * (1 - lr * decay) - lr * math.sqrt(x.shape[0] / x.shape[1]) * update.float()
 
 
 def test_outer_rates_are_those_of_the_methods_configurations():
@@ -456,7 +456,10 @@ def test_muon_and_adamw_are_one_optimizer_and_resume():
             optimizer.step()
 
     whole, first, second = Bowl(), Bowl(), Bowl()
-    made = [tw.strategy.MuonAdamW(model.parameters(), lr=0.02) for model in (whole, first, second)]
+    made = [
+        tw.strategy.MuonAdamW(model.parameters(), lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
+        for model in (whole, first, second)
+    ]
     steps(whole, made[0], range(6))
     steps(first, made[1], range(3))
     second.load_state_dict(first.state_dict())
@@ -473,3 +476,34 @@ def test_muon_and_adamw_are_one_optimizer_and_resume():
         adamw.step()
     assert torch.allclose(whole.parts[0], by_hand, rtol=0, atol=2e-3)  # bfloat16 has 8 bits
     assert torch.equal(whole.parts[1], vector)
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"), [("spectral", lambda n, m: (n / m) ** 0.5), ("rms", lambda n, m: 0.2 * max(n, m) ** 0.5)]
+)
+@pytest.mark.parametrize("shape", [(3, 12), (12, 3), (6, 6)])
+def test_muons_update_has_its_scale_and_decay_the_unadjusted_rate(scale, factor, shape):
+    """Against float64: orth(b) is U V' with singular values of 0.7 to 1.2, as five Newton-Schulz steps leave them. A scheduler
+    changes the rate of both."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(shape))
+    optimizer = tw.strategy.MuonAdamW([p], lr=0.05, weight_decay=0.3, scale=scale)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    momentum = torch.zeros(shape, dtype=torch.float64)
+    for step in range(3):
+        before, p.grad = p.detach().double(), torch.randn(shape)
+        momentum = 0.9 * momentum + 0.1 * p.grad.double()
+        u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+        optimizer.step()
+        lr = 0.05 * 0.5**step
+        update = (before * (1 - lr * 0.3) - p.detach().double()) / (lr * factor(*shape))
+        in_basis = u.T @ update @ v.T
+        assert ((0.6 < in_basis.diagonal()) & (in_basis.diagonal() < 1.3)).all(), in_basis
+        assert torch.allclose(in_basis, torch.diag(in_basis.diagonal()), rtol=0, atol=0.05), in_basis
+        assert torch.allclose(u @ in_basis @ v, update, rtol=0, atol=0.02)
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8]
+    before, p.grad = p.detach().double(), torch.zeros(shape)
+    optimizer.state[p]["momentum_buffer"].zero_()
+    optimizer.step()
+    assert torch.allclose(p.detach().double(), before * (1 - 0.05 / 8 * 0.3), rtol=3e-7, atol=0)

@@ -87,7 +87,7 @@ def _descent(learning_rate: float, rate_in_loss: bool = False) -> dict[str, Any]
     return {"optimizer": replace(optimizer, rate_in_loss=rate_in_loss), "clip_norm": None}
 
 
-_MUON = Muon(1e-3, schedule=LearningRateSchedule(warmup_fraction=0.1))
+_MUON = Muon(0.0224, schedule=LearningRateSchedule(warmup_fraction=0.1))
 _SPARSE_LOCO = TaskMethod(
     "SparseLoCo: 2 % of each tile, 2 bits, every 15 steps (arXiv 2508.15706)", "sparse_loco()", "sparse_loco(every=10)"
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import strategy
 from ...algorithm import require
+from ...strategy.local.muon_adamw import Scale
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
@@ -278,22 +279,26 @@ class Muon(Optimizer):
     """`thinwire.strategy.MuonAdamW`: PyTorch's Muon for matrices, and AdamW for embeddings and all other parameters.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or an unknown scale.
 
-    Source: Jordan et al. 2024, Muon; Liu et al. 2025, arXiv 2502.16982.
+    Source: Jordan et al. 2024, Muon; Liu et al. 2025, arXiv 2502.16982; Therien et al. 2025, arXiv 2505.23725.
     """
 
-    learning_rate: float = 1e-3
-    """What one worker uses after warm-up; higher => faster, until it diverges. Muon's updates are as large as AdamW's."""
-    weight_decay: float = 0.1
+    learning_rate: float = 0.02
+    """What one worker uses after warm-up; higher => faster, until it diverges."""
+    weight_decay: float = 1e-4
     """Pull of the matrices towards zero; higher => smaller weights."""
     momentum: float = 0.9
     """Muon's momentum factor."""
-    beta2: float = 0.95
+    beta2: float = 0.99
     """AdamW's share of the running mean of squared gradients that each step keeps."""
+    scale: Scale = "spectral"
+    """Size of Muon's updates: "spectral", as MuLoCo's, or "rms", which takes AdamW's learning rates, such as 1e-3."""
 
     def __post_init__(self):
         super().__post_init__()
+        known = get_args(Scale)
+        require(self.scale in known, f"optimizer.scale must be one of {known}, got {self.scale!r}")
         for name in ("momentum", "beta2"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
 
@@ -301,7 +306,13 @@ class Muon(Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad]
         embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         return strategy.MuonAdamW(
-            trained, self.learning_rate, self.weight_decay, self.momentum, embeddings, betas=(0.9, self.beta2)
+            trained,
+            self.learning_rate,
+            self.weight_decay,
+            self.momentum,
+            embeddings,
+            betas=(0.9, self.beta2),
+            scale=self.scale,
         )
 
 

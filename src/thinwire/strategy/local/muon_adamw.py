@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ...algorithm import require
 
+Scale = Literal["spectral", "rms"]
+
 
 class MuonAdamW(torch.optim.Optimizer):
     """PyTorch's `Muon` on parameters of two dimensions, and its `AdamW` on the others, in one optimizer.
 
-    Its momentum is MuLoCo's: 0.9, not Nesterov's. Embeddings and the output layer are usually left to AdamW.
+        b <- mu b + (1 - mu) g;   x <- (1 - lr decay) x - lr s orth(b)
 
-    Muon's update of a matrix has about equal singular values. `match_rms` scales it to the size of AdamW's, so that both take
-    the same learning rate.
+    where `orth` sets all singular values to about one (five Newton-Schulz steps in bfloat16), and s belongs to an n x m matrix:
+
+        "spectral"   s = sqrt(n / m): outputs change by about lr, whatever the layer's size. MuLoCo's
+        "rms"        s = 0.2 sqrt(max(n, m)): updates are as large as AdamW's, so that both take the same learning rate
+
+    Momentum is MuLoCo's: 0.9, not Nesterov's. Embeddings and the output layer are usually left to AdamW.
 
     Args:
         params: parameters.
         lr: learning rate of both.
-        weight_decay: decoupled, of matrices only.
-        momentum: Muon's.
+        weight_decay: decoupled, of matrices only; times `lr`, not times `lr s`.
+        momentum: mu, Muon's.
         adamw: parameters of two dimensions that take AdamW too, such as embeddings and the output layer.
         betas: AdamW's.
         eps: AdamW's.
+        scale: which s.
 
     Raises:
-        ValueError: no parameter, or a value that Muon or AdamW refuses.
+        ValueError: no parameter, an unknown scale, or a value that Muon or AdamW refuses.
 
-    Source: Jordan et al. 2024, Muon; Liu et al. 2025, Muon is scalable for LLM training, arXiv 2502.16982 (`match_rms`);
-        Therien et al. 2025, MuLoCo, arXiv 2505.23725.
+    Source: Jordan et al. 2024, Muon; Liu et al. 2025, Muon is scalable for LLM training, arXiv 2502.16982 ("rms");
+        Therien et al. 2025, MuLoCo, arXiv 2505.23725, whose code has "spectral", a rate of 0.044 (0.0224 with 2 bits) and a
+        decay of 0.00125 (0.0001).
 
     Example:
         >>> import torch, thinwire as tw
@@ -47,18 +56,20 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
+        lr: float = 0.02,
+        weight_decay: float = 1e-4,
         momentum: float = 0.9,
         adamw: Iterable[torch.Tensor] = (),
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
+        scale: Scale = "spectral",
     ):
         held, spared = list(params), {id(p) for p in adamw}
         is_matrix = [p.ndim == 2 and id(p) not in spared for p in held]
         matrices = [p for p, yes in zip(held, is_matrix, strict=True) if yes]
         others = [p for p, yes in zip(held, is_matrix, strict=True) if not yes]
         require(bool(held), "MuonAdamW: there are no parameters")
+        require(scale in get_args(Scale), f"MuonAdamW: scale must be 'spectral' or 'rms', got {scale!r}")
         self._parts: list[tuple[bool, torch.optim.Optimizer]] = []
         if matrices:
             muon = torch.optim.Muon(
@@ -67,7 +78,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 weight_decay=weight_decay,
                 momentum=momentum,
                 nesterov=False,
-                adjust_lr_fn="match_rms_adamw",
+                adjust_lr_fn="original" if scale == "spectral" else "match_rms_adamw",
             )
             self._parts.append((True, muon))
         if others:
@@ -82,7 +93,17 @@ class MuonAdamW(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         for kind, part in self._parts:
             # The groups and states are this optimizer's, so that schedulers and checkpoints see one optimizer.
-            part.param_groups = [group for group in self.param_groups if group["is_muon"] == kind]
+            groups = [group for group in self.param_groups if group["is_muon"] == kind]
+            part.param_groups = [one for group in groups for one in _by_shape(group)] if kind else groups
             part.state = self.state
             vars(type(part).step)["__wrapped__"](part)  # without hooks: one optimizer steps here, not two
         return loss
+
+
+def _by_shape(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The group of each matrix, for PyTorch's step. It has no spectral scale for wide matrices: its "original" one is
+    `sqrt(max(1, n / m))`. So theirs is part of the rate, and the decay is divided by it."""
+    for p in group["params"]:
+        is_wide = group["adjust_lr_fn"] == "original" and 0 < p.shape[0] < p.shape[1]
+        factor = math.sqrt(p.shape[0] / p.shape[1]) if is_wide else 1.0
+        yield group | {"params": [p], "lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
