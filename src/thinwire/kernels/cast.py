@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import check_numels, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import (
+    check_numels,
+    checked_encoder,
+    checked_payload,
+    checked_payloads,
+    numels_of,
+)
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, magnitude, scale_bytes, split_scales
@@ -63,10 +69,8 @@ def encode(xs: Sequence[Tensor], out: Tensor, dtype: str, residuals: Sequence[Te
         >>> out
         tensor([896.,   1.])
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
-    out = payload_bytes("out", out, nbytes(numels_of(xs), dtype), device)
-    _encode.on(device)(checked, out, dtype, residuals_of(residuals, xs, device))
+    xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs), dtype), residuals)
+    _encode.on(out.device)(xs, out, dtype, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: str) -> None:
@@ -75,9 +79,8 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: st
     Raises:
         ValueError: if there is no such type, or the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, nbytes(numels_of(outs), dtype), device)
-    _decode_add.on(device)(payload, segments("outs", outs, device), weight, dtype)
+    payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs), dtype))
+    _decode_add.on(payload.device)(payload, outs, weight, dtype)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, dtype: str) -> Flag:

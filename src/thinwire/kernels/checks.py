@@ -57,17 +57,27 @@ def segments_alike(
     return checked
 
 
-def residuals_of(residuals: Sequence[Tensor] | None, xs: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
-    """Check residuals, if any, against their segments."""
-    return None if residuals is None else segments_alike("residuals", residuals, xs, device)
-
-
 def payload_bytes(name: str, t: Tensor, nbytes: int, device: torch.device) -> Tensor:
     """Check that `t` is a uint8 vector of `nbytes` bytes; return it detached. It may start at any address."""
     t = vector(name, t, torch.uint8, device)
     if t.numel() != nbytes:
         raise ValueError(f"{name}: expected {nbytes} bytes for these segments, got {t.numel()}; was it cut short?")
     return t
+
+
+def checked_encoder(
+    xs: Sequence[Tensor], out: Tensor, nbytes: int, residuals: Sequence[Tensor] | None
+) -> tuple[list[Tensor], Tensor, list[Tensor] | None]:
+    """Check segments, the buffer for their payload of `nbytes` bytes, and residuals, if any; return them detached."""
+    device = device_of(xs, out)
+    checked = segments("xs", xs, device), payload_bytes("out", out, nbytes, device)
+    return *checked, None if residuals is None else segments_alike("residuals", residuals, xs, device)
+
+
+def checked_payload(payload: Tensor, outs: Sequence[Tensor], nbytes: int) -> tuple[Tensor, list[Tensor]]:
+    """Check a payload of `nbytes` bytes, and the segments that it is added to; return them detached."""
+    device = device_of(outs, payload)
+    return payload_bytes("payload", payload, nbytes, device), segments("outs", outs, device)
 
 
 def checked_payloads(

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import check_length, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import (
+    check_length,
+    checked_encoder,
+    checked_payload,
+    checked_payloads,
+    numels_of,
+)
 from .flags import Flag
 from .quantize import Coded, check_buckets, codes_nbytes, for_each_coded, store_codes
 from .random import uniform_of
@@ -118,11 +124,9 @@ def encode(
         >>> out[:3]  # the last becomes 0.25 or 1, with probabilities 2/3 and 1/3
         tensor([ 0.2500, -1.0000,  0.0000])
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
+    xs, out, residuals = checked_encoder(xs, out, levels.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    out = payload_bytes("out", out, levels.nbytes(numels_of(xs)), device)
-    _encode.on(device)(checked, out, list(keys), levels, residuals_of(residuals, xs, device))
+    _encode.on(out.device)(xs, out, list(keys), levels, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, levels: Levels) -> None:
@@ -137,9 +141,8 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, levels: L
     Raises:
         ValueError: if the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, levels.nbytes(numels_of(outs)), device)
-    _decode_add.on(device)(payload, segments("outs", outs, device), weight, levels)
+    payload, outs = checked_payload(payload, outs, levels.nbytes(numels_of(outs)))
+    _decode_add.on(payload.device)(payload, outs, weight, levels)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, levels: Levels) -> Flag:

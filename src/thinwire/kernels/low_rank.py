@@ -41,13 +41,8 @@ def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], le
     """
     device = device_of(xs)
     checked = _matrices(xs, rows, device)
-    check_length("ps", ps, len(xs))
-    outs = []
-    for i, (x, n, p) in enumerate(zip(checked, rows, ps, strict=True)):
-        n, m = n, x.numel() // n
-        _check_factor(f"ps[{i}]", p, n if left else m, device)
-        outs.append(debug.empty(p.shape[0], m if left else n, device=device))
-    _products.on(device)(checked, list(rows), [p.detach() for p in ps], left, outs)
+    vectors, outs = _vectors(checked, rows, ps, left, device)
+    _products.on(device)(checked, list(rows), vectors, left, outs)
     return outs
 
 
@@ -109,12 +104,8 @@ def add_products(
     checked = _matrices(gs, rows, device)
     es = segments_alike("es", es, gs, device, "gradients")
     outs = segments_alike("outs", outs, gs, device, "gradients")
-    check_length("ps", ps, len(gs))
-    made = []
-    for i, (g, n, p) in enumerate(zip(checked, rows, ps, strict=True)):
-        _check_factor(f"ps[{i}]", p, g.numel() // n, device)
-        made.append(debug.empty(p.shape[0], n, device=device))
-    _add_products.on(device)(checked, es, outs, factor, list(rows), [p.detach() for p in ps], made)
+    vectors, made = _vectors(checked, rows, ps, False, device)
+    _add_products.on(device)(checked, es, outs, factor, list(rows), vectors, made)
     return made
 
 
@@ -143,6 +134,19 @@ def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seq
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
     return _store.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+
+
+def _vectors(
+    xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], left: bool, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Check the vectors; return them detached, and buffers for their products."""
+    check_length("ps", ps, len(xs))
+    outs = []
+    for i, (x, n, p) in enumerate(zip(xs, rows, ps, strict=True)):
+        sides = (n, x.numel() // n) if left else (x.numel() // n, n)
+        _check_factor(f"ps[{i}]", p, sides[0], device)
+        outs.append(debug.empty(p.shape[0], sides[1], device=device))
+    return [p.detach() for p in ps], outs
 
 
 def _checked_factors(

@@ -14,13 +14,11 @@ from . import bits as bit
 from .backend import kernel
 from .checks import (
     MAX_SEGMENT_NUMEL,
+    checked_encoder,
+    checked_payload,
     checked_payloads,
-    device_of,
     num_buckets,
     numels_of,
-    payload_bytes,
-    residuals_of,
-    segments,
 )
 from .flags import Flag
 from .reduce import sum_payloads
@@ -64,10 +62,8 @@ def encode(
         >>> out
         tensor([ 2., -4.,  2., -4.])
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
-    out = payload_bytes("out", out, nbytes(numels_of(xs), bucket_size), device)
-    _encode.on(device)(checked, out, bucket_size or MAX_SEGMENT_NUMEL, residuals_of(residuals, xs, device))
+    xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs), bucket_size), residuals)
+    _encode.on(out.device)(xs, out, bucket_size or MAX_SEGMENT_NUMEL, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, bucket_size: int | None = None) -> None:
@@ -76,9 +72,8 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, bucket_si
     Raises:
         ValueError: if the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, nbytes(numels_of(outs), bucket_size), device)
-    _decode_add.on(device)(payload, segments("outs", outs, device), weight, bucket_size or MAX_SEGMENT_NUMEL)
+    payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs), bucket_size))
+    _decode_add.on(payload.device)(payload, outs, weight, bucket_size or MAX_SEGMENT_NUMEL)
 
 
 def decode_sum(

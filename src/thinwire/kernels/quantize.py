@@ -18,12 +18,10 @@ from .checks import (
     check_bucket_size,
     check_length,
     check_numels,
+    checked_encoder,
+    checked_payload,
     checked_payloads,
-    device_of,
     numels_of,
-    payload_bytes,
-    residuals_of,
-    segments,
 )
 from .flags import Flag
 from .random import uniform_of
@@ -107,11 +105,9 @@ def encode(
         >>> bool(((out - x).abs() < 4 / 14).all())
         True
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
+    xs, out, residuals = checked_encoder(xs, out, quantizer.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    out = payload_bytes("out", out, quantizer.nbytes(numels_of(xs)), device)
-    _encode.on(device)(checked, out, list(keys), quantizer, residuals_of(residuals, xs, device))
+    _encode.on(out.device)(xs, out, list(keys), quantizer, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> None:
@@ -126,9 +122,8 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer
     Raises:
         ValueError: if the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, quantizer.nbytes(numels_of(outs)), device)
-    _decode_add.on(device)(payload, segments("outs", outs, device), weight, quantizer)
+    payload, outs = checked_payload(payload, outs, quantizer.nbytes(numels_of(outs)))
+    _decode_add.on(payload.device)(payload, outs, weight, quantizer)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> Flag:

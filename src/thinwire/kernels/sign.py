@@ -12,7 +12,13 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import check_numels, checked_payloads, device_of, numels_of, payload_bytes, residuals_of, segments
+from .checks import (
+    check_numels,
+    checked_encoder,
+    checked_payload,
+    checked_payloads,
+    numels_of,
+)
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, scale_bytes, split_scales, tree_sum
@@ -59,10 +65,8 @@ def encode(
         >>> out
         tensor([ 2., -2.,  2.])
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
-    out = payload_bytes("out", out, nbytes(numels_of(xs)), device)
-    _encode.on(device)(checked, out, residuals_of(residuals, xs, device), fixed_scale)
+    xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs)), residuals)
+    _encode.on(out.device)(xs, out, residuals, fixed_scale)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
@@ -71,9 +75,8 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
     Raises:
         ValueError: if the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, nbytes(numels_of(outs)), device)
-    _decode_add.on(device)(payload, segments("outs", outs, device), weight)
+    payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs)))
+    _decode_add.on(payload.device)(payload, outs, weight)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float) -> Flag:

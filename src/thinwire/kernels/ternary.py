@@ -18,12 +18,12 @@ from .checks import (
     check_bucket_size,
     check_length,
     check_numels,
+    checked_encoder,
+    checked_payload,
     checked_payloads,
     device_of,
     num_buckets,
     numels_of,
-    payload_bytes,
-    residuals_of,
     segments,
     vector,
 )
@@ -150,12 +150,10 @@ def encode(
         >>> out
         tensor([ 2.,  0., -2.])
     """
-    device = device_of(xs, out)
-    checked = segments("xs", xs, device)
+    xs, out, residuals = checked_encoder(xs, out, ternary.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    out = payload_bytes("out", out, ternary.nbytes(numels_of(xs)), device)
-    scales = _checked_scales(scales, xs, ternary, device)
-    _encode.on(device)(checked, scales, out, list(keys), ternary, residuals_of(residuals, xs, device))
+    scales = _checked_scales(scales, xs, ternary, out.device)
+    _encode.on(out.device)(xs, scales, out, list(keys), ternary, residuals)
 
 
 def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: float, ternary: Ternary) -> None:
@@ -171,10 +169,9 @@ def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: 
     Raises:
         ValueError: if the payload's size does not fit the segments.
     """
-    device = device_of(outs, payload)
-    payload = payload_bytes("payload", payload, ternary.nbytes(numels_of(outs)), device)
-    scales = _checked_scales(scales, outs, ternary, device)
-    _decode_add.on(device)(payload, scales, segments("outs", outs, device), weight, ternary)
+    payload, outs = checked_payload(payload, outs, ternary.nbytes(numels_of(outs)))
+    scales = _checked_scales(scales, outs, ternary, payload.device)
+    _decode_add.on(payload.device)(payload, scales, outs, weight, ternary)
 
 
 def decode_sum(

@@ -12,13 +12,19 @@ from thinwire.kernels import backend
 from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant, inexact_instructions
 from thinwire.kernels.triton.variants import VARIANTS
 
-FIRST_OF_EACH_KERNEL = list({variant.function: variant for variant in reversed(VARIANTS)}.values())
+# The encoder and the decoder of buckets take the family's rule as a constant.
+FIRST_OF_EACH_KERNEL = list({(v.function, v.constants.get("RULE")): v for v in reversed(VARIANTS)}.values())
 
 
 @pytest.mark.parametrize("kernel", [k for k in backend.KERNELS if "triton" in k.functions], ids=lambda k: k.name)
 def test_a_function_has_the_parameters_of_its_reference(kernel):
     ours, truth = map(inspect.signature, (kernel.functions["triton"], kernel.reference))
     assert list(ours.parameters) == list(truth.parameters)
+
+
+def test_each_variant_has_its_own_name():
+    names = [variant.name for variant in VARIANTS]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

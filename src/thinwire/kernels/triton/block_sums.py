@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL, numels_of
 from ..scales import SUM_BLOCK
-from .device import find, halve, magnitude, scale_of_magnitude, scale_of_sums, store_floats
+from .device import find_segment, halve, magnitude, scale_of_magnitude, scale_of_sums, store_floats
 from .launch import are_aligned, launch, pointers, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 # Kinds of reductions, and how many numbers each gives.
 KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
@@ -102,7 +102,7 @@ def fold(sums: Tensor, first_blocks: list[int], counts: list[int], largest: bool
         left = [(first, size // PARTS.value, size // PARTS.value) for first, _, size in left]
 
 
-def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, least: float) -> None:
+def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, least: float, most: float) -> None:
     """Store the scale of each bucket, as quantizers do, at the start of a payload."""
     blocks = block_sums(xs, out.device, "squares" if norm == "l2" else "max", bucket_size)
     launch(
@@ -111,6 +111,7 @@ def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, lea
         out.device,
         *(blocks.rows, blocks.sums, out, len(xs)),
         LEAST=least,
+        MOST=most,
         L2=norm == "l2",
         BUCKET=bucket_size,
         ALIGNED=are_aligned(out),
@@ -134,12 +135,11 @@ def _reduce_blocks(
     BLOCKS: tl.constexpr,
 ):
     """Each row is a block; element i of it is added to lane `i mod 32`."""
-    tile = tl.program_id(0)
-    segment = find(rows + 2 * num_segments, num_segments, tile)
+    segment, tile = find_segment(rows, num_segments, 2)
     x = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
     numel = tl.load(rows + num_segments + segment)
     first_block = tl.load(rows + 3 * num_segments + segment)
-    block = (tile - tl.load(rows + 2 * num_segments + segment)) * BLOCKS + tl.arange(0, BLOCKS)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
     IN_BUCKET: tl.constexpr = (BUCKET + 1023) // 1024
     bucket = block // IN_BUCKET
     in_bucket = (block - bucket * IN_BUCKET) * 1024
@@ -192,9 +192,7 @@ def _reduce_blocks(
 @triton.jit
 def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
     """The segment of a program's bucket, the bucket's size, its first block, and the number of its blocks."""
-    program = tl.program_id(0)
-    segment = find(rows + 4 * num_segments, num_segments, program)
-    bucket = program - tl.load(rows + 4 * num_segments + segment)
+    segment, bucket = find_segment(rows, num_segments, 4)
     size = tl.minimum(tl.load(rows + num_segments + segment) - bucket * BUCKET, BUCKET)
     first_block = tl.load(rows + 3 * num_segments + segment) + bucket * ((BUCKET + 1023) // 1024)
     return segment, size, first_block, (size + 1023) // 1024
@@ -203,12 +201,11 @@ def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
 @triton.jit(do_not_specialize=["num_buckets"])
 def _fold(rows, sums, num_buckets, MAX: tl.constexpr):
     """Add the parts of a run of columns, which no other program reads or writes."""
-    program = tl.program_id(0)
-    bucket = find(rows + 3 * num_buckets, num_buckets, program)
+    bucket, run = find_segment(rows, num_buckets, 3)
     sums += tl.load(rows + bucket)
     count = tl.load(rows + num_buckets + bucket)
     width = tl.load(rows + 2 * num_buckets + bucket) // PARTS
-    column = (program - tl.load(rows + 3 * num_buckets + bucket)) * COLUMNS + tl.arange(0, COLUMNS)
+    column = run * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, PARTS)[:, None] * width + column[None, :]
     parts = tl.load(sums + at, mask=at < count, other=0.0)
     if MAX:
@@ -251,6 +248,7 @@ def _store_scales(
     payload,
     num_segments,
     LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     L2: tl.constexpr,
     BUCKET: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -259,58 +257,30 @@ def _store_scales(
     _, _, first_block, count = find_bucket(rows, num_segments, BUCKET)
     total = total_of(sums + first_block, count, not L2)
     if L2:
-        scale = scale_of_sums(total, LEAST)
+        scale = scale_of_sums(total, LEAST, MOST)
     else:
-        scale = scale_of_magnitude(total.to(tl.int32), LEAST)
+        scale = scale_of_magnitude(total.to(tl.int32), LEAST, MOST)
     store_floats(payload, tl.program_id(0), scale, True, ALIGNED)
 
 
 # ---- what is compiled and counted without a GPU ----
 
-# Types of run-time arguments of kernels with a program per bucket.
-BUCKET_SIGNATURE = {
-    "rows": "*i64",
-    "sums": "*fp64",
-    "payload": "*u8",
-    "scales": "*fp32",
-    "limits": "*fp32",
-    "num_segments": "i32",
-    "num_blocks": "i32",
-    "clip": "fp32",
-    "fixed_scale": "fp32",
-}
 BUCKET_NUMEL = 1024 * SUM_BLOCK  # elements of a bucket that a program reads without a loop
 
-for _kind, _numbers in KINDS.items():
-    add_variant(
-        Variant(
-            f"block_sums: {_kind}",
-            _reduce_blocks,
-            {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, **_block_constants(MAX_SEGMENT_NUMEL)},
-            BUCKET_SIGNATURE,
-            PROGRAM_BLOCKS * SUM_BLOCK,
-            4 + 8 * _numbers / SUM_BLOCK,
-            loop_trips=32,
-        )
-    )
-for _l2 in (False, True):
-    add_variant(
-        Variant(
-            f"block_sums.store_scales: {'l2' if _l2 else 'max'}",
-            _store_scales,
-            {"LEAST": 2.0**-118, "L2": _l2, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True},
-            BUCKET_SIGNATURE,
-            BUCKET_NUMEL,
-            8 / SUM_BLOCK,
-        )
-    )
-add_variant(
+VARIANTS += [
     Variant(
-        "block_sums.fold",
-        _fold,
-        {"MAX": False},
-        {"rows": "*i64", "sums": "*fp64", "num_buckets": "i32"},
-        numel=1024 * SUM_BLOCK,
-        least_bytes=8 / SUM_BLOCK,
+        f"block_sums: {_kind}",
+        _reduce_blocks,
+        {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, **_block_constants(MAX_SEGMENT_NUMEL)},
+        PROGRAM_BLOCKS * SUM_BLOCK,
+        4 + 8 * _numbers / SUM_BLOCK,
+        loop_trips=32,
     )
-)
+    for _kind, _numbers in KINDS.items()
+]
+_SCALES = {"LEAST": 2.0**-118, "MOST": float("inf"), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
+VARIANTS += [
+    Variant("block_sums.store_scales: max", _store_scales, {**_SCALES, "L2": False}, BUCKET_NUMEL, 8 / SUM_BLOCK),
+    Variant("block_sums.store_scales: l2", _store_scales, {**_SCALES, "L2": True}, BUCKET_NUMEL, 8 / SUM_BLOCK),
+    Variant("block_sums.fold", _fold, {"MAX": False}, 1024 * SUM_BLOCK, 8 / SUM_BLOCK),
+]

@@ -1,12 +1,12 @@
-"""What dense encoders and decoders share: the tile of a program, its scales, its codes, its residual, and its sum.
+"""One encoder and one decoder for all codes of elements in buckets; a family gives the rule that rounds an element.
 
-A payload holds float32 scales and then bit-packed codes. Its table has one column per segment and these rows: address,
-address of the residual, size, first tile, index of the first scale, offset of the first code in bytes.
+A payload holds 0 to 2 float32 numbers for each bucket, such as its scale, and then a code for each element. A program
+serves a tile, whose rows are buckets where that fits; see `Tiles`. It then finds the scales itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,280 +14,297 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import MAX_SEGMENT_NUMEL, numels_of
-from ..flags import Flag, flag_of
+from ..checks import numels_of
+from ..flags import Flag
+from ..random import keys_on
+from .block_sums import store_scales
 from .device import (
-    find,
-    is_finite,
+    find_segment,
+    load_codes,
+    load_floats,
     magnitude,
+    negated,
+    position_of,
     scale_of_magnitude,
     scale_of_sums,
     store_codes,
     store_floats,
     sums_of_squares,
     tile_offsets,
+    uniform,
 )
-from .launch import are_aligned, launch, pointers, starts, table
+from .launch import are_aligned, floats, launch
+from .payloads import (
+    WHOLE,
+    decoder_variants,
+    launch_decoder,
+    load_total,
+    segment_rows,
+    store_residual,
+    store_total,
+)
 from .tiles import Tiles
-from .variants import Variant, add_variant
-
-# Types of run-time arguments, for compiling without tensors.
-SIGNATURE = {
-    "rows": "*i64",
-    "key_table": "*i64",
-    "payload": "*u8",
-    "payloads": "*i64",
-    "sources": "*i64",
-    "scales": "*fp32",
-    "level_table": "*fp32",
-    "flag": "*i32",
-    "num_segments": "i32",
-    "num_payloads": "i32",
-    "weight": "fp32",
-}
-WHOLE = tl.constexpr(MAX_SEGMENT_NUMEL)  # the size of a bucket that is its segment
+from .variants import Variant
 
 
-def segment_rows(
-    xs: list[Tensor],
-    residuals: list[Tensor] | None,
-    device: torch.device,
-    num_tiles: Sequence[int],
-    num_scales: Sequence[int],
-    code_bytes: Sequence[int],
-    first_byte: int,
-) -> tuple[Tensor, int]:
-    """The table of an encoder or a decoder, and the number of tiles.
+@dataclass(frozen=True)
+class Coding:
+    """How the elements of buckets are coded.
 
     Args:
-        xs: the segments.
-        residuals: of an encoder.
-        device: of the table.
-        num_tiles: tiles of each segment.
-        num_scales: scales of each segment.
-        code_bytes: bytes of each segment's codes.
-        first_byte: where the codes begin.
+        bits: of a code.
+        bucket_size: elements of a bucket; `MAX_SEGMENT_NUMEL` makes each segment one.
+        encode_rule: the `triton.jit` function `(x, first, second, u, level_table, PARAMETERS)` that gives the codes of
+            elements, and the values that they decode to. `first` and `second` are the numbers of the element's bucket,
+            1 where there are none, and the first again where there is one; `u` is random, or 0 without keys.
+        decode_rule: the function `(codes, first, second, weight, level_table, PARAMETERS)` that gives the values times
+            the weight.
+        parameters: constants of both rules.
+        numbers: of a bucket, 0 to 2.
+        norm: "max" or "l2" where the encoder finds the scale of a bucket; "" where the payload has its numbers already.
+        least, most: scales below `least` become 0, and above `most` infinite.
+        levels: values for the rules.
+        least_buckets: buckets of an empty segment.
+        keeps_sign: whether a sum of zeros is -0 where all of them are. Otherwise, it is 0.
     """
-    first_tile = starts(num_tiles)
-    rows = table(
-        device,
-        pointers(xs),
-        pointers(residuals, len(xs)),
-        numels_of(xs),
-        first_tile[:-1],
-        starts(num_scales)[:-1],
-        starts(code_bytes, first_byte)[:-1],
-    )
-    return rows, first_tile[-1]
 
+    bits: int
+    bucket_size: int
+    encode_rule: Any
+    decode_rule: Any
+    parameters: tuple[int, ...]
+    numbers: int = 1
+    norm: str = ""
+    least: float = 0.0
+    most: float = float("inf")
+    levels: tuple[float, ...] | None = None
+    least_buckets: int = 0
+    keeps_sign: bool = False
 
-def bucket_rows(
-    xs: list[Tensor],
-    residuals: list[Tensor] | None,
-    device: torch.device,
-    tiles: Tiles,
-    bits: int,
-    bucket_size: int,
-    scale_bytes: int = 4,
-) -> tuple[Tensor, int]:
-    """`segment_rows` of a payload with `scale_bytes` of scales for each bucket and `bits` bits for each element."""
-    numels = numels_of(xs)
-    num_scales = [-(-n // bucket_size) for n in numels]
-    num_tiles = [tiles.count(n) for n in numels]
-    code_bytes = [(n * bits + 7) // 8 for n in numels]
-    return segment_rows(xs, residuals, device, num_tiles, num_scales, code_bytes, scale_bytes * sum(num_scales))
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles.of_elements(self.bucket_size)
+
+    def encode(
+        self, xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, keys: list[int] | None = None
+    ) -> None:
+        """Write the codes, the numbers if the encoder finds them, and the residuals."""
+        device = out.device
+        if self.norm and self.tiles.size != self.bucket_size:
+            store_scales(xs, out, self.bucket_size, self.norm, self.least, self.most)
+        rows, num_tiles = self._rows(xs, residuals, device)
+        tables = None if keys is None else keys_on(keys, device), self._level_table(device)
+        constants = self._encoder_constants(residuals is not None, are_aligned(out))
+        launch(_encode, num_tiles, device, rows, *tables, out, len(xs), **constants)
+
+    def decode(self, payloads: list[Tensor], outs: list[Tensor], weight: float, add: bool) -> Flag:
+        """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite."""
+        device = payloads[0].device
+        rows, levels = self._rows(outs, None, device), self._level_table(device)
+        return launch_decoder(_decode, rows, payloads, outs, weight, add, self._decoder_constants(), levels)
+
+    def _rows(self, xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device) -> tuple[Tensor, int]:
+        numels, tiles = numels_of(xs), self.tiles
+        num_buckets = [max(self.least_buckets, -(-n // self.bucket_size)) for n in numels]
+        num_tiles, code_bytes = [tiles.count(n) for n in numels], [(n * self.bits + 7) // 8 for n in numels]
+        first_byte = 4 * self.numbers * sum(num_buckets)
+        return segment_rows(xs, residuals, device, num_tiles, num_buckets, code_bytes, first_byte)
+
+    def _level_table(self, device: torch.device) -> Tensor | None:
+        return None if self.levels is None else floats(device, self.levels)
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "PARAMETERS": self.parameters,
+            "NUMBERS": self.numbers,
+            "BITS": self.bits,
+            "BUCKET": self.bucket_size,
+            **self.tiles.constants,
+        }
+
+    def _encoder_constants(self, residual: bool, aligned: bool) -> dict[str, Any]:
+        return {
+            **self._constants(),
+            "RULE": self.encode_rule,
+            "NORM": self.norm if self.tiles.size == self.bucket_size else "",
+            "LEAST": self.least,
+            "MOST": self.most,
+            "RESIDUAL": residual,
+            "ALIGNED": aligned,
+        }
+
+    def _decoder_constants(self) -> dict[str, Any]:
+        return {**self._constants(), "RULE": self.decode_rule, "KEEPS_SIGN": self.keeps_sign}
+
+    def encoder_variant(
+        self, name: str, random: bool, residual: bool = True, cached_bytes: float = 0.0, launches: int = 1
+    ) -> Variant:
+        """The encoder for the compile tests.
+
+        Args:
+            name: of the variant.
+            random: whether there are keys.
+            residual: whether there are residuals.
+            cached_bytes: per element, what the program reads a second time.
+            launches: of the whole operation.
+        """
+        tiles = self.tiles
+        absent = {} if random else {"key_table": None}
+        constants = {**self._encoder_constants(residual, True), **absent, **self._absent_levels()}
+        least_bytes = 4 + self._bytes + 4 * residual
+        loop_trips = min(32, tiles.width // 32)
+        return Variant(name, _encode, constants, tiles.numel, least_bytes, cached_bytes, launches, loop_trips)
+
+    def decoder_variants(self, name: str, cached_bytes: float = 0.0) -> list[Variant]:
+        """The decoder for the compile tests; `name` has `{}` in place of the function."""
+        constants = {**self._decoder_constants(), **self._absent_levels()}
+        return decoder_variants(name, _decode, constants, self.tiles.numel, self._bytes, cached_bytes)
+
+    def _absent_levels(self) -> dict[str, None]:
+        return {"level_table": None} if self.levels is None else {}
+
+    @property
+    def _bytes(self) -> float:
+        """Bytes of a payload per element."""
+        return self.bits / 8 + 4 * self.numbers / self.bucket_size
 
 
 @triton.jit
-def find_tile(rows, num_segments, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Where a program's tile lies.
+def _find_tile(rows, num_segments, BUCKET: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Where a program's tile lies, and its buckets.
 
-    Returns the segment, the tile's first row and start in it, the pointer to the start, the elements from there on, each
-    element's offset, and whether it is one.
+    Returns the segment, the tile's start in it, the pointer to the start, the elements from there on, each element's offset,
+    whether it is one, the index of each row's or of each element's bucket, and whether there is such a bucket.
     """
-    tile = tl.program_id(0)
-    segment = find(rows + 3 * num_segments, num_segments, tile)
-    first_row = (tile - tl.load(rows + 3 * num_segments + segment)) * ROWS
+    segment, tile = find_segment(rows, num_segments, 3)
+    first_row = tile * ROWS
     start = first_row * SIZE
     pointer = tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start
     numel = tl.load(rows + 2 * num_segments + segment) - start
     offset, inside = tile_offsets(SIZE, WIDTH, ROWS)
-    return segment, first_row, start, pointer, numel, offset, inside & (offset < numel)
-
-
-@triton.jit
-def find_scales(
-    rows,
-    num_segments,
-    segment,
-    first_row,
-    start,
-    numel,
-    offset,
-    inside,
-    BUCKET: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """The indices of a tile's scales, one per row or per element, and whether there is such a scale."""
+    inside = inside & (offset < numel)
     first = tl.load(rows + 4 * num_segments + segment)
     row = tl.arange(0, ROWS)[:, None]
     if SIZE == BUCKET:
         index = first + first_row + row
-        has_scale = row * SIZE < numel
+        exists = row * SIZE < numel
     elif BUCKET == WHOLE:
         index = first + 0 * row
-        has_scale = row * SIZE < numel
+        exists = row * SIZE < numel
     else:
         index = first + ((start.to(tl.uint32) + offset.to(tl.uint32)) // BUCKET).to(tl.int64)
-        has_scale = inside
-    return index, has_scale
+        exists = inside
+    return segment, start, pointer, numel, offset, inside, index, exists
 
 
 @triton.jit
-def first_code(rows, num_segments, segment, start, BITS: tl.constexpr):
+def _load_numbers(payload, index, exists, NUMBERS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The numbers of buckets: two, one twice, or ones."""
+    if NUMBERS == 0:
+        first = tl.full([1, 1], 1.0, tl.float32)
+    else:
+        first = load_floats(payload, NUMBERS * index, exists, ALIGNED)
+    if NUMBERS == 2:
+        second = load_floats(payload, 2 * index + 1, exists, ALIGNED)
+    else:
+        second = first
+    return first, second
+
+
+@triton.jit
+def _first_code(rows, num_segments, segment, start, BITS: tl.constexpr):
     """The offset of a tile's first code, in bytes."""
     return tl.load(rows + 5 * num_segments + segment) + start * BITS // 8
 
 
 @triton.jit
-def scales_of_rows(
-    pointer,
-    x,
-    numel,
+def _bytes_of(numel, BITS: tl.constexpr):
+    """Bytes of the codes of `numel` elements."""
+    if BITS % 8 == 0:
+        nbytes = numel * (BITS // 8)
+    else:
+        nbytes = (numel * BITS + 7) // 8
+    return nbytes
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _encode(
+    rows,
+    key_table,
+    level_table,
     payload,
-    index,
-    has_scale,
+    num_segments,
+    RULE: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    NORM: tl.constexpr,
     LEAST: tl.constexpr,
-    L2: tl.constexpr,
+    MOST: tl.constexpr,
+    BITS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Find and store the scales (ROWS, 1) of a tile whose rows are buckets."""
-    if L2:
-        scale = scale_of_sums(sums_of_squares(pointer, numel, SIZE, WIDTH, ROWS), LEAST)
+    """Find or load the numbers of buckets, round, pack, and write the residual in one pass."""
+    tile = _find_tile(rows, num_segments, BUCKET, SIZE, WIDTH, ROWS)
+    segment, start, pointer, numel, offset, inside, index, exists = tile
+    x = tl.load(pointer + offset, mask=inside, other=0.0)
+    if NORM == "":
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
     else:
-        scale = scale_of_magnitude(tl.max(magnitude(x), axis=1), LEAST)
-    scale = scale[:, None]
-    store_floats(payload, index, scale, has_scale, ALIGNED)
-    return scale
-
-
-@triton.jit
-def store_tile(
-    rows,
-    payload,
-    num_segments,
-    segment,
-    start,
-    numel,
-    offset,
-    inside,
-    codes,
-    lost,
-    BITS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Store the codes of a tile, and what they lost as the residual."""
-    address = payload + first_code(rows, num_segments, segment, start, BITS)
-    store_codes(address, tl.where(inside, codes, 0), (numel * BITS + 7) // 8, BITS, SIZE, WIDTH, ROWS)
+        if NORM == "l2":
+            scale = scale_of_sums(sums_of_squares(pointer, numel, SIZE, WIDTH, ROWS), LEAST, MOST)
+        else:
+            scale = scale_of_magnitude(tl.max(magnitude(x), axis=1), LEAST, MOST)
+        first = scale[:, None]
+        second = first
+        store_floats(payload, index, first, exists, ALIGNED)
+    if key_table is None:
+        u = tl.zeros([1, 1], tl.float32)
+    else:
+        u = uniform(tl.load(key_table + segment), position_of(start, offset))
+    codes, values = RULE(x, first, second, u, level_table, PARAMETERS)
+    lost = x - values
+    address = payload + _first_code(rows, num_segments, segment, start, BITS)
+    store_codes(address, tl.where(inside, codes, 0), _bytes_of(numel, BITS), BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:
         store_residual(rows, num_segments, segment, start + offset, inside, lost)
 
 
-@triton.jit
-def store_residual(rows, num_segments, segment, position, inside, lost):
-    """Store what a tile's codes lost. The residual may be the segment: all threads have read it before any writes."""
-    residual = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
-    tl.debug_barrier()
-    tl.store(residual + position, lost, mask=inside)
-
-
-@triton.jit
-def load_total(pointer, inside, ADD: tl.constexpr):
-    """What a decoder adds payloads to: what is there, or zeros. `pointer` is a tensor of pointers."""
-    if ADD:
-        total = tl.load(pointer, mask=inside, other=0.0)
-    else:
-        total = tl.zeros(inside.shape, tl.float32)
-    return total
-
-
-@triton.jit
-def store_total(pointer, inside, total, flag, ADD: tl.constexpr):
-    """Store a sum. Set the flag if a sum of payloads is not finite: all programs set it to 1, so their order is free."""
-    tl.store(pointer, total, mask=inside)
-    if not ADD:
-        finite = tl.min((is_finite(total) | (inside == 0)).to(tl.int32))
-        tl.store(flag, 1, mask=finite == 0)
-
-
-def launch_decoder(
-    decoder: Any,
-    tiles: tuple[Tensor, int],
-    payloads: list[Tensor],
-    outs: list[Tensor],
-    weight: float,
-    add: bool,
-    constants: Mapping[str, Any],
-    *tables: Tensor,
-    sources: Tensor | None = None,
-) -> Flag:
-    """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite.
-
-    Args:
-        decoder: the kernel. It gets `rows, sources, *tables, flag, num_segments, num_payloads, weight`.
-        tiles: the table of the segments, and the number of programs.
-        payloads: what to add.
-        outs: the segments.
-        weight: factor of all values.
-        add: whether to keep what is there, and add the one payload.
-        constants: of this kind of decoder.
-        tables: of this kind of decoder.
-        sources: by default, the addresses of the payloads.
-    """
-    device, (rows, num_tiles) = payloads[0].device, tiles
-    flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
-    sources = table(device, pointers(payloads)) if sources is None else sources
-    arguments = (rows, sources, *tables, flag, len(outs), len(payloads), weight)
-    launch(decoder, num_tiles, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
-    return True if add else flag_of(flag[0] == 0)
-
-
-def add_decoder_variants(
-    family: str,
-    what: str,
-    decoder: Any,
-    constants: Mapping[str, Any],
-    numel: int,
-    code_bytes: float,
-    cached: float = 0.0,
-) -> None:
-    """List a decoder for the compile tests: as `decode_add`, and as `decode_sum` of one payload.
-
-    Args:
-        family: the file of kernels.
-        what: describes the constants.
-        decoder: the kernel.
-        constants: its constants, without `ADD` and `ALIGNED`.
-        numel: elements that one program serves.
-        code_bytes: of a payload, per element.
-        cached: bytes per element that the program reads a second time.
-    """
-    for add in (True, False):
-        add_variant(
-            Variant(
-                f"{family}.{'decode_add' if add else 'decode_sum, one payload'}: {what}",
-                decoder,
-                {**constants, "ALIGNED": True, "ADD": add},
-                SIGNATURE,
-                numel,
-                least_bytes=4 + 4 * add + code_bytes,
-                cached_bytes=cached,
-            )
-        )
+@triton.jit(do_not_specialize=["num_segments", "num_payloads"])
+def _decode(
+    rows,
+    payloads,
+    level_table,
+    flag,
+    num_segments,
+    num_payloads,
+    weight,
+    RULE: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    KEEPS_SIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    ADD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add the first payload to a tile, or overwrite it with the sum of all payloads in their order."""
+    tile = _find_tile(rows, num_segments, BUCKET, SIZE, WIDTH, ROWS)
+    segment, start, pointer, numel, offset, inside, index, exists = tile
+    first_byte = _first_code(rows, num_segments, segment, start, BITS)
+    total = load_total(pointer + offset, inside, ADD)
+    if KEEPS_SIGN and not ADD:
+        total = negated(total)  # -0 + x is x; 0 + -0 would lose the sign
+    for i in range(1 if ADD else num_payloads):
+        payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
+        codes = load_codes(payload + first_byte, _bytes_of(numel, BITS), BITS, SIZE, WIDTH, ROWS)
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
+        total += RULE(codes, first, second, weight, level_table, PARAMETERS)
+    store_total(pointer + offset, inside, total, flag, ADD)

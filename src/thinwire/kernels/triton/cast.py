@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,79 +11,44 @@ from .. import cast as family
 from ..cast import _NAN, WIDTHS
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
-from .buckets import (
-    SIGNATURE,
-    add_decoder_variants,
-    find_tile,
-    first_code,
-    launch_decoder,
-    load_total,
-    segment_rows,
-    store_tile,
-    store_total,
-)
-from .device import is_finite, load_codes, load_floats, negated, one_nan, store_floats
+from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .buckets import Coding
+from .device import is_finite, negated, one_nan, store_floats
 from .launch import are_aligned, launch
-from .tiles import Tiles
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  # of exponents
-TILES = Tiles.of_elements(MAX_SEGMENT_NUMEL)
 
 
 @family._encode.runs_on("triton")
 def encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | None) -> None:
-    device, constants = out.device, _constants(dtype) | {"ALIGNED": are_aligned(out)}
-    if constants["SCALED"]:
+    device = out.device
+    if WIDTHS[dtype] == 1:
         blocks = block_sums(xs, device, "max", least_buckets=1)
-        most = torch.finfo(getattr(torch, dtype)).max
-        arguments = (blocks.rows, blocks.sums, out, len(xs))
-        launch(
-            _store_scales,
-            len(xs),
-            device,
-            *arguments,
-            MOST=most,
-            BUCKET=MAX_SEGMENT_NUMEL,
-            ALIGNED=constants["ALIGNED"],
-        )
-    rows, num_tiles = _rows(xs, residuals, device, dtype)
-    launch(_encode, num_tiles, device, rows, out, len(xs), NAN=_NAN[dtype], RESIDUAL=residuals is not None, **constants)
+        constants = {"MOST": _largest(dtype), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": are_aligned(out)}
+        launch(_store_scales, len(xs), device, blocks.rows, blocks.sums, out, len(xs), **constants)
+    _coding(dtype).encode(xs, out, residuals)
 
 
 @family._decode_add.runs_on("triton")
 def decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
-    _decode_payloads([payload], outs, weight, dtype, add=True)
+    _coding(dtype).decode([payload], outs, weight, add=True)
 
 
 @family._decode_sum.runs_on("triton")
 def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
-    return _decode_payloads(payloads, outs, weight, dtype, add=False)
+    return _coding(dtype).decode(payloads, outs, weight, add=False)
 
 
-def _decode_payloads(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str, add: bool) -> Flag:
-    rows = _rows(outs, None, payloads[0].device, dtype)
-    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(dtype))
+def _largest(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).max
 
 
-def _rows(xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device, dtype: str) -> tuple[Tensor, int]:
-    width = WIDTHS[dtype]
-    num_tiles = [TILES.count(x.numel()) for x in xs]
-    code_bytes = [width * x.numel() for x in xs]
-    return segment_rows(xs, residuals, device, num_tiles, [1] * len(xs), code_bytes, 4 * len(xs) if width == 1 else 0)
-
-
-def _constants(dtype: str) -> dict[str, Any]:
-    return {
-        "BITS": 8 * WIDTHS[dtype],
-        "MANTISSA": MANTISSA[dtype],
-        "BIAS": BIAS[dtype],
-        "INFINITE": dtype != "float8_e4m3fn",
-        "SCALED": WIDTHS[dtype] == 1,
-        **TILES.constants,
-    }
+def _coding(dtype: str) -> Coding:
+    bits = 8 * WIDTHS[dtype]
+    parameters = (MANTISSA[dtype], BIAS[dtype], bits, int(dtype != "float8_e4m3fn"), _NAN[dtype])
+    return Coding(bits, MAX_SEGMENT_NUMEL, _round, _value, parameters, numbers=1 if bits == 8 else 0, least_buckets=1)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -144,99 +107,28 @@ def widen(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, 
     return tl.where((code >> (BITS - 1)) != 0, negated(x), x)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _encode(
-    rows,
-    payload,
-    num_segments,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INFINITE: tl.constexpr,
-    SCALED: tl.constexpr,
-    NAN: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    segment, _, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
-    x = tl.load(pointer + offset, mask=inside, other=0.0)
-    if SCALED:
-        scale = load_floats(payload, segment + tl.zeros([1], tl.int32), True, ALIGNED)[:, None]
-        codes = narrow(x * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), scale), MANTISSA, BIAS, BITS, NAN)
-        lost = x - widen(codes, MANTISSA, BIAS, BITS, INFINITE) * scale
-    else:
-        codes = narrow(x, MANTISSA, BIAS, BITS, NAN)
-        lost = x - widen(codes, MANTISSA, BIAS, BITS, INFINITE)
-    arguments = (rows, payload, num_segments, segment, start, numel, offset, inside, codes, lost)
-    store_tile(*arguments, BITS, RESIDUAL, SIZE, WIDTH, ROWS)
+@triton.jit
+def _round(x, scale, _second, _u, _level_table, PARAMETERS: tl.constexpr):
+    codes = narrow(
+        x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale),
+        PARAMETERS[0],
+        PARAMETERS[1],
+        PARAMETERS[2],
+        PARAMETERS[4],
+    )
+    return codes, _value(codes, scale, scale, 1.0, _level_table, PARAMETERS)
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_payloads"])
-def _decode(
-    rows,
-    payloads,
-    flag,
-    num_segments,
-    num_payloads,
-    weight,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INFINITE: tl.constexpr,
-    SCALED: tl.constexpr,
-    ADD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    segment, _, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
-    first_byte = first_code(rows, num_segments, segment, start, BITS)
-    total = load_total(pointer + offset, inside, ADD)
-    for i in range(1 if ADD else num_payloads):
-        payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        codes = load_codes(payload + first_byte, numel * (BITS // 8), BITS, SIZE, WIDTH, ROWS)
-        step = weight
-        if SCALED:
-            step = load_floats(payload, segment + tl.zeros([1], tl.int32), True, ALIGNED)[:, None] * weight
-        total += widen(codes, MANTISSA, BIAS, BITS, INFINITE) * step
-    store_total(pointer + offset, inside, total, flag, ADD)
+@triton.jit
+def _value(codes, scale, _second, weight, _level_table, PARAMETERS: tl.constexpr):
+    return widen(codes, PARAMETERS[0], PARAMETERS[1], PARAMETERS[2], PARAMETERS[3]) * (scale * weight)
 
 
 # ---- what is compiled and counted without a GPU ----
 
-add_variant(
-    Variant(
-        "cast.encode: scales",
-        _store_scales,
-        {"MOST": 448.0, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True},
-        BUCKET_SIGNATURE,
-        BUCKET_NUMEL,
-        8 / 1024,
-        launches=3,
-    )
-)
-
-
-def _add_variants(dtype: str) -> None:
-    constants = _constants(dtype)
-    launches = 3 if constants["SCALED"] else 1
-    add_variant(
-        Variant(
-            f"cast.encode: {dtype}, residual",
-            _encode,
-            {**constants, "NAN": _NAN[dtype], "RESIDUAL": True, "ALIGNED": True},
-            SIGNATURE,
-            TILES.numel,
-            least_bytes=8 + WIDTHS[dtype],
-            launches=launches,
-        )
-    )
-    add_decoder_variants("cast", dtype, _decode, constants, TILES.numel, WIDTHS[dtype])
-
-
-_add_variants("float16")
-_add_variants("float8_e4m3fn")
+_CONSTANTS = {"MOST": _largest("float8_e4m3fn"), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
+VARIANTS.append(Variant("cast.encode: scales", _store_scales, _CONSTANTS, BUCKET_NUMEL, 8 / 1024, launches=3))
+for _dtype in ("float16", "float8_e4m3fn"):
+    _name, _launches = f"cast.encode: {_dtype}, residual", 3 if WIDTHS[_dtype] == 1 else 1
+    VARIANTS.append(_coding(_dtype).encoder_variant(_name, random=False, launches=_launches))
+    VARIANTS.extend(_coding(_dtype).decoder_variants(f"cast.{{}}: {_dtype}"))

@@ -45,7 +45,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     names = variant.function.arg_names
     source = ASTSource(
         fn=variant.function,
-        signature={name: variant.signature.get(name, "constexpr") for name in names},
+        signature=variant.signature,
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},
     )
     code = triton.compile(source, target=TARGETS[target], options=OPTIONS).asm

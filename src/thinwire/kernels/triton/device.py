@@ -25,6 +25,13 @@ def find(first, count, item):
 
 
 @triton.jit
+def find_segment(rows, num_segments, FIRST: tl.constexpr):
+    """This program's segment, and its tile there; row FIRST of the table has the first tile of each segment."""
+    segment = find(rows + FIRST * num_segments, num_segments, tl.program_id(0))
+    return segment, tl.program_id(0) - tl.load(rows + FIRST * num_segments + segment)
+
+
+@triton.jit
 def magnitude(x):
     """The bits of |x| as int32; as integers, NaN > infinity > finite."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -248,18 +255,18 @@ def next_float(x, STEP: tl.constexpr):
 
 
 @triton.jit
-def scale_of_sums(sums, least):
+def scale_of_sums(sums, least, most):
     """The scale that is stored for a sum of squares: its root, kept in range."""
     finite = (sums.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF) < 0x7FF0000000000000
     roots = root(tl.where(finite, sums, 0.0))
-    return in_range(tl.where(finite, at_most_largest(roots), sums.to(tl.float32)), least)
+    return in_range(tl.where(finite, at_most_largest(roots), sums.to(tl.float32)), least, most)
 
 
 @triton.jit
-def scale_of_magnitude(largest, least):
+def scale_of_magnitude(largest, least, most):
     """The scale that is stored for the bits of the largest magnitude."""
     scale = largest.to(tl.float32, bitcast=True)
-    return in_range(tl.where(largest < 0x7F800000, at_most_largest(scale), scale), least)
+    return in_range(tl.where(largest < 0x7F800000, at_most_largest(scale), scale), least, most)
 
 
 @triton.jit
@@ -270,6 +277,6 @@ def at_most_largest(scale):
 
 
 @triton.jit
-def in_range(scale, least):
-    """One NaN for every NaN, and 0 below `least`."""
-    return one_nan(tl.where(scale < least, 0.0, scale))
+def in_range(scale, least, most):
+    """One NaN for every NaN, 0 below `least`, and infinity above `most`."""
+    return one_nan(tl.where(scale < least, 0.0, tl.where(scale > most, float("inf"), scale)))

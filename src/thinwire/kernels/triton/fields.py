@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 
 @triton.jit
@@ -48,13 +48,5 @@ def scan(first_tile, counts, totals, num_segments, ROWS: tl.constexpr, BLOCK: tl
 
 SCAN_BLOCK = 1024
 
-add_variant(
-    Variant(
-        "scan",
-        scan,
-        {"ROWS": 2, "BLOCK": SCAN_BLOCK},
-        {"first_tile": "*i64", "counts": "*i32", "totals": "*i32", "num_segments": "i32"},
-        numel=SCAN_BLOCK,
-        least_bytes=2 * 8,  # a count of each kind, read and written
-    )
-)
+# A count of each kind is read and written.
+VARIANTS.append(Variant("scan", scan, {"ROWS": 2, "BLOCK": SCAN_BLOCK}, SCAN_BLOCK, 2 * 8))

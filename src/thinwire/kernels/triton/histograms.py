@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import find, magnitude
+from .device import find_segment, magnitude
 from .fields import SCAN_BLOCK, scan
 from .launch import launch, pointers, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE = 2048
 BINS = tl.constexpr(2048)
@@ -76,10 +76,10 @@ class Selecting:
 
 
 @triton.jit
-def tile_of(rows, tile, num_segments, FIRST_TILE: tl.constexpr, TILE: tl.constexpr):
-    """A tile's segment, where it starts there, and how many elements follow; rows 0 and 1 are addresses and sizes."""
-    segment = find(rows + FIRST_TILE * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + FIRST_TILE * num_segments + segment)) * TILE
+def tile_of(rows, num_segments, FIRST_TILE: tl.constexpr, TILE: tl.constexpr):
+    """This program's segment, where its tile starts, and how many elements follow; rows 0 and 1 are addresses and sizes."""
+    segment, tile = find_segment(rows, num_segments, FIRST_TILE)
+    start = tile * TILE
     return segment, start, tl.load(rows + num_segments + segment) - start
 
 
@@ -93,11 +93,10 @@ def load_tile(rows, segment, start, left, TILE: tl.constexpr):
 
 @triton.jit
 def read_tile(rows, num_segments, FIRST_TILE: tl.constexpr, TILE: tl.constexpr):
-    """This program's tile: its number, its segment, where it starts there, its elements, and which of them there are."""
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, FIRST_TILE, TILE)
+    """This program's segment, where its tile starts there, its elements, and which of them there are."""
+    segment, start, left = tile_of(rows, num_segments, FIRST_TILE, TILE)
     x, inside = load_tile(rows, segment, start, left, TILE)
-    return tile, segment, start, x, inside
+    return segment, start, x, inside
 
 
 @triton.jit
@@ -154,8 +153,7 @@ def _histogram(
     rows, others, hist, chosen, num_segments, m, factor, PASS: tl.constexpr, SOURCE: tl.constexpr, TILE: tl.constexpr
 ):
     """Count the next digit of the magnitudes that begin with the threshold's digits so far."""
-    tile = tl.program_id(0)
-    segment, start, left = tile_of(rows, tile, num_segments, 4, TILE)
+    segment, start, left = tile_of(rows, num_segments, 4, TILE)
     if SOURCE == "none":
         x, inside = load_tile(rows, segment, start, left, TILE)
     else:
@@ -179,7 +177,8 @@ def _histogram(
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _count_kept(rows, chosen, before, num_segments, num_tiles, TILE: tl.constexpr):
     """Count what is above the threshold and what is equal to it in each tile."""
-    tile, segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
+    tile = tl.program_id(0)
+    segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     bits = magnitude(x)
     tl.store(before + tile, tl.sum((inside & (bits > threshold)).to(tl.int32)))
@@ -189,7 +188,8 @@ def _count_kept(rows, chosen, before, num_segments, num_tiles, TILE: tl.constexp
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _write_kept(rows, chosen, before, indices, values, num_segments, num_tiles, TILE: tl.constexpr):
     """Write what is above the threshold, and the first of what is equal to it, in order."""
-    tile, segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
+    tile = tl.program_id(0)
+    segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     num_ties = tl.load(chosen + num_segments + segment)
     bits = magnitude(x)
@@ -202,59 +202,22 @@ def _write_kept(rows, chosen, before, indices, values, num_segments, num_tiles, 
     write_selected(indices, values, place, start, x, kept, TILE)
 
 
-_SELECTING = {"rows": "*i64", "chosen": "*i32", "before": "*i32", "num_segments": "i32", "num_tiles": "i32"}
-_HISTOGRAM = {
-    "rows": "*i64",
-    "others": "*i64",
-    "hist": "*i32",
-    "chosen": "*i32",
-    "num_segments": "i32",
-    "m": "fp32",
-    "factor": "fp32",
-}
-_SOURCES = {"none": 4, "feedback": 12, "momentum": 20, "nesterov": 20}
-for _source, _bytes in _SOURCES.items():
-    add_variant(
-        Variant(
-            f"select.topk: first histogram, {_source}",
-            _histogram,
-            {"PASS": 0, "SOURCE": _source, "TILE": TILE},
-            _HISTOGRAM,
-            TILE,
-            _bytes,
-            launches=9,
-        )
-    )
-_LAST = {"PASS": 2, "SOURCE": "none", "TILE": TILE}
-_WRITING = _SELECTING | {"indices": "*i32", "values": "*fp32"}
-for _variant in (
+_TILE = {"TILE": TILE}
+VARIANTS += [
     Variant(
-        "select.topk: last histogram",
+        f"select.topk: first histogram, {_source}",
         _histogram,
-        _LAST,
-        _HISTOGRAM,
+        {"PASS": 0, "SOURCE": _source, **_TILE},
         TILE,
-        4,
+        _bytes,
         launches=9,
-    ),
-    Variant(
-        "select.topk: digit",
-        _choose_digit,
-        {"PASS": 1},
-        {"rows": "*i64", "hist": "*i32", "chosen": "*i32", "num_segments": "i32"},
-        BINS.value,
-        4,
-        launches=9,
-    ),
-    Variant("select.topk: count", _count_kept, {"TILE": TILE}, _SELECTING, TILE, 4, launches=9),
-    Variant(
-        "select.topk: write",
-        _write_kept,
-        {"TILE": TILE},
-        _WRITING,
-        TILE,
-        12,  # as if everything were kept
-        launches=9,
-    ),
-):
-    add_variant(_variant)
+    )
+    for _source, _bytes in (("none", 4), ("feedback", 12), ("momentum", 20), ("nesterov", 20))
+]
+_LAST = {"PASS": 2, "SOURCE": "none", **_TILE}
+VARIANTS += [
+    Variant("select.topk: last histogram", _histogram, _LAST, TILE, 4, launches=9),
+    Variant("select.topk: digit", _choose_digit, {"PASS": 1}, BINS.value, 4, launches=9),
+    Variant("select.topk: count", _count_kept, _TILE, TILE, 4, launches=9),
+    Variant("select.topk: write", _write_kept, _TILE, TILE, 12, launches=9),  # as if everything were kept
+]

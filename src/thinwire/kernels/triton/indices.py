@@ -15,11 +15,11 @@ from torch import Tensor
 from .. import indices as family
 from ..flags import Fault
 from ..indices import code_bits, low_bits, nbytes
-from .device import find
+from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
 from .launch import launch, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
@@ -82,9 +82,8 @@ def _high(indices, i, mask, low, step):
 
 @triton.jit(do_not_specialize=["num_segments", "search_steps"])
 def _encode(rows, indices, out, faults, num_segments, search_steps, BYTES: tl.constexpr):
-    tile = tl.program_id(0)
-    segment = find(rows + 8 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 8 * num_segments + segment)) * BYTES
+    segment, tile = find_segment(rows, num_segments, 8)
+    start = tile * BYTES
     count = tl.load(rows + segment)
     numel = tl.load(rows + num_segments + segment)
     indices += tl.load(rows + 2 * num_segments + segment)
@@ -143,21 +142,18 @@ def _ones(payload, position, high_bits, is_sent):
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_ones(rows, payload, counts, num_segments, BYTES: tl.constexpr):
-    tile = tl.program_id(0)
-    segment = find(rows + 8 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 8 * num_segments + segment)) * BYTES * 8
+    segment, tile = find_segment(rows, num_segments, 8)
+    start = tile * BYTES * 8
     payload += tl.load(rows + 3 * num_segments + segment)
     high_bits = tl.load(rows + 4 * num_segments + segment)
     is_sent = tl.load(rows + 7 * num_segments + segment) > 0
     position = start + tl.arange(0, 8 * BYTES)
-    tl.store(counts + tile, tl.sum(_ones(payload, position, high_bits, is_sent)))
+    tl.store(counts + tl.program_id(0), tl.sum(_ones(payload, position, high_bits, is_sent)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES: tl.constexpr):
-    tile = tl.program_id(0)
-    segment = find(rows + 8 * num_segments, num_segments, tile)
-    first_tile = tl.load(rows + 8 * num_segments + segment)
+    segment, tile = find_segment(rows, num_segments, 8)
     count = tl.load(rows + segment)
     numel = tl.load(rows + num_segments + segment)
     indices += tl.load(rows + 2 * num_segments + segment)
@@ -167,9 +163,9 @@ def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES:
     step = tl.load(rows + 6 * num_segments + segment)
     size = tl.load(rows + 7 * num_segments + segment)
     is_sent = size > 0
-    position = (tile - first_tile) * BYTES * 8 + tl.arange(0, 8 * BYTES)
+    position = tile * BYTES * 8 + tl.arange(0, 8 * BYTES)
     ones = _ones(payload, position, high_bits, is_sent)
-    rank = tl.load(before + tile).to(tl.int64) + tl.cumsum(ones) - ones
+    rank = tl.load(before + tl.program_id(0)).to(tl.int64) + tl.cumsum(ones) - ones
     kept = (ones != 0) & (rank < count)
     low_part = load_field(payload, high_bits + rank * low, low, kept)
     index = ((position - rank * step) << low) + low_part
@@ -185,53 +181,10 @@ def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES:
         tl.atomic_add(faults + CORRUPT, 1, sem="relaxed")
 
 
-_ROWS = {"rows": "*i64"}
-_TYPES = {"indices": "*i32", "payload": "*u8", "faults": "*i32", "num_segments": "i32"}
 _PER_INDEX = 4 + 12 / 8  # an index, and its code at one in a thousand
-for _variant in (
-    Variant(
-        "indices.encode",
-        _encode,
-        {"BYTES": BYTES},
-        {
-            "rows": "*i64",
-            "indices": "*i32",
-            "out": "*u8",
-            "faults": "*i32",
-            "num_segments": "i32",
-            "search_steps": "i32",
-        },
-        numel=BYTES * 8 // 12,
-        least_bytes=_PER_INDEX,
-        cached_bytes=195,
-    ),
-    Variant(
-        "indices.decode: count",
-        _count_ones,
-        {"BYTES": BYTES},
-        {"rows": "*i64", "payload": "*u8", "counts": "*i32", "num_segments": "i32"},
-        numel=BYTES * 8 // 2,
-        least_bytes=2 / 8,
-        cached_bytes=2,
-        launches=3,
-    ),
-    Variant(
-        "indices.decode: write",
-        _decode,
-        {"BYTES": BYTES},
-        {
-            "rows": "*i64",
-            "payload": "*u8",
-            "before": "*i32",
-            "totals": "*i32",
-            "indices": "*i32",
-            "faults": "*i32",
-            "num_segments": "i32",
-        },
-        numel=BYTES * 8 // 2,
-        least_bytes=_PER_INDEX,
-        cached_bytes=28,
-        launches=3,
-    ),
-):
-    add_variant(_variant)
+_CONSTANTS = {"BYTES": BYTES}
+VARIANTS += [
+    Variant("indices.encode", _encode, _CONSTANTS, BYTES * 8 // 12, _PER_INDEX, cached_bytes=195),
+    Variant("indices.decode: count", _count_ones, _CONSTANTS, BYTES * 8 // 2, 2 / 8, cached_bytes=2, launches=3),
+    Variant("indices.decode: write", _decode, _CONSTANTS, BYTES * 8 // 2, _PER_INDEX, cached_bytes=28, launches=3),
+]

@@ -13,11 +13,11 @@ from .. import momentum as family
 from ..checks import numels_of
 from ..momentum import Buffers, Momentum
 from . import select
-from .device import find
+from .device import find_segment
 from .histograms import Selecting, source
 from .launch import launch, pointers, starts, table
 from .select import MAX_ROW
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE = 1024
 
@@ -73,22 +73,14 @@ def _make(outs: Sequence[Tensor], sources: list[list[int]], m: float, factor: fl
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _make_segments(rows, others, num_segments, m, factor, SOURCE: tl.constexpr, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    segment = find(rows + 2 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 2 * num_segments + segment)) * TILE
+    segment, tile = find_segment(rows, num_segments, 2)
+    start = tile * TILE
     left = tl.load(rows + num_segments + segment) - start
     out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
     source(others, segment, num_segments, start, left, m, factor, out, SOURCE, TILE)
 
 
-for _kind_name, _bytes in (("feedback", 12), ("momentum", 20), ("nesterov", 20)):
-    add_variant(
-        Variant(
-            f"momentum: {_kind_name}",
-            _make_segments,
-            {"SOURCE": _kind_name, "TILE": TILE},
-            {"rows": "*i64", "others": "*i64", "num_segments": "i32", "m": "fp32", "factor": "fp32"},
-            TILE,
-            _bytes,
-        )
-    )
+VARIANTS += [
+    Variant(f"momentum: {_source}", _make_segments, {"SOURCE": _source, "TILE": TILE}, TILE, _bytes)
+    for _source, _bytes in (("feedback", 12), ("momentum", 20), ("nesterov", 20))
+]

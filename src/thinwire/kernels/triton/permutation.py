@@ -13,10 +13,10 @@ from torch import Tensor
 from .. import permutation as family
 from ..permutation import num_bits
 from ..random import keys_on
-from .device import find, hash_of
+from .device import find_segment, hash_of
 from .fields import SCAN_BLOCK, scan
 from .launch import launch, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE = 1024
 MARKS_TILE = 2048
@@ -62,9 +62,8 @@ def permute(key, numbers, bits):
 @triton.jit(do_not_specialize=["num_segments"])
 def _mark(rows, key_table, marks, num_segments, TILE: tl.constexpr):
     """Follow 0, 1, ... through the permutation until they fall inside the segment."""
-    tile = tl.program_id(0)
-    segment = find(rows + 4 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 4 * num_segments + segment)) * TILE
+    segment, tile = find_segment(rows, num_segments, 4)
+    start = tile * TILE
     numel = tl.load(rows + segment).to(tl.uint32)
     count = tl.load(rows + num_segments + segment)
     bits = tl.load(rows + 2 * num_segments + segment).to(tl.uint32)
@@ -78,10 +77,10 @@ def _mark(rows, key_table, marks, num_segments, TILE: tl.constexpr):
 
 
 @triton.jit
-def _kept(rows, marks, num_segments, tile, TILE: tl.constexpr):
-    """The segment of a tile of marks, where it starts there, and 1 for each index that is kept."""
-    segment = find(rows + 7 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 7 * num_segments + segment)) * TILE
+def _kept(rows, marks, num_segments, TILE: tl.constexpr):
+    """The segment of this program's marks, where it starts there, and 1 for each index that is kept."""
+    segment, tile = find_segment(rows, num_segments, 7)
+    start = tile * TILE
     position = start + tl.arange(0, TILE)
     inside = position < tl.load(rows + segment)
     mark = tl.load(marks + tl.load(rows + 3 * num_segments + segment) + position, mask=inside, other=0).to(tl.int32)
@@ -91,33 +90,22 @@ def _kept(rows, marks, num_segments, tile, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_marks(rows, marks, counts, num_segments, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    _, _, kept = _kept(rows, marks, num_segments, tile, TILE)
-    tl.store(counts + tile, tl.sum(kept))
+    _, _, kept = _kept(rows, marks, num_segments, TILE)
+    tl.store(counts + tl.program_id(0), tl.sum(kept))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_marks(rows, marks, before, indices, num_segments, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    segment, start, kept = _kept(rows, marks, num_segments, tile, TILE)
-    place = tl.load(rows + 6 * num_segments + segment) + tl.load(before + tile) + tl.cumsum(kept) - kept
+    segment, start, kept = _kept(rows, marks, num_segments, TILE)
+    first = tl.load(rows + 6 * num_segments + segment) + tl.load(before + tl.program_id(0))
+    place = first + tl.cumsum(kept) - kept
     tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept > 0)
 
 
-_MARKS = {"rows": "*i64", "marks": "*u8", "num_segments": "i32"}
-for _variant in (
-    Variant("permutation: mark", _mark, {"TILE": TILE}, _MARKS | {"key_table": "*i64"}, TILE, 1, launches=4),
-    Variant(
-        "permutation: count", _count_marks, {"TILE": MARKS_TILE}, _MARKS | {"counts": "*i32"}, MARKS_TILE, 1, launches=4
-    ),
-    Variant(
-        "permutation: write",
-        _write_marks,
-        {"TILE": MARKS_TILE},
-        _MARKS | {"before": "*i32", "indices": "*i32"},
-        MARKS_TILE,
-        5,  # as if everything were kept
-        launches=4,
-    ),
-):
-    add_variant(_variant)
+_MARKS = {"TILE": MARKS_TILE}
+VARIANTS += [
+    Variant("permutation: mark", _mark, {"TILE": TILE}, TILE, 1, launches=4),
+    Variant("permutation: count", _count_marks, _MARKS, MARKS_TILE, 1, launches=4),
+    # as if everything were kept
+    Variant("permutation: write", _write_marks, _MARKS, MARKS_TILE, 5, launches=4),
+]

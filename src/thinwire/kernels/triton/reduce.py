@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import reduce as family
 from ..checks import numels_of
 from ..flags import Flag, flag_of
-from .device import find, is_finite
+from .device import find_segment, is_finite
 from .launch import launch, pointers, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE = 4096
 
@@ -44,9 +44,8 @@ def _mark(rows, out, num_segments, NAN: tl.constexpr, TILE: tl.constexpr):
 
     All programs store the same value there, so that their order does not matter.
     """
-    tile = tl.program_id(0)
-    segment = find(rows + 4 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 4 * num_segments + segment)) * TILE
+    segment, tile = find_segment(rows, num_segments, 4)
+    start = tile * TILE
     offset = tl.arange(0, TILE)
     inside = offset < tl.load(rows + num_segments + segment) - start
     x = tl.load(tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start + offset, mask=inside, other=0.0)
@@ -59,14 +58,7 @@ def _mark(rows, out, num_segments, NAN: tl.constexpr, TILE: tl.constexpr):
                 tl.store(place, 1)
 
 
-for _name, _nan in (("all_finite", False), ("mark_nonfinite", True)):
-    add_variant(
-        Variant(
-            f"reduce.{_name}",
-            _mark,
-            {"NAN": _nan, "TILE": TILE},
-            {"rows": "*i64", "out": "*fp32" if _nan else "*i32", "num_segments": "i32"},
-            TILE,
-            4,
-        )
-    )
+VARIANTS += [
+    Variant("reduce.all_finite", _mark, {"NAN": False, "TILE": TILE}, TILE, 4, types={"out": "*i32"}),
+    Variant("reduce.mark_nonfinite", _mark, {"NAN": True, "TILE": TILE}, TILE, 4, types={"out": "*fp32"}),
+]

@@ -17,11 +17,11 @@ from torch import Tensor
 from .. import scatter as family
 from ..checks import numels_of
 from ..flags import Fault, Flag, flag_of
-from .buckets import store_total
-from .device import find
+from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .launch import launch, pointers, starts, table
-from .variants import Variant, add_variant
+from .payloads import store_total
+from .variants import VARIANTS, Variant
 
 TILE = 1024
 TOTAL_TILE = 2048
@@ -80,9 +80,8 @@ def _start(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int
 @triton.jit(do_not_specialize=["num_segments"])
 def _scatter(rows, indices, values, faults, num_segments, weight, ACTION: tl.constexpr, TILE: tl.constexpr):
     """A tile is a run of kept elements of one segment."""
-    tile = tl.program_id(0)
-    segment = find(rows + 4 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 4 * num_segments + segment)) * TILE
+    segment, tile = find_segment(rows, num_segments, 4)
+    start = tile * TILE
     out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
     numel = tl.load(rows + num_segments + segment)
     left = tl.load(rows + 2 * num_segments + segment) - start
@@ -121,9 +120,8 @@ def lower_bound(indices, count, value):
 @triton.jit(do_not_specialize=["num_segments", "num_payloads"])
 def _total(rows, flag, faults, num_segments, num_payloads, weight, TILE: tl.constexpr):
     """A tile is a run of elements of one segment: find the payload's indices there, then each element among them."""
-    tile = tl.program_id(0)
-    segment = find(rows + 2 * num_segments, num_segments, tile)
-    start = (tile - tl.load(rows + 2 * num_segments + segment)) * TILE
+    segment, tile = find_segment(rows, num_segments, 2)
+    start = tile * TILE
     out = tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start
     numel = tl.load(rows + num_segments + segment)
     offset = tl.arange(0, TILE)
@@ -155,25 +153,11 @@ def _total(rows, flag, faults, num_segments, num_payloads, weight, TILE: tl.cons
     store_total(out + offset, position < numel, total, flag, False)
 
 
-_SIGNATURE = {
-    "rows": "*i64",
-    "indices": "*i32",
-    "values": "*fp32",
-    "faults": "*i32",
-    "num_segments": "i32",
-    "weight": "fp32",
-}
-for _action, _bytes in (("gather", 12), ("write", 12), ("clear", 8), ("add", 16)):
-    add_variant(Variant(f"scatter.{_action}", _scatter, {"ACTION": _action, "TILE": TILE}, _SIGNATURE, TILE, _bytes))
-add_variant(
-    Variant(
-        "scatter.total, one payload",
-        _total,
-        {"TILE": TOTAL_TILE},
-        _SIGNATURE | {"flag": "*i32", "num_payloads": "i32"},
-        TOTAL_TILE,
-        least_bytes=4.0,
-        cached_bytes=6 * 12,  # where one element in 100 is kept, a search of six steps; all loads are counted as its
-        loop_trips=6,
-    )
+VARIANTS += [
+    Variant(f"scatter.{_action}", _scatter, {"ACTION": _action, "TILE": TILE}, TILE, _bytes)
+    for _action, _bytes in (("gather", 12), ("write", 12), ("clear", 8), ("add", 16))
+]
+# Where one element in 100 is kept, a search takes six steps; all loads are counted as its.
+VARIANTS.append(
+    Variant("scatter.total, one payload", _total, {"TILE": TOTAL_TILE}, TOTAL_TILE, 4, 6 * 12, loop_trips=6)
 )

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .. import select as family
 from ..checks import numels_of
-from .device import find, magnitude
+from .device import find_segment, magnitude
 from .fields import SCAN_BLOCK, scan
 from .histograms import TILE, Selecting, read_tile, write_selected
 from .launch import launch, pointers, starts, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 MAX_ROW = 4096  # elements of a row that one program holds
 ROW_TILE = 2048  # elements of short rows that one program holds
@@ -111,9 +111,8 @@ def _select_in_rows(
 @triton.jit(do_not_specialize=["num_segments", "chunk"])
 def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Each row of a tile is a chunk: find its threshold bit by bit, and write what it keeps in order."""
-    tile = tl.program_id(0)
-    segment = find(rows + 5 * num_segments, num_segments, tile)
-    first_row = (tile - tl.load(rows + 5 * num_segments + segment)) * ROWS
+    segment, tile = find_segment(rows, num_segments, 5)
+    first_row = tile * ROWS
     numel = tl.load(rows + num_segments + segment)
     start = (first_row + tl.arange(0, ROWS)) * chunk  # of each row
     size = tl.minimum(tl.maximum(numel - start, 0), chunk).to(tl.int32)
@@ -145,56 +144,31 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
-    tile, segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
+    segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
-    tl.store(counts + tile, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
+    tl.store(counts + tl.program_id(0), tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr):
-    tile, segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
+    segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
     kept = (inside & (magnitude(x) >= threshold)).to(tl.int32)
-    place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + tile) + tl.cumsum(kept) - kept
+    place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + tl.program_id(0)) + tl.cumsum(kept) - kept
     write_selected(indices, values, place, start, x, kept > 0, TILE)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _largest(rows, found, num_segments, TILE: tl.constexpr):
-    tile, segment, start, x, inside = read_tile(rows, num_segments, 2, TILE)
+    segment, start, x, inside = read_tile(rows, num_segments, 2, TILE)
     tl.atomic_max(found + segment, tl.max(tl.where(inside, magnitude(x), 0)), sem="relaxed")
 
 
-_ROWS = {"rows": "*i64", "num_segments": "i32"}
-_SELECTED = {"indices": "*i32", "values": "*fp32"}
 # The bytes of what is written are those of a selection of everything.
-for _variant in (
-    Variant(
-        "select.topk: rows of 4096",
-        _topk_of_rows,
-        {"WIDTH": 4096, "ROWS": 1},
-        _ROWS | _SELECTED | {"chunk": "i32"},
-        4096,
-        12,
-    ),
-    Variant(
-        "select.topk: rows of 64",
-        _topk_of_rows,
-        {"WIDTH": 64, "ROWS": 32},
-        _ROWS | _SELECTED | {"chunk": "i32"},
-        2048,
-        12,
-    ),
-    Variant("select.above: count", _count_above, {"TILE": TILE}, _ROWS | {"counts": "*i32"}, TILE, 4, launches=3),
-    Variant(
-        "select.above: write",
-        _write_above,
-        {"TILE": TILE},
-        _ROWS | _SELECTED | {"before": "*i32"},
-        TILE,
-        12,
-        launches=3,
-    ),
-    Variant("select.largest", _largest, {"TILE": TILE}, _ROWS | {"found": "*i32"}, TILE, 4),
-):
-    add_variant(_variant)
+VARIANTS += [
+    Variant("select.topk: rows of 4096", _topk_of_rows, {"WIDTH": 4096, "ROWS": 1}, 4096, 12),
+    Variant("select.topk: rows of 64", _topk_of_rows, {"WIDTH": 64, "ROWS": 32}, 2048, 12),
+    Variant("select.above: count", _count_above, {"TILE": TILE}, TILE, 4, launches=3),
+    Variant("select.above: write", _write_above, {"TILE": TILE}, TILE, 12, launches=3),
+    Variant("select.largest", _largest, {"TILE": TILE}, TILE, 4),
+]

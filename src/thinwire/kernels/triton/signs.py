@@ -1,166 +1,132 @@
-"""Payloads of a bit per element and one or two numbers per bucket in Triton; `sign` and `onebit` store the numbers."""
+"""A bit per element in Triton: `sign`, with a mean magnitude per segment, and `onebit`, with two means per bucket.
+
+One kernel sums blocks, one stores the numbers, and then the signs are packed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import onebit, sign
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .buckets import (
-    SIGNATURE,
-    add_decoder_variants,
-    bucket_rows,
-    find_scales,
-    find_tile,
-    first_code,
-    launch_decoder,
-    load_total,
-    segment_rows,
-    store_tile,
-    store_total,
-)
-from .device import load_codes, load_floats, negated
+from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .buckets import Coding
+from .device import is_finite, negated, one_nan, store_floats
 from .launch import are_aligned, launch
-from .tiles import Tiles
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 
-def encode_signs(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, bucket_size: int, two: bool) -> None:
-    """Write the signs after the numbers, which the payload already holds; and the residuals.
-
-    Args:
-        xs: the segments.
-        out: the payload.
-        residuals: where given, receive what the payload lacks.
-        bucket_size: elements that share the numbers.
-        two: whether a bucket has two numbers, for negative elements and for others; else they are `-scale` and `scale`.
-    """
-    tiles = Tiles.of_elements(bucket_size)
-    rows, num_tiles = _rows(xs, residuals, out.device, tiles, bucket_size, two)
-    constants = _constants(bucket_size, two, tiles) | {"ALIGNED": are_aligned(out)}
-    launch(_encode, num_tiles, out.device, rows, out, len(xs), RESIDUAL=residuals is not None, **constants)
+@sign._encode.runs_on("triton")
+def encode_signs(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
+    blocks = block_sums(xs, out.device, "magnitudes", least_buckets=1)
+    arguments = (blocks.rows, blocks.sums, out, len(xs), fixed_scale or 0.0)
+    constants = {"FIXED": fixed_scale is not None, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": are_aligned(out)}
+    launch(_store_magnitudes, len(xs), out.device, *arguments, **constants)
+    SIGN.encode(xs, out, residuals)
 
 
-def decode_signs(
-    payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int, two: bool, add: bool
-) -> Flag:
-    """Add one payload, or overwrite with the sum of several; returns whether the sum is finite."""
-    tiles = Tiles.of_elements(bucket_size)
-    rows = _rows(outs, None, payloads[0].device, tiles, bucket_size, two)
-    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(bucket_size, two, tiles))
+@sign._decode_add.runs_on("triton")
+def add_signs(payload: Tensor, outs: list[Tensor], weight: float) -> None:
+    SIGN.decode([payload], outs, weight, add=True)
 
 
-def _rows(
-    xs: list[Tensor],
-    residuals: list[Tensor] | None,
-    device: torch.device,
-    tiles: Tiles,
-    bucket_size: int,
-    two: bool,
-) -> tuple[Tensor, int]:
-    if two:
-        return bucket_rows(xs, residuals, device, tiles, 1, bucket_size, scale_bytes=8)
-    num_tiles = [tiles.count(x.numel()) for x in xs]
-    code_bytes = [(x.numel() + 7) // 8 for x in xs]
-    return segment_rows(xs, residuals, device, num_tiles, [1] * len(xs), code_bytes, 4 * len(xs))
+@sign._decode_sum.runs_on("triton")
+def sum_signs(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag:
+    return SIGN.decode(payloads, outs, weight, add=False)
 
 
-def _constants(bucket_size: int, two: bool, tiles: Tiles) -> dict[str, Any]:
-    return {"BUCKET": bucket_size, "TWO": two, **tiles.constants}
+@onebit._encode.runs_on("triton")
+def encode_halves(xs: list[Tensor], out: Tensor, bucket_size: int, residuals: list[Tensor] | None) -> None:
+    blocks = block_sums(xs, out.device, "halves", bucket_size)
+    arguments = (blocks.rows, blocks.sums, out, len(xs), blocks.num_blocks)
+    constants = {"BUCKET": bucket_size, "ALIGNED": are_aligned(out)}
+    launch(_store_means, blocks.num_buckets, out.device, *arguments, **constants)
+    _onebit(bucket_size).encode(xs, out, residuals)
 
 
-@triton.jit
-def _load_numbers(payload, index, has_scale, TWO: tl.constexpr, ALIGNED: tl.constexpr):
-    """What negative elements become, and what others become."""
-    if TWO:
-        low = load_floats(payload, 2 * index, has_scale, ALIGNED)
-        high = load_floats(payload, 2 * index + 1, has_scale, ALIGNED)
-    else:
-        high = load_floats(payload, index, has_scale, ALIGNED)
-        low = negated(high)
-    return low, high
+@onebit._decode_add.runs_on("triton")
+def add_halves(payload: Tensor, outs: list[Tensor], weight: float, bucket_size: int) -> None:
+    _onebit(bucket_size).decode([payload], outs, weight, add=True)
+
+
+@onebit._decode_sum.runs_on("triton")
+def sum_halves(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
+    return _onebit(bucket_size).decode(payloads, outs, weight, add=False)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
-def _encode(
+def _store_magnitudes(
     rows,
+    sums,
     payload,
     num_segments,
+    fixed_scale,
+    FIXED: tl.constexpr,
     BUCKET: tl.constexpr,
-    TWO: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
-    x = tl.load(pointer + offset, mask=inside, other=0.0)
-    lost = x
-    if RESIDUAL:
-        index, has_scale = find_scales(
-            rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
-        )
-        low, high = _load_numbers(payload, index, has_scale, TWO, ALIGNED)
-        lost = x - tl.where(x < 0, low, high)
-    arguments = (rows, payload, num_segments, segment, start, numel, offset, inside, (x < 0).to(tl.int32), lost)
-    store_tile(*arguments, 1, RESIDUAL, SIZE, WIDTH, ROWS)
+    """One program per segment: store the mean magnitude, or a fixed scale where it is finite and not zero."""
+    _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
+    total = total_of(sums + first_block, count, False)
+    scale = (total / tl.maximum(size, 1).to(tl.float64)).to(tl.float32)  # the sum of an empty segment is 0
+    if FIXED:
+        scale = tl.where(is_finite(scale) & (scale > 0), fixed_scale, scale)
+    store_floats(payload, tl.program_id(0), one_nan(scale), True, ALIGNED)
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_payloads"])
-def _decode(
-    rows,
-    payloads,
-    flag,
-    num_segments,
-    num_payloads,
-    weight,
-    BUCKET: tl.constexpr,
-    TWO: tl.constexpr,
-    ADD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    segment, first_row, start, pointer, numel, offset, inside = find_tile(rows, num_segments, SIZE, WIDTH, ROWS)
-    index, has_scale = find_scales(
-        rows, num_segments, segment, first_row, start, numel, offset, inside, BUCKET, SIZE, ROWS
-    )
-    first_byte = first_code(rows, num_segments, segment, start, 1)
-    total = load_total(pointer + offset, inside, ADD)
-    for i in range(1 if ADD else num_payloads):
-        payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        negative = load_codes(payload + first_byte, (numel + 7) // 8, 1, SIZE, WIDTH, ROWS)
-        low, high = _load_numbers(payload, index, has_scale, TWO, ALIGNED)
-        total += tl.where(negative != 0, low * weight, high * weight)
-    store_total(pointer + offset, inside, total, flag, ADD)
+@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
+def _store_means(rows, sums, payload, num_segments, num_blocks, BUCKET: tl.constexpr, ALIGNED: tl.constexpr):
+    """One program per bucket: store the means of its negative elements and of its others; 0 for none."""
+    _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
+    sums += first_block
+    low = total_of(sums, count, False)
+    high = total_of(sums + num_blocks, count, False)
+    negatives = total_of(sums + 2 * num_blocks, count, False)
+    others = size.to(tl.float64) - negatives
+    low = tl.where(negatives == 0, 0.0, low / tl.maximum(negatives, 1.0))
+    high = tl.where(others == 0, 0.0, high / tl.maximum(others, 1.0))
+    program = tl.program_id(0)
+    store_floats(payload, 2 * program, one_nan(low.to(tl.float32)), True, ALIGNED)
+    store_floats(payload, 2 * program + 1, one_nan(high.to(tl.float32)), True, ALIGNED)
 
 
-# ---- what is compiled and counted without a GPU ----
+@triton.jit
+def _low_and_high(first, second, PARAMETERS: tl.constexpr):
+    """What negative elements become, and what others become."""
+    if PARAMETERS[0] == 2:
+        low, high = first, second
+    else:
+        low, high = negated(first), first
+    return low, high
 
 
-def _add_variants(family: str, two: bool, bucket_size: int, buckets: str) -> None:
-    tiles = Tiles.of_elements(bucket_size)
-    constants = _constants(bucket_size, two, tiles)
-    add_variant(
-        Variant(
-            f"{family}.encode: {buckets}, residual",
-            _encode,
-            {**constants, "RESIDUAL": True, "ALIGNED": True},
-            SIGNATURE,
-            tiles.numel,
-            least_bytes=8 + 1 / 8,
-            launches=3,
-        )
-    )
-    add_decoder_variants(family, buckets, _decode, constants, tiles.numel, 1 / 8)
+@triton.jit
+def _round(x, first, second, _u, _level_table, PARAMETERS: tl.constexpr):
+    low, high = _low_and_high(first, second, PARAMETERS)
+    return (x < 0).to(tl.int32), tl.where(x < 0, low, high)
 
 
-_add_variants("sign", False, MAX_SEGMENT_NUMEL, "whole segments")
-_add_variants("onebit", True, 512, "buckets of 512")
+@triton.jit
+def _value(codes, first, second, weight, _level_table, PARAMETERS: tl.constexpr):
+    low, high = _low_and_high(first, second, PARAMETERS)
+    return tl.where(codes != 0, low * weight, high * weight)
+
+
+SIGN = Coding(1, MAX_SEGMENT_NUMEL, _round, _value, (1,), numbers=1, least_buckets=1)
+
+
+def _onebit(bucket_size: int) -> Coding:
+    return Coding(1, bucket_size, _round, _value, (2,), numbers=2)
+
+
+_BUCKET = {"BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
+for _family, _coding, _what in (("sign", SIGN, "whole segments"), ("onebit", _onebit(512), "buckets of 512")):
+    VARIANTS.append(_coding.encoder_variant(f"{_family}.encode: {_what}, residual", random=False, launches=3))
+    VARIANTS.extend(_coding.decoder_variants(f"{_family}.{{}}: {_what}"))
+VARIANTS += [
+    Variant("sign.encode: mean", _store_magnitudes, {"FIXED": False, **_BUCKET}, BUCKET_NUMEL, 8 / 1024, launches=3),
+    Variant("onebit.encode: means", _store_means, _BUCKET, BUCKET_NUMEL, 24 / 1024, launches=3),
+]

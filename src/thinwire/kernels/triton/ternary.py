@@ -16,20 +16,19 @@ from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
 from ..ternary import BLOCK_WORDS, Ternary
-from .block_sums import BUCKET_NUMEL, BUCKET_SIGNATURE, block_sums, find_bucket, total_of
-from .buckets import (
-    SIGNATURE,
+from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .device import find_segment, is_finite, load_floats, position_of, root, scale_of_magnitude, store_floats, uniform
+from .launch import are_aligned, launch, pointers, table
+from .payloads import (
     WHOLE,
-    add_decoder_variants,
+    decoder_variants,
     launch_decoder,
     load_total,
     segment_rows,
     store_residual,
     store_total,
 )
-from .device import find, is_finite, load_floats, position_of, root, scale_of_magnitude, store_floats, uniform
-from .launch import are_aligned, launch, pointers, table
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE_WORDS = 512
 
@@ -127,7 +126,7 @@ def _store_scales(
     if CLIPS:
         limit = tl.load(limits + segment).to(tl.int32, bitcast=True)
         largest = tl.where(largest < 0x7F800000, tl.minimum(largest, limit), largest)
-    tl.store(scales + tl.program_id(0), scale_of_magnitude(largest, LEAST))
+    tl.store(scales + tl.program_id(0), scale_of_magnitude(largest, LEAST, float("inf")))
 
 
 @triton.jit
@@ -137,10 +136,9 @@ def _find_words(rows, num_segments, DIGITS: tl.constexpr, BLOCK: tl.constexpr, T
     Returns the segment, its number of elements, each word, the first element of its block, its place in the block, and the
     words of the block.
     """
-    tile = tl.program_id(0)
-    segment = find(rows + 3 * num_segments, num_segments, tile)
+    segment, tile = find_segment(rows, num_segments, 3)
     numel = tl.load(rows + 2 * num_segments + segment)
-    word = (tile - tl.load(rows + 3 * num_segments + segment)) * TILE + tl.arange(0, TILE)
+    word = tile * TILE + tl.arange(0, TILE)
     first = word // BLOCK * (BLOCK * DIGITS)
     width = tl.minimum(BLOCK, (numel - first + DIGITS - 1) // DIGITS)
     return segment, numel, word, first, word % BLOCK, width
@@ -234,49 +232,23 @@ def _decode(
 
 # ---- what is compiled and counted without a GPU ----
 
-add_variant(
-    Variant(
-        "ternary.scales: limits",
-        _store_limits,
-        {"BUCKET": MAX_SEGMENT_NUMEL},
-        BUCKET_SIGNATURE,
-        BUCKET_NUMEL,
-        16 / 1024,
-        launches=4,
-    )
-)
-add_variant(
-    Variant(
-        "ternary.scales: scales",
-        _store_scales,
-        {"CLIPS": True, "LEAST": MIN_SCALE, "BUCKET": MAX_SEGMENT_NUMEL},
-        BUCKET_SIGNATURE,
-        BUCKET_NUMEL,
-        8 / 1024,
-        launches=4,
-    )
-)
+_BUCKET = {"BUCKET": MAX_SEGMENT_NUMEL}
+_CLIPPED = {"CLIPS": True, "LEAST": MIN_SCALE, **_BUCKET}
+VARIANTS += [
+    Variant("ternary.scales: limits", _store_limits, _BUCKET, BUCKET_NUMEL, 16 / 1024, launches=4),
+    Variant("ternary.scales: scales", _store_scales, _CLIPPED, BUCKET_NUMEL, 8 / 1024, launches=4),
+]
 
 
 def _add_variants(ternary: Ternary, what: str) -> None:
-    constants = _constants(ternary)
-    numel = TILE_WORDS * ternary.num_digits
+    constants, numel = _constants(ternary), TILE_WORDS * ternary.num_digits
     word_bytes = (1 if ternary.base == 3 else 4) / ternary.num_digits
     # A scale per element where buckets have scales; words are read again for each digit.
     scale_bytes = 0.0 if ternary.bucket_size is None else 4.0
-    add_variant(
-        Variant(
-            f"ternary.encode: {what}, residual",
-            _encode,
-            {**constants, "RESIDUAL": True, "ALIGNED": True},
-            SIGNATURE,
-            numel,
-            least_bytes=8 + word_bytes,
-            cached_bytes=scale_bytes,
-        )
-    )
-    cached = word_bytes * (ternary.num_digits - 1) + scale_bytes
-    add_decoder_variants("ternary", what, _decode, constants, numel, word_bytes, cached)
+    encoder = {**constants, "RESIDUAL": True, "ALIGNED": True}
+    VARIANTS.append(Variant(f"ternary.encode: {what}, residual", _encode, encoder, numel, 8 + word_bytes, scale_bytes))
+    cached_bytes = word_bytes * (ternary.num_digits - 1) + scale_bytes
+    VARIANTS.extend(decoder_variants(f"ternary.{{}}: {what}", _decode, constants, numel, word_bytes, cached_bytes))
 
 
 _add_variants(Ternary(), "base 3, whole segments")

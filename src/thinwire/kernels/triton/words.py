@@ -10,20 +10,15 @@ from torch import Tensor
 from .. import words as family
 from .fields import load_field
 from .launch import launch
-from .variants import Variant, add_variant
+from .variants import VARIANTS, Variant
 
 TILE = 256
 
 
 @family._encode.runs_on("triton")
 def encode(words: Tensor, bits: int, out: Tensor) -> None:
-    launch(
-        _encode,
-        triton.cdiv(out.numel(), TILE),
-        out.device,
-        *(words, out, words.numel(), out.numel(), bits),
-        TILE=TILE,
-    )
+    arguments = (words, out, words.numel(), out.numel(), bits)
+    launch(_encode, triton.cdiv(out.numel(), TILE), out.device, *arguments, TILE=TILE)
 
 
 @family._decode.runs_on("triton")
@@ -51,25 +46,8 @@ def _decode(payload, words, count, bits, TILE: tl.constexpr):
     tl.store(words + word, load_field(payload, word * bits, bits, word < count), mask=word < count)
 
 
-add_variant(
-    Variant(
-        "words.encode",
-        _encode,
-        {"TILE": TILE},
-        {"words": "*i32", "out": "*u8", "count": "i64", "nbytes": "i64", "bits": "i32"},
-        numel=TILE * 8 // 12,
-        least_bytes=4 + 12 / 8,
-        cached_bytes=44,
-    )
-)
-add_variant(
-    Variant(
-        "words.decode",
-        _decode,
-        {"TILE": TILE},
-        {"payload": "*u8", "words": "*i32", "count": "i64", "bits": "i32"},
-        numel=TILE,
-        least_bytes=4 + 12 / 8,
-        cached_bytes=3.5,
-    )
-)
+_PER_WORD = 4 + 12 / 8
+VARIANTS += [
+    Variant("words.encode", _encode, {"TILE": TILE}, TILE * 8 // 12, _PER_WORD, cached_bytes=44),
+    Variant("words.decode", _decode, {"TILE": TILE}, TILE, _PER_WORD, cached_bytes=3.5),
+]

@@ -1,0 +1,137 @@
+"""What encoders and decoders of dense payloads share: the table of segments, residuals, and the sum of payloads.
+
+A payload holds float32 numbers and then bit-packed codes. Its table has one column per segment and these rows: address,
+address of the residual, size, first tile, index of the first number's bucket, offset of the first code in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..checks import MAX_SEGMENT_NUMEL, numels_of
+from ..flags import Flag, flag_of
+from .device import is_finite
+from .launch import are_aligned, launch, pointers, starts, table
+from .variants import Variant
+
+WHOLE = tl.constexpr(MAX_SEGMENT_NUMEL)  # the size of a bucket that is its segment
+
+
+def segment_rows(
+    xs: list[Tensor],
+    residuals: list[Tensor] | None,
+    device: torch.device,
+    num_tiles: Sequence[int],
+    num_buckets: Sequence[int],
+    code_bytes: Sequence[int],
+    first_byte: int,
+) -> tuple[Tensor, int]:
+    """The table of an encoder or a decoder, and the number of tiles.
+
+    Args:
+        xs: the segments.
+        residuals: of an encoder.
+        device: of the table.
+        num_tiles: tiles of each segment.
+        num_buckets: buckets of each segment.
+        code_bytes: bytes of each segment's codes.
+        first_byte: where the codes begin.
+    """
+    first_tile = starts(num_tiles)
+    rows = table(
+        device,
+        pointers(xs),
+        pointers(residuals, len(xs)),
+        numels_of(xs),
+        first_tile[:-1],
+        starts(num_buckets)[:-1],
+        starts(code_bytes, first_byte)[:-1],
+    )
+    return rows, first_tile[-1]
+
+
+def launch_decoder(
+    decoder: Any,
+    tiles: tuple[Tensor, int],
+    payloads: list[Tensor],
+    outs: list[Tensor],
+    weight: float,
+    add: bool,
+    constants: Mapping[str, Any],
+    *tables: Tensor | None,
+    sources: Tensor | None = None,
+) -> Flag:
+    """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite.
+
+    Args:
+        decoder: the kernel. It gets `rows, sources, *tables, flag, num_segments, num_payloads, weight`.
+        tiles: the table of the segments, and the number of programs.
+        payloads: what to add.
+        outs: the segments.
+        weight: factor of all values.
+        add: whether to keep what is there, and add the one payload.
+        constants: of this kind of decoder.
+        tables: of this kind of decoder.
+        sources: by default, the addresses of the payloads.
+    """
+    device, (rows, num_tiles) = payloads[0].device, tiles
+    flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
+    sources = table(device, pointers(payloads)) if sources is None else sources
+    arguments = (rows, sources, *tables, flag, len(outs), len(payloads), weight)
+    launch(decoder, num_tiles, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
+    return True if add else flag_of(flag[0] == 0)
+
+
+def decoder_variants(
+    name: str, decoder: Any, constants: Mapping[str, Any], numel: int, code_bytes: float, cached_bytes: float
+) -> list[Variant]:
+    """A decoder for the compile tests: as `decode_add`, and as `decode_sum` of one payload.
+
+    Args:
+        name: of the variants, with `{}` in place of the function.
+        decoder: the kernel.
+        constants: its constants, without `ADD` and `ALIGNED`.
+        numel: elements that one program serves.
+        code_bytes: of a payload, per element.
+        cached_bytes: per element, what the program reads a second time.
+    """
+    return [
+        Variant(name.format(what), decoder, {**constants, "ALIGNED": True, "ADD": add}, numel, least, cached_bytes)
+        for what, add, least in (
+            ("decode_add", True, 8 + code_bytes),
+            ("decode_sum, one payload", False, 4 + code_bytes),
+        )
+    ]
+
+
+@triton.jit
+def store_residual(rows, num_segments, segment, position, inside, lost):
+    """Store what a tile's codes lost. The residual may be the segment: all threads have read it before any writes."""
+    residual = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
+    tl.debug_barrier()
+    tl.store(residual + position, lost, mask=inside)
+
+
+@triton.jit
+def load_total(pointer, inside, ADD: tl.constexpr):
+    """What a decoder adds payloads to: what is there, or zeros. `pointer` is a tensor of pointers."""
+    if ADD:
+        total = tl.load(pointer, mask=inside, other=0.0)
+    else:
+        total = tl.zeros(inside.shape, tl.float32)
+    return total
+
+
+@triton.jit
+def store_total(pointer, inside, total, flag, ADD: tl.constexpr):
+    """Store a sum. Set the flag if a sum of payloads is not finite: all programs set it to 1, so their order is free."""
+    tl.store(pointer, total, mask=inside)
+    if not ADD:
+        finite = tl.min((is_finite(total) | (inside == 0)).to(tl.int32))
+        tl.store(flag, 1, mask=finite == 0)
