@@ -56,7 +56,7 @@ def run_without_fork_server(folder: str, elastic: bool) -> None:
     """Train in this folder; the fork server is killed meanwhile."""
     from dataclasses import replace
 
-    from thinwire.lab.train.start.spawn import WorkerError
+    from thinwire.lab.train.start.watch import WorkerError
 
     os.chdir(folder)
     options = {"elastic": elastic, "workers": 2, "log_every": 1, "checkpoint_every": 2, "name": "run", "max_steps": 8}

@@ -5,7 +5,7 @@ from .results.callbacks import Callback, EachStep, gradient_spectra, worker_diff
 from .results.evaluation import evaluate_checkpoint
 from .run.interrupt import Interrupted
 from .start.launch import train
-from .start.spawn import WorkerError
+from .start.watch import WorkerError
 
 __all__ = [
     "Callback",

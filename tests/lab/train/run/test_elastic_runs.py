@@ -14,7 +14,7 @@ from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10
 from thinwire.lab.train.run.state import RunState
 from thinwire.lab.train.run.workers import shared_settings
-from thinwire.lab.train.start.elastic_spawn import communicator
+from thinwire.lab.train.start.lighthouse import communicator
 from thinwire.lab.train.step.steps import Place
 
 

@@ -22,7 +22,7 @@ from helpers.spawn import spawn as run_in_processes
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
 from thinwire.lab.train.run.interrupt import SIGNALS, Interruption, requeue
-from thinwire.lab.train.start import spawn
+from thinwire.lab.train.start import watch
 
 LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
 
@@ -165,13 +165,13 @@ def test_a_second_ctrl_c_stops_at_once(running):
 
 @linux
 def test_a_worker_that_does_not_stop_in_time_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+    monkeypatch.setattr(watch, "STOP_SECONDS", 1)
     others = workers_of(os.getpid())  # earlier tests left them idle
 
     def started():
         return [pid for pid in workers_of(os.getpid()) if pid not in others]
 
-    def stop_one_and_ask(wait=spawn.wait, asked=[]):  # noqa: B006
+    def stop_one_and_ask(wait=watch.wait, asked=[]):  # noqa: B006
         def waiting(sentinels, timeout):
             if not asked and any(tmp_path.glob("*/metrics.jsonl")):
                 asked.append(os.kill(started()[-1], signal.SIGSTOP))
@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_stop_in_time_is_killed(tmp_path, monkeypatch):
 
         return waiting
 
-    monkeypatch.setattr(spawn, "wait", stop_one_and_ask())
+    monkeypatch.setattr(watch, "wait", stop_one_and_ask())
     with pytest.raises(WorkerError, match="did not stop within 1 seconds of SIGTERM and was killed"):
         train(RunConfig("digits", workers=2, epochs=1000, output=tmp_path))
     assert not started()

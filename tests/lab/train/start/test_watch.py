@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.lab.train import RunConfig, WorkerError
-from thinwire.lab.train.start import spawn
-from thinwire.lab.train.start.connect import meeting_store
+from thinwire.lab.train.start import watch
+from thinwire.lab.train.start.connect import loopback_store, meeting_store
 from thinwire.lab.train.start.environment import Environment
+from thinwire.lab.train.start.worker import report_failure
 from thinwire.lab.train.step.training import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
@@ -46,7 +47,7 @@ def workers():
 
 def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
     with pytest.raises(WorkerError) as raised:
-        spawn._watch(workers, folder, requests or spawn.Requests(workers), store or dist.HashStore(), limit_seconds)
+        watch.watch(workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds)
     return str(raised.value)
 
 
@@ -71,15 +72,15 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
         if len(calls) == 8:
             raise TimeoutError("watched for long enough")
 
-    monkeypatch.setattr(spawn, "wait", waiting)
+    monkeypatch.setattr(watch, "wait", waiting)
     with pytest.raises(TimeoutError):
-        spawn._watch(workers, tmp_path, spawn.Requests(workers), dist.HashStore(), 0.5)
+        watch.watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5)
 
 
 def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):
     """Nothing was said for the whole time limit."""
-    monkeypatch.setattr(spawn, "NOTICE_SECONDS", 0.5)
-    monkeypatch.setattr(spawn, "wait", lambda *_, **__: time.sleep(0.2))
+    monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "wait", lambda *_, **__: time.sleep(0.2))
     stop(workers[2])
     watched(workers, tmp_path, limit_seconds=1.5)
     lines = capfd.readouterr().err.splitlines()
@@ -105,9 +106,7 @@ def ended(worker, code):
 def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, expected, workers, tmp_path):
     """Rank 0 had failed too when the launcher looked, and its words came first."""
     store = dist.HashStore()
-    spawn.report_failure(
-        store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711")
-    )
+    report_failure(store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711"))
     workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
     assert watched(workers, tmp_path, store=store).startswith(expected)
 
@@ -115,7 +114,7 @@ def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, ex
 def test_a_folder_that_was_removed_is_named(workers, tmp_path):
     store, folder = dist.HashStore(), tmp_path / "gone"
     error = FileNotFoundError(2, "No such file or directory", b"gone/tensorboard/events.out")
-    spawn.report_failure(store, folder, 0, error)
+    report_failure(store, folder, 0, error)
     workers[0] = ended(workers[0], 1)
     assert watched(workers, folder, store=store) == (
         "worker 0 failed: ENOENT: No such file or directory: 'gone/tensorboard/events.out'; "
@@ -124,9 +123,9 @@ def test_a_folder_that_was_removed_is_named(workers, tmp_path):
 
 
 def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(spawn, "STOP_SECONDS", 1)
+    monkeypatch.setattr(watch, "STOP_SECONDS", 1)
     stop(workers[1])
-    requests = spawn.Requests(workers)
+    requests = watch.Requests(workers)
     requests.receive(signal.SIGTERM, None)
     said = watched(workers, tmp_path, requests)
     assert said.startswith(
@@ -154,9 +153,9 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
 def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
     store = dist.HashStore()
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
-    spawn.report_failure(store, tmp_path / "gone", 2, full)
+    report_failure(store, tmp_path / "gone", 2, full)
     time.sleep(0.01)
-    spawn.report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
+    report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
     workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
     workers[0].start()
     assert watched(workers, tmp_path, store=store) == (
@@ -172,7 +171,7 @@ def listening(port):
 
 
 def test_the_store_listens_on_the_loopback_alone():
-    store = spawn.loopback_store(0)
+    store = loopback_store(0)
     assert listening(store.port) == ["0100007F"]
     dist.TCPStore("127.0.0.1", store.port, is_master=False).set("met", "yes")
     assert store.get("met") == b"yes"
@@ -208,7 +207,7 @@ def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} cannot be used: .*choose another, or leave --port out"):
-            spawn.loopback_store(port)
+            loopback_store(port)
 
 
 def test_the_time_limit_reaches_the_strategy_and_is_no_part_of_the_result():

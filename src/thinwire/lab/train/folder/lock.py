@@ -2,6 +2,9 @@
 
 The lock is a POSIX record lock on the file `.lock` in the folder. Children do not inherit it, and shared file systems know
 it on all nodes. The launcher of a run holds it, or rank 0 under torchrun, srun and mpirun.
+
+`filelock` cannot replace this file. It locks with `flock`, which forked data loaders inherit, so that the lock can outlive a
+killed run. It also leaves its file behind, and does not go on where a file system has no locks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ..config import RunConfig
 from ..device import choose_device
 from ..run.interrupt import Interrupted
 from ..shared_errors import SharedError, same_error_on_all
-from .environment import Environment
+from .environment import LOOPBACK, Environment
 from .presence import Presence
 
 RENDEZVOUS = timedelta(seconds=120)  # importing PyTorch on a busy machine takes long
@@ -186,3 +186,24 @@ def check_mpi() -> None:
         "backend 'mpi' needs a PyTorch that was built with MPI, and this one was not; choose --backend gloo, which works "
         "under mpirun too",
     )
+
+
+def loopback_store(port: int) -> dist.TCPStore:
+    """The store where the workers meet. It has no authentication, so it listens on the loopback only.
+
+    Args:
+        port: TCP port; 0 takes a free one.
+
+    Raises:
+        ValueError: the port is taken, or this user may not listen there.
+    """
+    try:
+        return listening_store(LOOPBACK, port, RENDEZVOUS)
+    except OSError as error:
+        reason = f"port {port} cannot be used: {error.strerror}"
+        raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
+
+
+def connect_to(port: int) -> dist.TCPStore:
+    """The launcher's store, in a worker."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)

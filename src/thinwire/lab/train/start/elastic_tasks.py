@@ -20,9 +20,10 @@ from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError
 from .connect import RENDEZVOUS, choose_interface, meeting_store
-from .elastic_spawn import communicator, lighthouse_of
 from .environment import Environment
-from .spawn import WorkerError, failure, ignore_file_errors
+from .lighthouse import communicator, lighthouse_of
+from .watch import WorkerError
+from .worker import failure, ignore_file_errors
 
 KEY = "thinwire/lighthouse"
 

@@ -24,10 +24,11 @@ from ..run import loop
 from ..run.interrupt import Interrupted, Interruption, requeue
 from ..shared_errors import SharedError, run_on_all
 from .connect import check_mpi, choose_interface, connected
-from .elastic_spawn import spawn_elastic
 from .elastic_tasks import join_elastic
 from .environment import Environment, adopt
-from .spawn import WorkerError, failure, ignore_file_errors, spawn
+from .spawn import spawn
+from .watch import WorkerError
+from .worker import failure, ignore_file_errors
 
 # After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
 # them as soon as rank 0 has ended.
@@ -75,7 +76,7 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) ->
     choose_device(config)
     with held_folder(config) as folder:
         try:
-            (spawn_elastic if config.elastic else spawn)(config, folder, callbacks)
+            spawn(config, folder, callbacks)
         except ValueError:
             abandon(folder)
             raise

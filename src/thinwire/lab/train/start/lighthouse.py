@@ -1,0 +1,68 @@
+"""The Lighthouse of an elastic run, and a worker's communicator over it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+from urllib.parse import urlsplit
+
+import torch
+
+from ....algorithm import require
+from ....comm import ElasticCommunicator, Lighthouse
+from ..config import RunConfig
+from ..device import choose_device
+from ..shared_errors import same_error_on_all
+from .connect import has_own_gpu
+
+
+@contextmanager
+def lighthouse_of(config: RunConfig, host: str) -> Iterator[str]:
+    """Context that yields the address of the run's Lighthouse, which it starts unless the configuration has one."""
+    if config.lighthouse is not None:
+        require(
+            urlsplit(config.lighthouse).hostname is not None,
+            f"lighthouse must be an address such as http://node1:29510, got {config.lighthouse!r}",
+        )
+        yield config.lighthouse
+        return
+    lighthouse = Lighthouse(config.min_workers, host, join_seconds=config.timeout)
+    text = f"others join with --elastic --lighthouse {lighthouse.address} --first-worker {config.workers}"
+    print(f"thinwire: {text}", file=sys.stderr, flush=True)
+    try:
+        yield lighthouse.address
+    finally:
+        lighthouse.close()
+
+
+def communicator(
+    config: RunConfig, lighthouse: str, number: int, local_size: int, is_late: bool = False
+) -> ElasticCommunicator:
+    """The communicator of one worker of a run.
+
+    Args:
+        config: of the run.
+        lighthouse: address of the Lighthouse.
+        number: of the worker.
+        local_size: number of workers on this machine.
+        is_late: whether the worker replaces one that died.
+
+    Raises:
+        SharedError: NCCL was asked for, and workers have no GPU of their own.
+    """
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it has to say, errors say too
+    with same_error_on_all():
+        device = choose_device(config)
+        require(
+            config.backend != "nccl" or has_own_gpu(device, local_size),
+            f"backend 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
+            "--backend gloo, or fewer workers",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    seconds = max(120.0, 2 * config.timeout)
+    on_gpus: Literal["gloo", "nccl"] = "nccl" if config.backend == "nccl" else "gloo"
+    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late)

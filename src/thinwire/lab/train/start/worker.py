@@ -1,0 +1,135 @@
+"""A worker process of this machine: it trains, tells the launcher how it ended, and exits with a code that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ....comm.members import LeftOut
+from ..config import RunConfig
+from ..results.callbacks import Callback
+from ..run import loop
+from ..run.interrupt import Interrupted, Interruption
+from ..shared_errors import SharedError, same_error_on_all
+from .connect import choose_interface, connect_to, connected
+from .environment import LOOPBACK, Environment
+from .lighthouse import communicator
+from .parent_death import end_with_parent
+from .presence import Store
+
+MISTAKEN = 2  # exit code of a worker after a user error that all workers found
+LEFT_OUT = 3  # exit code of a worker of an elastic run that is left out of it, see `members.LeftOut`
+
+
+def work(
+    place: int,
+    config: RunConfig,
+    folder: Path,
+    port: int,
+    callbacks: Sequence[Callback],
+    lighthouse: str | None,
+    is_restart: bool,
+) -> None:
+    """The main function of a worker process.
+
+    Args:
+        place: of this worker among those of this machine, from 0 on.
+        config: of the run.
+        folder: of the run.
+        port: of the launcher's store.
+        callbacks: of the run.
+        lighthouse: address of the Lighthouse of an elastic run; None for a fixed number of workers.
+        is_restart: whether this worker replaces one that died.
+    """
+    end_with_parent()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
+    threading.excepthook = ignore_file_errors
+    host = LOOPBACK if lighthouse is None else urlsplit(lighthouse).hostname or LOOPBACK
+    environment = Environment("thinwire", place, config.workers, place, config.workers, host, port)
+    os.environ.update(environment.variables())
+    store = None
+    try:
+        with Interruption() as interruption:
+            store = connect_to(port)
+            if lighthouse is None:
+                with connected(config, environment, store) as comm:
+                    loop.run(config, folder, comm, interruption, callbacks)
+                    interruption.settle()
+            else:
+                with same_error_on_all():
+                    choose_interface(config.interface, one_node=host == LOOPBACK)
+                number = config.first_worker + place
+                with communicator(config, lighthouse, number, config.workers, is_late=is_restart) as comm:
+                    loop.run(config, folder, comm, interruption, callbacks, is_restart)
+            store.set(f"finished/{place}", "")
+    except Interrupted as stop:
+        os._exit(128 + stop.signal)
+    except SharedError as mistake:
+        assert store is not None, "workers share an error only once they are connected"
+        store.set("mistake", str(mistake))
+        os._exit(MISTAKEN)
+    except LeftOut as error:
+        print(f"thinwire: {error}", file=sys.stderr, flush=True)
+        os._exit(LEFT_OUT)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            report_failure(store, folder, place, error)
+        os._exit(1)  # at once: a normal exit would wait for threads that wait for other workers
+    if lighthouse is not None:
+        os._exit(0)  # at once: torchft's threads wait for others
+
+
+def report_failure(store: Store | None, folder: Path, rank: int, error: Exception) -> None:
+    """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
+    came, line = time.time_ns(), failure(rank, error)
+    path = folder / f"worker-{rank}-error.txt"
+    with contextlib.suppress(OSError):
+        path.write_text(f"{line}\n\n{traceback.format_exc()}")
+        line += f" (traceback in {path})"
+    if store is not None:
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            store.set(f"failed/{rank}", f"{came} {line}")
+
+
+def end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "a worker is a child process"
+    launcher.join()
+    os._exit(1)
+
+
+def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
+    """Hide the traceback of a thread that cannot write a file; TensorBoard raises the error again in the main thread."""
+    if not isinstance(raised.exc_value, OSError):
+        threading.__excepthook__(raised)
+
+
+def failure(rank: int, error: Exception) -> str:
+    """Say in one line why this worker failed. A gradient that is not finite stops all workers; its error names the first."""
+    return str(error) if isinstance(error, FloatingPointError) else f"worker {rank} failed: {in_one_line(error)}"
+
+
+def in_one_line(error: Exception) -> str:
+    """An error as one line. A ValueError keeps its text, an OSError gets the name of its number, others get their type.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
+        "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        name = errno.errorcode.get(error.errno)
+        if name is not None:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "; free some space, and go on with --resume" * is_full
+            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{remedy}"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
