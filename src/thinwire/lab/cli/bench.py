@@ -21,10 +21,10 @@ def bench_command(options: list[str]) -> None:
         print(USAGE, end="")
         return
     from .. import bench
-    from ..train.start.environment import adopt
+    from ..train.start.environment import set_variables
 
     benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
-    adopt()
+    set_variables()
     parsed(named(benches, name, "benchmark", "thinwire --help"), options, f"thinwire bench {name}").run()
 
 

@@ -48,7 +48,7 @@ def train_command(options: list[str]) -> None:
         return
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
-    from ..train.start.environment import adopt
+    from ..train.start.environment import set_variables
 
     if recipe == "--list":
         print(_listed(tasks()), end="")
@@ -57,7 +57,7 @@ def train_command(options: list[str]) -> None:
     if recipe.startswith("-"):
         raise ValueError(f"the recipe comes first, as in: thinwire train {next(iter(known))} {recipe} ...")
     default = named(known, recipe, "recipe", "thinwire train --list").config
-    environment = adopt()
+    environment = set_variables()
     default = replace(default, workers=environment.size if environment else default.workers)
     checkpoint, options = _checkpoint(options)
     if checkpoint is not None:
@@ -98,9 +98,9 @@ def _of_checkpoint(config: Any, folder: Path) -> Any:
     from ..files import load_json_object
     from ..overrides import overridden
 
-    facts = folder / "checkpoint.json"
-    require(facts.is_file(), f"{folder} is no checkpoint: it has no checkpoint.json")
-    saved = load_json_object(facts)["config"]
+    description = folder / "checkpoint.json"
+    require(description.is_file(), f"{folder} is no checkpoint: it has no checkpoint.json")
+    saved = load_json_object(description)["config"]
     recipe = saved["recipe"]
     require(
         recipe == config.recipe, f"{folder} is of the recipe {recipe}; write: thinwire train {recipe} --evaluate ..."

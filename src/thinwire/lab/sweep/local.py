@@ -22,7 +22,7 @@ Running = list[tuple[PlannedRun, subprocess.Popen]]
 
 
 class Watcher(Protocol):
-    """Is told how a sweep goes."""
+    """Receives the events of a sweep."""
 
     def tick(self) -> None:
         """Some time has gone by."""
@@ -37,7 +37,7 @@ def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> N
     Args:
         runs: in this order.
         at_once: how many run at a time; each of them starts its own workers.
-        watcher: is told.
+        watcher: receives the events.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.

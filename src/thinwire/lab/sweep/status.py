@@ -1,4 +1,4 @@
-"""How far a run has come, told by its files alone, so that it can be asked from anywhere while the sweep goes on.
+"""The state of a run, read from its files alone, so that any process can ask while the sweep goes on.
 
     finished    summary.json is in its folder, and config.json there has the run's identity
     running     its lock is held

@@ -59,7 +59,7 @@ class RunConfig:
     accumulate: int = 1
     """Batches in one step; higher => larger steps in the same memory, fewer bytes in an epoch."""
     split: Literal["even", "by-class", "by-position"] = "even"
-    """How examples are split over workers. "even" deals them out anew in every epoch. "by-class" gives a worker few classes,
+    """How examples are split over workers. "even" splits them anew in every epoch. "by-class" gives a worker few classes,
     "by-position" consecutive examples of the data set; both split once."""
     shuffled: float = 0.0
     """With by-class and by-position, share of the examples that is split evenly all the same, 0..1; higher => workers differ

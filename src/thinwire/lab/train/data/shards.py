@@ -4,7 +4,7 @@ Even. All workers draw the same permutation of the data set, a pure function of 
 every W-th entry from the r-th on. So shares never overlap, are of equal size, and together cover the data set but for
 the last `num_examples mod W` entries of the permutation.
 
-Uneven. Examples are dealt out once for all epochs. A fraction of them, drawn by the seed, goes to all workers alike; the
+Uneven. Examples are split once for all epochs. A fraction of them, drawn by the seed, goes to all workers alike; the
 others are put in order, of their classes or of their positions in the data set, and cut into W consecutive pieces. So a
 worker sees few classes, where decentralised methods differ. Shares are disjoint and of equal size here too.
 """
@@ -59,7 +59,7 @@ def uneven_shard(keys: Tensor, rank: int, size: int, seed: int, epoch: int, shuf
     """Indices of one worker's share, in the order of use, where examples of like keys go to the same workers.
 
     Args:
-        keys: (N,) what to deal out by, such as the label of each example.
+        keys: (N,) the keys to split by, such as the label of each example.
         rank, size: this worker, 0..W-1, of W.
         seed, epoch: who gets which examples of a class depends on the seed, their order on both.
         shuffled: fraction of the examples that all workers share alike.

@@ -16,7 +16,7 @@ If the last checkpoint is damaged, a run goes on from the newest whole one and s
 `damaged-step-000330`.
 
 Another number of workers may go on from a checkpoint. Each of them then reads the parts of all workers that there were, and
-takes over what is due to it; see `Training.deal` and `thinwire.membership`.
+takes over its share of them; see `Training.redistribute` and `thinwire.membership`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def save(
         with training.strategy.average_model(comm):
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
-                facts = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
-                write_json(unfinished / "checkpoint.json", facts | {"origin": origin})
+                description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
+                write_json(unfinished / "checkpoint.json", description | {"origin": origin})
 
 
 @contextmanager
@@ -196,10 +196,10 @@ def _tested(path: Path, metric: str) -> float | None:
     None if there was no test, if it diverged, or if the description is damaged.
     """
     try:
-        facts = describe(path)
+        description = describe(path)
     except ValueError:
         return None
-    row = facts["row"] if facts["row"].get("step") == facts["step"] else {}
+    row = description["row"] if description["row"].get("step") == description["step"] else {}
     result: float | None = row.get(f"mean_model_test_{metric}", row.get(f"test_{metric}"))
     return result
 
@@ -226,16 +226,21 @@ def describe(path: Path) -> dict[str, Any]:
         ValueError: it is missing or damaged.
     """
     try:
-        facts = json.loads((path / "checkpoint.json").read_text())
-        require(isinstance(facts, dict), f"expected a JSON object, got {type(facts).__name__}")
+        description = json.loads((path / "checkpoint.json").read_text())
+        require(isinstance(description, dict), f"expected a JSON object, got {type(description).__name__}")
         named = int(path.name.rpartition("-")[2])
-        require(facts["step"] == named, f"its step is {facts['step']!r}, expected {named}")
-        check_row(facts["row"])
-        require(isinstance(facts["config"], dict), f"its config is {facts['config']!r}, expected an object")
-        require(_is_count(facts["workers"], 1), f"its workers are {facts['workers']!r}, expected a number from 1 on")
-        origin = Place(*facts["origin"])
-        require(all(_is_count(n, 0) for n in origin), f"its origin is {facts['origin']!r}, expected three numbers")
-        return facts | {"origin": origin}
+        require(description["step"] == named, f"its step is {description['step']!r}, expected {named}")
+        check_row(description["row"])
+        require(isinstance(description["config"], dict), f"its config is {description['config']!r}, expected an object")
+        require(
+            _is_count(description["workers"], 1),
+            f"its workers are {description['workers']!r}, expected a number from 1 on",
+        )
+        origin = Place(*description["origin"])
+        require(
+            all(_is_count(n, 0) for n in origin), f"its origin is {description['origin']!r}, expected three numbers"
+        )
+        return description | {"origin": origin}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise _damaged(path / "checkpoint.json", reason) from error
@@ -281,15 +286,15 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
     while (name := comm.gather_objects(_newest(folder, mistakes))[0]) is not None:
         path = folder / name
         try:
-            facts, shared, parts = run_on_all(comm, partial(_read_all, path, comm))
+            description, shared, parts = run_on_all(comm, partial(_read_all, path, comm))
         except SharedError as error:
             if comm.gather_objects(path.is_dir())[0]:  # else another worker of an elastic run has removed it meanwhile
                 mistakes[name] = str(error)
             continue
-        run_on_all(comm, partial(_restore, path, facts["workers"], shared, parts, training, meter, comm))
+        run_on_all(comm, partial(_restore, path, description["workers"], shared, parts, training, meter, comm))
         if mistakes and comm.rank == 0:
             _set_aside(folder, mistakes, path)
-        return Loaded(facts["step"], facts["row"], facts["workers"], facts["origin"])
+        return Loaded(description["step"], description["row"], description["workers"], description["origin"])
     if mistakes:
         first = next(iter(mistakes.values()))
         raise SharedError(
@@ -305,10 +310,10 @@ def _newest(folder: Path, without: Collection[str]) -> str | None:
 
 def _read_all(path: Path, comm: Communicator) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """A checkpoint's description, its shared part, and the parts of workers that this one needs: all if W has changed."""
-    facts = describe(path)
-    workers: int = facts["workers"]
+    description = describe(path)
+    workers: int = description["workers"]
     owners = [comm.rank] if workers == comm.size else range(workers)
-    return facts, _read(path / "shared.pt"), [_read(path / f"worker-{rank}.pt") for rank in owners]
+    return description, _read(path / "shared.pt"), [_read(path / f"worker-{rank}.pt") for rank in owners]
 
 
 def _restore(
@@ -322,10 +327,10 @@ def _restore(
 ) -> None:
     alike = workers == comm.size
     try:
-        own = parts[0] if alike else training.deal(shared, parts, comm.rank, comm.size)
+        own = parts[0] if alike else training.redistribute(shared, parts, comm.rank, comm.size)
         meters = [part["meter"] for part in parts]
         together = not training.strategy.models_differ
-        meter.load_state_dict(meters[0] if alike else meter.deal(meters, comm.rank, comm.size, together))
+        meter.load_state_dict(meters[0] if alike else meter.redistribute(meters, comm.rank, comm.size, together))
         training.load_state(shared, own)
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -164,8 +164,8 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
         check_same(config, load_json_object(folder / "config.json"), folder)
     described = last_described(folder / "checkpoints")
     if described is not None:
-        checkpoint, facts = described
-        check_same(config, facts["config"], checkpoint)
+        checkpoint, saved = described
+        check_same(config, saved["config"], checkpoint)
 
 
 def check_same(config: RunConfig, saved: dict[str, Any], where: Path) -> None:

@@ -106,7 +106,7 @@ class Meter:
         seconds = self._virtual.seconds()
         return {} if seconds is None else {"virtual_seconds": seconds}
 
-    def deal(self, saved: list[dict[str, Any]], rank: int, size: int, together: bool) -> dict[str, Any]:
+    def redistribute(self, saved: list[dict[str, Any]], rank: int, size: int, together: bool) -> dict[str, Any]:
         """The part of worker `rank` of `size`, from those of all workers before: sums are kept, and means of bytes.
 
         Args:

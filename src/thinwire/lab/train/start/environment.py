@@ -22,7 +22,7 @@ from ....algorithm import require
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's
-NAME = "THINWIRE_LAUNCHER"  # name of the launcher, if `adopt` set torchrun's variables
+NAME = "THINWIRE_LAUNCHER"  # name of the launcher, if `set_variables` set torchrun's variables
 PORTS = range(10_000, 30_000)  # below the system's ephemeral ports
 
 
@@ -96,7 +96,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Environment | None:
     return None
 
 
-def adopt() -> Environment | None:
+def set_variables() -> Environment | None:
     """Return `launched()`, and set torchrun's variables for this process and its children."""
     environment = launched()
     if environment:

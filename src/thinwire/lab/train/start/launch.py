@@ -25,7 +25,7 @@ from ..run.interrupt import Interrupted, Interruption, requeue
 from ..shared_errors import SharedError, run_on_all
 from .connect import check_mpi, choose_interface, connected
 from .elastic_tasks import join_elastic
-from .environment import Environment, adopt
+from .environment import Environment, set_variables
 from .spawn import spawn
 from .watch import WorkerError
 from .worker import failure, ignore_file_errors
@@ -61,7 +61,7 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
     check_installed(config)
     if config.backend == "mpi":
         check_mpi()
-    environment = adopt()
+    environment = set_variables()
     if finished := finished_run(config):
         return finished
     if environment and config.elastic:

@@ -81,10 +81,10 @@ def requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[Requests]:
 def watch(workers: Sequence[BaseProcess], folder: Path, requests: Requests, store: Store, limit_seconds: float) -> None:
     """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit.
 
-    A worker that is stopped for some seconds is told of on stderr, as all others wait for it.
+    A worker that is stopped for some seconds is reported on stderr, as all others wait for it.
     """
     signalled = [128 + number for number in SIGNALS]
-    running, stopped_since, told = list(workers), dict[int, float](), set[int]()
+    running, stopped_since, reported = list(workers), dict[int, float](), set[int]()
     while running:
         wait([worker.sentinel for worker in running], timeout=1)
         if any(worker.exitcode == MISTAKEN for worker in workers):
@@ -100,12 +100,12 @@ def watch(workers: Sequence[BaseProcess], folder: Path, requests: Requests, stor
         requests.pass_on()  # again: a worker that was still starting may have missed it
         now = time.monotonic()
         stopped_since = {rank: stopped_since.get(rank, now) for rank in stopped(workers)}
-        told &= stopped_since.keys()
+        reported &= stopped_since.keys()
         for rank, since in stopped_since.items():
             if now - since >= limit_seconds:
                 raise WorkerError(diagnosis(workers, folder, store))
-            if now - since >= NOTICE_SECONDS and rank not in told:
-                told.add(rank)
+            if now - since >= NOTICE_SECONDS and rank not in reported:
+                reported.add(rank)
                 pid = workers[rank].pid
                 print(
                     f"thinwire: worker {rank} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "

@@ -120,10 +120,10 @@ class Training:
             return own | {"model": model, "optimizer": self.optimizer.state_dict()}
         return own | {"buffers": {name: model[name] for name, _ in self.model.named_buffers() if name in model}}
 
-    def deal(self, shared: dict[str, Any], owns: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    def redistribute(self, shared: dict[str, Any], owns: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """The own part of worker `rank` of `size`, from the shared part and the own parts of all workers before.
 
-        Own memory of averagers is dealt out, so that late gradients keep their weight. Where models differ, all workers go
+        Own memory of averagers is redistributed, so that late gradients keep their weight. Where models differ, all workers go
         on from the mean model, with the mean of the optimizers' states. Running statistics become their mean. A recurrent
         model starts afresh, and workers that there were not before keep the random state that they have.
 
@@ -136,10 +136,10 @@ class Training:
         own = owns[rank % len(owns)]
         averager = {key: state for one in owns for key, state in one["averager"].items()}
         random = own["random"] if rank < len(owns) else random_state()
-        dealt = own | {"averager": averager, "carried": None, "random": random}
+        redistributed = own | {"averager": averager, "carried": None, "random": random}
         if self.strategy.models_differ:
-            return dealt | {"model": shared["model"], "optimizer": mean_of([one["optimizer"] for one in owns])}
-        return dealt | {"buffers": mean_of([one["buffers"] for one in owns])}
+            return redistributed | {"model": shared["model"], "optimizer": mean_of([one["optimizer"] for one in owns])}
+        return redistributed | {"buffers": mean_of([one["buffers"] for one in owns])}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Restore the results of `shared_state` and `own_state`, in place.
