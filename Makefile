@@ -3,16 +3,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TRITON := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist load
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) $(shell find src/thinwire -name __init__.py)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/* native/*/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test test-triton test-gpu bench-gpu sanitize docs lint wheel clean
+.PHONY: help setup demo test test-all test-triton test-gpu bench-gpu sanitize docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests of the library and the command line"
+	@echo "make test-all   run all tests: also trainers, notebook, extension package, pages of the guide, launchers"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure codecs and training steps on a GPU"
@@ -24,18 +27,27 @@ help:
 
 setup: $(READY)
 
-$(READY): $(SOURCES)
+# What the demo needs. `pip` prints what it does: PyTorch takes a while.
+$(DEMO): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "thinwire needs Python 3.10 or later: make PYTHON=python3.x" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[train,dev,docs]'
+	$(BIN)/python -m pip install --upgrade-strategy only-if-needed -c constraints.txt -e '.[train]'
 	@touch $@
 
-demo: $(READY)
+# Beside it what developers need. The package itself is not built again.
+$(READY): $(DEMO)
+	$(BIN)/python -m pip install --upgrade-strategy only-if-needed -c constraints.txt 'thinwire[train,dev,docs]'
+	@touch $@
+
+demo: $(DEMO)
 	$(BIN)/thinwire demo
 
 # The tests start many processes; each would compile the modules again if byte code could not be kept.
 test: $(READY)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+	$(PYTEST) -m 'not integration'
+
+test-all: $(READY)
+	$(PYTEST)
 
 # Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The second compiles all
 # launches for the real types of their arguments: the interpreter takes what the compiler refuses.

@@ -48,13 +48,28 @@ SLOWEST = (
 )
 
 
-def pytest_collection_modifyitems(items) -> None:
-    """Order the files, choose what the fork server imports, and spare the garbage collector the modules and the tests.
+# What lies outside of the library and its command line; `make test` leaves it out.
+INTEGRATION = (
+    "integrations/test_accelerated_optimizer.py",
+    "integrations/test_trainers.py",
+    "lab/train/start/test_launch.py",
+    "test_docs.py",
+    "test_tutorial.py",
+    "testing/test_extension_package.py",
+)
 
-    The library asks the fork server for less in some tests, and the first to ask would win.
+
+def pytest_collection_modifyitems(items) -> None:
+    """Order the files, mark those of integrations, and choose what the fork server imports.
+
+    Spare the garbage collector the modules and the tests. The library asks the fork server for less in some tests, and the
+    first to ask would win.
     """
     places = {name: place for place, name in enumerate(SLOWEST)}
     tests = Path(__file__).parent
+    for item in items:
+        if os.path.relpath(item.path, tests) in INTEGRATION:
+            item.add_marker("integration")
     items.sort(key=lambda item: places.get(os.path.relpath(item.path, tests), len(SLOWEST)))
     from helpers.spawn import PRELOADED
 

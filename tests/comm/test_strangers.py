@@ -16,7 +16,7 @@ from helpers.spawn import WORLDS
 
 import thinwire as tw
 from thinwire.average.mean.exchange import base
-from thinwire.average.mean.exchange.sparse_reduce import Round
+from thinwire.average.mean.exchange.sparse_reduce import SparseReduction
 from thinwire.comm import CommunicationError, connect
 from thinwire.comm.handshake import HELLO, Greeting, introduce, proof
 from thinwire.comm.sockets import HEADER, SocketChannel
@@ -195,7 +195,7 @@ def test_text_that_is_no_json_names_its_sender(monkeypatch):
 @pytest.mark.parametrize("lie", [(0, 2**30), (0, -1), (1, 2**30), (1, -5)])
 def test_headers_of_a_sparse_all_reduce_choose_no_memory(lie, monkeypatch):
     place, value = lie
-    original = Round._encode
+    original = SparseReduction._encode
 
     def lying(self):
         selected, headers, messages = original(self)
@@ -204,7 +204,7 @@ def test_headers_of_a_sparse_all_reduce_choose_no_memory(lie, monkeypatch):
             headers[0][place] = value
         return selected, headers, messages
 
-    monkeypatch.setattr(Round, "_encode", lying)
+    monkeypatch.setattr(SparseReduction, "_encode", lying)
 
     def worker(comm):
         averager = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), exchange="sparse_reduce")
