@@ -14,19 +14,18 @@ One file per family: its checked functions, its records and its reference in pla
 | `entropy` | Huffman codes |
 | `scatter` | selected elements out of dense segments, and back |
 | `momentum` | momentum correction and error feedback, with top-k in the same pass |
-| `low_rank`, `mix`, `difference`, `modular` | what gossip reads of tensors and adds to them, in one pass each |
+| `low_rank`, `mix`, `difference`, `modular` | gossip's sums and updates, each in one pass over the tensors |
 | `permutation`, `random` | random subsets and numbers, as functions of a key |
 | `reduce` | whether all is finite; norms |
 
-`flags` says what becomes of conditions that a kernel finds out, such as a corrupt payload, where the host should not
-wait for a device.
+`flags` holds conditions that a kernel detects, such as a corrupt payload, until the host reads them.
 
 A *segment* is a contiguous 1-D float32 tensor; each function takes a list of them on one device, so one call serves a
 whole bucket of gradients. Tensors in main memory go to the C++ backend `cpu`, those on GPUs to `triton`, all others to
 the reference; see `thinwire.kernels.backend`. The C++ kernels run on the calling thread, unless `set_threads` allows more.
-Nothing is kept between calls but GPU tables of addresses, and nothing random is drawn but from the given keys. The caller
-owns every buffer; a residual may be its segment itself, and no other arguments may overlap. A payload may start at any
-address. Byte layouts are documented in `docs/wire.md`.
+Only GPU tables of addresses are kept between calls. All random numbers come from the given keys. The caller owns every
+buffer; a residual may be its segment itself, and no other arguments may overlap. A payload may start at any address. Byte
+layouts are documented in `docs/wire.md`.
 """
 
 from . import (

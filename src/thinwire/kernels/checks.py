@@ -1,4 +1,4 @@
-"""Checks of what callers hand to kernels: segments, residuals, payloads, counts.
+"""Check the arguments of kernels: segments, residuals, payloads, counts.
 
 Each check raises ValueError that names the argument, what was expected and what came.
 """

@@ -1,4 +1,4 @@
-"""CHOCO's and DeepSqueeze's rounds in few passes: encode a difference or a sum, and apply what came of it.
+"""CHOCO's and DeepSqueeze's rounds in few passes: encode a difference or a sum, and apply decoded payloads.
 
 A decoding `c` is compared with what was encoded, `v`, by the sums `<c, c>`, `<v, c>` and `<v, v>`. They are float64, but
 parts of them are added in float32, in any order: backends agree to about seven digits. Sums of float32 squares that
@@ -105,7 +105,7 @@ def choco_add(
     step: float,
     quantizer: Quantizer,
 ) -> None:
-    """Apply a round of CHOCO. With `v_k` what payload k holds, times its factor, and v_0 the worker's own:
+    """Apply a round of CHOCO. `v_k` is the decoded payload k times its factor; `v_0` is the worker's own:
 
         copy += v_0;   gap += (weights[0] - 1) v_0 + sum_{k > 0} weights[k] v_k;   x += step gap
 
@@ -155,7 +155,7 @@ def squeeze_add(
     step: float,
     quantizer: Quantizer,
 ) -> None:
-    """Apply a round of DeepSqueeze. With `v_k` what payload k holds, times its factor, and v_0 the worker's own:
+    """Apply a round of DeepSqueeze. `v_k` is the decoded payload k times its factor; `v_0` is the worker's own:
 
         lost -= v_0;   x += step (sum_{k > 0} weights[k] v_k - weights[0] v_0)
 

@@ -1,4 +1,4 @@
-"""What a kernel finds out about its data: known at once in main memory, read once a round on other devices.
+"""Conditions that kernels detect in their data: known at once in main memory, read once a round on other devices.
 
 A `Flag` is a `bool` where data is in main memory, and a 0-dimensional bool tensor on any other device, where the host
 would have to wait for it. Combine flags with `both`, and turn the result into a `bool` once a round, with `read`.
@@ -99,7 +99,7 @@ def check_faults(device: torch.device) -> None:
 
 
 def raise_counted(counters: Tensor, counts: list[int]) -> None:
-    """Raise the faults that a device's counters hold, whose values are `counts`, and begin to count anew."""
+    """Raise the faults in `counts`, the values of a device's counters, and reset the counters."""
     if any(counts):
         counters.zero_()
         raise ValueError("; ".join(MESSAGES[fault] for fault in Fault if counts[fault]))

@@ -50,7 +50,7 @@ def add(
 
 
 def change_of(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], own_weight: float) -> Tensor:
-    """What `add` adds, in plain PyTorch, of any float type."""
+    """The change that `add` adds, in plain PyTorch, for any float type."""
     change = own * own_weight
     for x, weight in zip(theirs, weights, strict=True):
         change.add_((x - own).mul_(weight))

@@ -1,4 +1,4 @@
-"""Moniqua's kernels: values modulo a number, rounded to codes, and what two workers' codes say of their difference.
+"""Moniqua's kernels: round values modulo a number to codes, and estimate two workers' difference from their codes.
 
 A payload has one bucket, `[B/2 float32][codes of all elements, then of B/2]`, with `M = 2^bits - 1` steps: the bytes of
 `quantize.encode` for the values modulo B and B/2. The *crossings* of two codes are their difference modulo M, from
@@ -98,7 +98,7 @@ def add(outs: Sequence[Tensor], payloads: Sequence[Tensor], weights: Sequence[fl
 def recover_add(
     outs: Sequence[Tensor], own: Tensor, payloads: Sequence[Tensor], weights: Sequence[float], bits: int, modulus: float
 ) -> Flag:
-    """`outs += sum_k weights[k] ((c_k - own) mod B - (c_own - own mod B))`, with c what a payload stands for.
+    """`outs += sum_k weights[k] ((c_k - own) mod B - (c_own - own mod B))`, where c is a decoded payload.
 
     Args:
         outs: segments of float32, changed.
@@ -117,7 +117,7 @@ def recover_add(
 
 
 def decode(payload: Tensor, numel: int, bits: int) -> Tensor:
-    """What the codes stand for, from -B/2 to B/2: a new float32 vector.
+    """The decoded values, from -B/2 to B/2: a new float32 vector.
 
     Args:
         payload: of `encode`.

@@ -6,7 +6,7 @@ from .backend import backend_for
 
 
 def set_threads(number: int) -> None:
-    """Let each call of a C++ kernel use up to so many threads of this process; 1 by default.
+    """Let each call of a C++ kernel use up to `number` threads of this process; 1 by default.
 
     Payloads and results do not depend on it. Quantizers, signs, ternary values, casts, top-k, momentum and `all_finite`
     split calls of 131,072 elements or more, and only where buckets are shorter than that; all other work stays on the

@@ -203,7 +203,7 @@ def _total(
 
 
 def _checked_pieces(outs: list[Tensor], indices: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each segment with its own indices, once they are checked."""
+    """Check the indices; yield each segment with its own."""
     for i, (out, index) in enumerate(zip(outs, bit.split(indices.long(), counts), strict=True)):
         if index.numel():
             is_inside = (index.amin() >= 0) & (index.amax() < out.numel())

@@ -11,6 +11,7 @@ a bucket's numbers and keeps the sums in the first part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL, numels_of
 from ..scales import SUM_BLOCK
-from .device import find_segment, halve, magnitude, scale_of_magnitude, scale_of_sums, store_floats
+from .device import find_segment, halve, magnitude, one_nan, scale_of_magnitude, scale_of_sums, store_floats
 from .launch import are_aligned, launch, pointers, starts, table
 from .variants import VARIANTS, Variant
 
@@ -27,6 +28,7 @@ from .variants import VARIANTS, Variant
 KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
 PROGRAM_BLOCKS = 8
 FOLDED = tl.constexpr(1024)  # numbers of a bucket that one program adds up
+BUCKET_NUMEL = 1024 * SUM_BLOCK  # elements of a bucket that a program reads without a loop
 PARTS, COLUMNS = tl.constexpr(16), tl.constexpr(64)
 
 
@@ -102,20 +104,39 @@ def fold(sums: Tensor, first_blocks: list[int], counts: list[int], largest: bool
         left = [(first, size // PARTS.value, size // PARTS.value) for first, _, size in left]
 
 
+def store_numbers(
+    xs: list[Tensor],
+    out: Tensor,
+    kind: str,
+    rule: Any,
+    parameters: tuple[float, ...],
+    bucket_size: int = MAX_SEGMENT_NUMEL,
+    least_buckets: int = 0,
+    argument: float = 0.0,
+) -> None:
+    """Reduce all buckets, and store one or two numbers of each at the start of a payload.
+
+    Args:
+        xs: the segments.
+        out: the payload.
+        kind: as in `block_sums`; "halves" gives two numbers of each bucket.
+        rule: the `triton.jit` function `(first, second, third, size, argument, PARAMETERS)` that gives two float32 numbers,
+            the second of use for "halves" alone. It gets the bucket's sums and its number of elements.
+        parameters: constants of the rule.
+        bucket_size: elements of a bucket; by default, each segment is one.
+        least_buckets: the number of buckets of an empty segment.
+        argument: of the rule.
+    """
+    blocks = block_sums(xs, out.device, kind, bucket_size, least_buckets)
+    arguments = (blocks.rows, blocks.sums, out, len(xs), blocks.num_blocks, argument)
+    constants = {"KIND": kind, "RULE": rule, "PARAMETERS": parameters, "BUCKET": bucket_size}
+    launch(_store_numbers, blocks.num_buckets, out.device, *arguments, ALIGNED=are_aligned(out), **constants)
+
+
 def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, least: float, most: float) -> None:
     """Store the scale of each bucket, as quantizers do, at the start of a payload."""
-    blocks = block_sums(xs, out.device, "squares" if norm == "l2" else "max", bucket_size)
-    launch(
-        _store_scales,
-        blocks.num_buckets,
-        out.device,
-        *(blocks.rows, blocks.sums, out, len(xs)),
-        LEAST=least,
-        MOST=most,
-        L2=norm == "l2",
-        BUCKET=bucket_size,
-        ALIGNED=are_aligned(out),
-    )
+    kind, rule = SCALES[norm]
+    store_numbers(xs, out, kind, rule, (least, most), bucket_size)
 
 
 def _block_constants(bucket_size: int) -> dict[str, int]:
@@ -241,31 +262,58 @@ def total_of(sums, count, MAX: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _store_scales(
+@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
+def _store_numbers(
     rows,
     sums,
     payload,
     num_segments,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    L2: tl.constexpr,
+    num_blocks,
+    argument,
+    KIND: tl.constexpr,
+    RULE: tl.constexpr,
+    PARAMETERS: tl.constexpr,
     BUCKET: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """One program per bucket."""
-    _, _, first_block, count = find_bucket(rows, num_segments, BUCKET)
-    total = total_of(sums + first_block, count, not L2)
-    if L2:
-        scale = scale_of_sums(total, LEAST, MOST)
+    _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
+    program = tl.program_id(0)
+    sums += first_block
+    first = total_of(sums, count, KIND == "max")
+    if KIND == "halves":
+        second = total_of(sums + num_blocks, count, False)
+        third = total_of(sums + 2 * num_blocks, count, False)
+        low, high = RULE(first, second, third, size, argument, PARAMETERS)
+        store_floats(payload, 2 * program, one_nan(low), True, ALIGNED)
+        store_floats(payload, 2 * program + 1, one_nan(high), True, ALIGNED)
     else:
-        scale = scale_of_magnitude(total.to(tl.int32), LEAST, MOST)
-    store_floats(payload, tl.program_id(0), scale, True, ALIGNED)
+        number, _ = RULE(first, first, first, size, argument, PARAMETERS)
+        store_floats(payload, program, one_nan(number), True, ALIGNED)
+
+
+@triton.jit
+def _largest(largest, _second, _third, _size, _argument, PARAMETERS: tl.constexpr):
+    scale = scale_of_magnitude(largest.to(tl.int32), PARAMETERS[0], PARAMETERS[1])
+    return scale, scale
+
+
+@triton.jit
+def _root(squares, _second, _third, _size, _argument, PARAMETERS: tl.constexpr):
+    scale = scale_of_sums(squares, PARAMETERS[0], PARAMETERS[1])
+    return scale, scale
+
+
+SCALES = {"max": ("max", _largest), "l2": ("squares", _root)}  # by norm: what is reduced, and the rule
+
+
+def numbers_variant(name: str, kind: str, rule: Any, parameters: tuple[float, ...]) -> Variant:
+    """The kernel that stores numbers, for the compile tests."""
+    constants = {"KIND": kind, "RULE": rule, "PARAMETERS": parameters, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
+    return Variant(name, _store_numbers, constants, BUCKET_NUMEL, 8 * KINDS[kind] / SUM_BLOCK, launches=3)
 
 
 # ---- what is compiled and counted without a GPU ----
-
-BUCKET_NUMEL = 1024 * SUM_BLOCK  # elements of a bucket that a program reads without a loop
 
 VARIANTS += [
     Variant(
@@ -278,9 +326,8 @@ VARIANTS += [
     )
     for _kind, _numbers in KINDS.items()
 ]
-_SCALES = {"LEAST": 2.0**-118, "MOST": float("inf"), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
 VARIANTS += [
-    Variant("block_sums.store_scales: max", _store_scales, {**_SCALES, "L2": False}, BUCKET_NUMEL, 8 / SUM_BLOCK),
-    Variant("block_sums.store_scales: l2", _store_scales, {**_SCALES, "L2": True}, BUCKET_NUMEL, 8 / SUM_BLOCK),
-    Variant("block_sums.fold", _fold, {"MAX": False}, 1024 * SUM_BLOCK, 8 / SUM_BLOCK),
+    numbers_variant(f"block_sums.store_scales: {_norm}", *_scale, (2.0**-118, float("inf")))
+    for _norm, _scale in SCALES.items()
 ]
+VARIANTS.append(Variant("block_sums.fold", _fold, {"MAX": False}, 1024 * SUM_BLOCK, 8 / SUM_BLOCK))

@@ -11,11 +11,10 @@ from .. import cast as family
 from ..cast import _NAN, WIDTHS
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .block_sums import numbers_variant, store_numbers
 from .buckets import Coding
-from .device import is_finite, negated, one_nan, store_floats
-from .launch import are_aligned, launch
-from .variants import VARIANTS, Variant
+from .device import is_finite, negated
+from .variants import VARIANTS
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  # of exponents
@@ -23,11 +22,8 @@ BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  
 
 @family._encode.runs_on("triton")
 def encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | None) -> None:
-    device = out.device
     if WIDTHS[dtype] == 1:
-        blocks = block_sums(xs, device, "max", least_buckets=1)
-        constants = {"MOST": _largest(dtype), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": are_aligned(out)}
-        launch(_store_scales, len(xs), device, blocks.rows, blocks.sums, out, len(xs), **constants)
+        store_numbers(xs, out, "max", _power_of_two, (_largest(dtype),), least_buckets=1)
     _coding(dtype).encode(xs, out, residuals)
 
 
@@ -51,17 +47,16 @@ def _coding(dtype: str) -> Coding:
     return Coding(bits, MAX_SEGMENT_NUMEL, _round, _value, parameters, numbers=1 if bits == 8 else 0, least_buckets=1)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _store_scales(rows, sums, payload, num_segments, MOST: tl.constexpr, BUCKET: tl.constexpr, ALIGNED: tl.constexpr):
-    """One program per segment: the least power of two by which the segment divided is at most MOST."""
-    _, _, first_block, blocks = find_bucket(rows, num_segments, BUCKET)
-    largest = total_of(sums + first_block, blocks, True).to(tl.int32).to(tl.float32, bitcast=True)
-    bits = tl.div_rn(largest, tl.full([], MOST, tl.float32)).to(tl.int32, bitcast=True)
+@triton.jit
+def _power_of_two(largest, _second, _third, _size, _argument, PARAMETERS: tl.constexpr):
+    """The least power of two by which the segment divided is at most the largest number of the type."""
+    largest = largest.to(tl.int32).to(tl.float32, bitcast=True)
+    bits = tl.div_rn(largest, tl.full([], PARAMETERS[0], tl.float32)).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 126 - ((bits & 0x7FFFFF) == 0).to(tl.int32)
     exponent = tl.where(bits == 0, 0, tl.minimum(tl.maximum(exponent, -126), 127))
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(is_finite(largest), tl.where(largest > 0, scale, 1.0), largest)
-    store_floats(payload, tl.program_id(0), one_nan(scale), True, ALIGNED)
+    return scale, scale
 
 
 @triton.jit
@@ -126,8 +121,7 @@ def _value(codes, scale, _second, weight, _level_table, PARAMETERS: tl.constexpr
 
 # ---- what is compiled and counted without a GPU ----
 
-_CONSTANTS = {"MOST": _largest("float8_e4m3fn"), "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
-VARIANTS.append(Variant("cast.encode: scales", _store_scales, _CONSTANTS, BUCKET_NUMEL, 8 / 1024, launches=3))
+VARIANTS.append(numbers_variant("cast.encode: scales", "max", _power_of_two, (_largest("float8_e4m3fn"),)))
 for _dtype in ("float16", "float8_e4m3fn"):
     _name, _launches = f"cast.encode: {_dtype}, residual", 3 if WIDTHS[_dtype] == 1 else 1
     VARIANTS.append(_coding(_dtype).encoder_variant(_name, random=False, launches=_launches))

@@ -1,4 +1,4 @@
-"""Compile kernels without a GPU, and read from the machine code what can be known before it runs."""
+"""Compile kernels without a GPU, and read registers, spills and inexact instructions from the machine code."""
 
 from __future__ import annotations
 

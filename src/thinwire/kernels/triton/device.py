@@ -27,8 +27,9 @@ def find(first, count, item):
 @triton.jit
 def find_segment(rows, num_segments, FIRST: tl.constexpr):
     """This program's segment, and its tile there; row FIRST of the table has the first tile of each segment."""
-    segment = find(rows + FIRST * num_segments, num_segments, tl.program_id(0))
-    return segment, tl.program_id(0) - tl.load(rows + FIRST * num_segments + segment)
+    program = tl.program_id(0)
+    segment = find(rows + FIRST * num_segments, num_segments, program)
+    return segment, program - tl.load(rows + FIRST * num_segments + segment)
 
 
 @triton.jit

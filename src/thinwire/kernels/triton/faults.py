@@ -16,6 +16,6 @@ def faults_of(device: torch.device) -> Tensor:
 
 
 def raise_on_cpu(faults: Tensor) -> None:
-    """Raise what an interpreted kernel has counted, as any kernel for tensors in main memory does."""
+    """Raise the faults that an interpreted kernel has counted, as any kernel for tensors in main memory does."""
     if flags.raises_at_once(faults.device):
         flags.raise_counted(faults, faults.tolist())

@@ -101,7 +101,7 @@ def read_tile(rows, num_segments, FIRST_TILE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def write_selected(indices, values, place, start, x, kept, TILE: tl.constexpr):
-    """Write what a tile keeps, each at its place."""
+    """Write the selected elements of a tile, each at its place."""
     tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept)
     tl.store(values + place, x, mask=kept)
 
@@ -176,27 +176,27 @@ def _histogram(
 
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _count_kept(rows, chosen, before, num_segments, num_tiles, TILE: tl.constexpr):
-    """Count what is above the threshold and what is equal to it in each tile."""
-    tile = tl.program_id(0)
+    """Count the elements of each tile that are above the threshold, and those equal to it."""
+    program = tl.program_id(0)
     segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     bits = magnitude(x)
-    tl.store(before + tile, tl.sum((inside & (bits > threshold)).to(tl.int32)))
-    tl.store(before + num_tiles + tile, tl.sum((inside & (bits == threshold)).to(tl.int32)))
+    tl.store(before + program, tl.sum((inside & (bits > threshold)).to(tl.int32)))
+    tl.store(before + num_tiles + program, tl.sum((inside & (bits == threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_tiles"])
 def _write_kept(rows, chosen, before, indices, values, num_segments, num_tiles, TILE: tl.constexpr):
-    """Write what is above the threshold, and the first of what is equal to it, in order."""
-    tile = tl.program_id(0)
+    """Write the elements above the threshold, and the first of those equal to it, in order."""
+    program = tl.program_id(0)
     segment, start, x, inside = read_tile(rows, num_segments, 4, TILE)
     threshold = tl.load(chosen + segment)
     num_ties = tl.load(chosen + num_segments + segment)
     bits = magnitude(x)
     larger = (inside & (bits > threshold)).to(tl.int32)
     equal = (inside & (bits == threshold)).to(tl.int32)
-    equal_before = tl.load(before + num_tiles + tile) + tl.cumsum(equal) - equal
-    larger_before = tl.load(before + tile) + tl.cumsum(larger) - larger
+    equal_before = tl.load(before + num_tiles + program) + tl.cumsum(equal) - equal
+    larger_before = tl.load(before + program) + tl.cumsum(larger) - larger
     kept = (larger > 0) | ((equal > 0) & (equal_before < num_ties))
     place = tl.load(rows + 3 * num_segments + segment) + larger_before + tl.minimum(equal_before, num_ties)
     write_selected(indices, values, place, start, x, kept, TILE)

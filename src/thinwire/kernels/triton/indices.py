@@ -142,17 +142,19 @@ def _ones(payload, position, high_bits, is_sent):
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_ones(rows, payload, counts, num_segments, BYTES: tl.constexpr):
+    program = tl.program_id(0)
     segment, tile = find_segment(rows, num_segments, 8)
     start = tile * BYTES * 8
     payload += tl.load(rows + 3 * num_segments + segment)
     high_bits = tl.load(rows + 4 * num_segments + segment)
     is_sent = tl.load(rows + 7 * num_segments + segment) > 0
     position = start + tl.arange(0, 8 * BYTES)
-    tl.store(counts + tl.program_id(0), tl.sum(_ones(payload, position, high_bits, is_sent)))
+    tl.store(counts + program, tl.sum(_ones(payload, position, high_bits, is_sent)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES: tl.constexpr):
+    program = tl.program_id(0)
     segment, tile = find_segment(rows, num_segments, 8)
     count = tl.load(rows + segment)
     numel = tl.load(rows + num_segments + segment)
@@ -165,7 +167,7 @@ def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES:
     is_sent = size > 0
     position = tile * BYTES * 8 + tl.arange(0, 8 * BYTES)
     ones = _ones(payload, position, high_bits, is_sent)
-    rank = tl.load(before + tl.program_id(0)).to(tl.int64) + tl.cumsum(ones) - ones
+    rank = tl.load(before + program).to(tl.int64) + tl.cumsum(ones) - ones
     kept = (ones != 0) & (rank < count)
     low_part = load_field(payload, high_bits + rank * low, low, kept)
     index = ((position - rank * step) << low) + low_part

@@ -112,7 +112,7 @@ def decoder_variants(
 
 @triton.jit
 def store_residual(rows, num_segments, segment, position, inside, lost):
-    """Store what a tile's codes lost. The residual may be the segment: all threads have read it before any writes."""
+    """Store the error of a tile's codes. The residual may be the segment: all threads have read it before any writes."""
     residual = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
     tl.debug_barrier()
     tl.store(residual + position, lost, mask=inside)
@@ -120,7 +120,7 @@ def store_residual(rows, num_segments, segment, position, inside, lost):
 
 @triton.jit
 def load_total(pointer, inside, ADD: tl.constexpr):
-    """What a decoder adds payloads to: what is there, or zeros. `pointer` is a tensor of pointers."""
+    """The initial total of a decoder: the elements at `pointer`, a tensor of pointers, or zeros."""
     if ADD:
         total = tl.load(pointer, mask=inside, other=0.0)
     else:

@@ -90,14 +90,16 @@ def _kept(rows, marks, num_segments, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_marks(rows, marks, counts, num_segments, TILE: tl.constexpr):
+    program = tl.program_id(0)
     _, _, kept = _kept(rows, marks, num_segments, TILE)
-    tl.store(counts + tl.program_id(0), tl.sum(kept))
+    tl.store(counts + program, tl.sum(kept))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_marks(rows, marks, before, indices, num_segments, TILE: tl.constexpr):
+    program = tl.program_id(0)
     segment, start, kept = _kept(rows, marks, num_segments, TILE)
-    first = tl.load(rows + 6 * num_segments + segment) + tl.load(before + tl.program_id(0))
+    first = tl.load(rows + 6 * num_segments + segment) + tl.load(before + program)
     place = first + tl.cumsum(kept) - kept
     tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept > 0)
 

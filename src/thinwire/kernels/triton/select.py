@@ -110,7 +110,7 @@ def _select_in_rows(
 
 @triton.jit(do_not_specialize=["num_segments", "chunk"])
 def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Each row of a tile is a chunk: find its threshold bit by bit, and write what it keeps in order."""
+    """Each row of a tile is a chunk: find its threshold bit by bit, and write the selected elements in order."""
     segment, tile = find_segment(rows, num_segments, 5)
     first_row = tile * ROWS
     numel = tl.load(rows + num_segments + segment)
@@ -144,17 +144,19 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
+    program = tl.program_id(0)
     segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
+    tl.store(counts + program, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr):
+    program = tl.program_id(0)
     segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
     threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
     kept = (inside & (magnitude(x) >= threshold)).to(tl.int32)
-    place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + tl.program_id(0)) + tl.cumsum(kept) - kept
+    place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + program) + tl.cumsum(kept) - kept
     write_selected(indices, values, place, start, x, kept > 0, TILE)
 
 

@@ -12,19 +12,16 @@ from torch import Tensor
 from .. import onebit, sign
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .block_sums import numbers_variant, store_numbers
 from .buckets import Coding
-from .device import is_finite, negated, one_nan, store_floats
-from .launch import are_aligned, launch
-from .variants import VARIANTS, Variant
+from .device import is_finite, negated
+from .variants import VARIANTS
 
 
 @sign._encode.runs_on("triton")
 def encode_signs(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
-    blocks = block_sums(xs, out.device, "magnitudes", least_buckets=1)
-    arguments = (blocks.rows, blocks.sums, out, len(xs), fixed_scale or 0.0)
-    constants = {"FIXED": fixed_scale is not None, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": are_aligned(out)}
-    launch(_store_magnitudes, len(xs), out.device, *arguments, **constants)
+    parameters, argument = (int(fixed_scale is not None),), fixed_scale or 0.0
+    store_numbers(xs, out, "magnitudes", _mean_magnitude, parameters, least_buckets=1, argument=argument)
     SIGN.encode(xs, out, residuals)
 
 
@@ -40,10 +37,7 @@ def sum_signs(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag
 
 @onebit._encode.runs_on("triton")
 def encode_halves(xs: list[Tensor], out: Tensor, bucket_size: int, residuals: list[Tensor] | None) -> None:
-    blocks = block_sums(xs, out.device, "halves", bucket_size)
-    arguments = (blocks.rows, blocks.sums, out, len(xs), blocks.num_blocks)
-    constants = {"BUCKET": bucket_size, "ALIGNED": are_aligned(out)}
-    launch(_store_means, blocks.num_buckets, out.device, *arguments, **constants)
+    store_numbers(xs, out, "halves", _means, (), bucket_size)
     _onebit(bucket_size).encode(xs, out, residuals)
 
 
@@ -57,45 +51,27 @@ def sum_halves(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket
     return _onebit(bucket_size).decode(payloads, outs, weight, add=False)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _store_magnitudes(
-    rows,
-    sums,
-    payload,
-    num_segments,
-    fixed_scale,
-    FIXED: tl.constexpr,
-    BUCKET: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """One program per segment: store the mean magnitude, or a fixed scale where it is finite and not zero."""
-    _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
-    total = total_of(sums + first_block, count, False)
+@triton.jit
+def _mean_magnitude(total, _second, _third, size, fixed_scale, PARAMETERS: tl.constexpr):
+    """The mean magnitude of a segment, or a fixed scale where it is finite and not zero."""
     scale = (total / tl.maximum(size, 1).to(tl.float64)).to(tl.float32)  # the sum of an empty segment is 0
-    if FIXED:
+    if PARAMETERS[0]:
         scale = tl.where(is_finite(scale) & (scale > 0), fixed_scale, scale)
-    store_floats(payload, tl.program_id(0), one_nan(scale), True, ALIGNED)
+    return scale, scale
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
-def _store_means(rows, sums, payload, num_segments, num_blocks, BUCKET: tl.constexpr, ALIGNED: tl.constexpr):
-    """One program per bucket: store the means of its negative elements and of its others; 0 for none."""
-    _, size, first_block, count = find_bucket(rows, num_segments, BUCKET)
-    sums += first_block
-    low = total_of(sums, count, False)
-    high = total_of(sums + num_blocks, count, False)
-    negatives = total_of(sums + 2 * num_blocks, count, False)
+@triton.jit
+def _means(low, high, negatives, size, _argument, _PARAMETERS: tl.constexpr):
+    """The means of a bucket's negative elements and of its others; 0 for none."""
     others = size.to(tl.float64) - negatives
     low = tl.where(negatives == 0, 0.0, low / tl.maximum(negatives, 1.0))
     high = tl.where(others == 0, 0.0, high / tl.maximum(others, 1.0))
-    program = tl.program_id(0)
-    store_floats(payload, 2 * program, one_nan(low.to(tl.float32)), True, ALIGNED)
-    store_floats(payload, 2 * program + 1, one_nan(high.to(tl.float32)), True, ALIGNED)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
 def _low_and_high(first, second, PARAMETERS: tl.constexpr):
-    """What negative elements become, and what others become."""
+    """The values of negative elements and of others."""
     if PARAMETERS[0] == 2:
         low, high = first, second
     else:
@@ -122,11 +98,10 @@ def _onebit(bucket_size: int) -> Coding:
     return Coding(1, bucket_size, _round, _value, (2,), numbers=2)
 
 
-_BUCKET = {"BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
 for _family, _coding, _what in (("sign", SIGN, "whole segments"), ("onebit", _onebit(512), "buckets of 512")):
     VARIANTS.append(_coding.encoder_variant(f"{_family}.encode: {_what}, residual", random=False, launches=3))
     VARIANTS.extend(_coding.decoder_variants(f"{_family}.{{}}: {_what}"))
 VARIANTS += [
-    Variant("sign.encode: mean", _store_magnitudes, {"FIXED": False, **_BUCKET}, BUCKET_NUMEL, 8 / 1024, launches=3),
-    Variant("onebit.encode: means", _store_means, _BUCKET, BUCKET_NUMEL, 24 / 1024, launches=3),
+    numbers_variant("sign.encode: mean", "magnitudes", _mean_magnitude, (0,)),
+    numbers_variant("onebit.encode: means", "halves", _means, ()),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 # Triton's types of run-time arguments. An argument of this name has this type in all kernels, but for `Variant.types`.
 TYPES = {
+    "argument": "fp32",
     "before": "*i32",
     "bits": "i32",
     "chosen": "*i32",
@@ -18,7 +19,6 @@ TYPES = {
     "factor": "fp32",
     "faults": "*i32",
     "first_tile": "*i64",
-    "fixed_scale": "fp32",
     "flag": "*i32",
     "found": "*i32",
     "hist": "*i32",
