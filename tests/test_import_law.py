@@ -89,6 +89,15 @@ def test_nothing_imports_upwards():
     assert not wrong, wrong
 
 
+def test_the_packages_of_training_have_an_order():
+    order = ("step", "results", "folder", "run", "start")
+    for path in sorted((SOURCE / "lab" / "train").rglob("*.py")):
+        here = path.relative_to(SOURCE / "lab" / "train").parts[0]
+        above = order[order.index(here) + 1 :] if here in order else order if here != "__init__.py" else ()
+        imported = {name.split(".")[3] for name, _ in imports(path) if name.startswith("thinwire.lab.train.")}
+        assert not imported & set(above), f"{path.relative_to(SOURCE)} imports {imported & set(above)}"
+
+
 def test_the_library_imports_nothing_of_the_lab():
     for path in [path for path, room in rooms() if room in LIBRARY] + [SOURCE / "__init__.py"]:
         assert not [name for name, _ in imports(path) if name.startswith("thinwire.lab")], path

@@ -32,7 +32,7 @@ from thinwire.lab.train.data import Augmentation, ImageFolder
 from thinwire.lab.train.models import CIFARResNet, LSTMLanguageModel, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.run import loop
-from thinwire.lab.train.step.steps import count_steps, steps
+from thinwire.lab.train.step.steps import course, steps
 from thinwire.lab.train.step.training import Training, random_state
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
@@ -85,7 +85,7 @@ def run_locally(config: RunConfig, folder: Path, comm: Communicator) -> None:
         sums = sum(data.sums(*answer) for answer in training.step(step.batches))
         rows.append({"step": step.number, **data.metrics(comm.all_reduce(sums).wait())})
     handle.synchronize()
-    place = folder / "checkpoints" / f"step-{count_steps(config, data, comm.size)[1]:06d}"
+    place = folder / "checkpoints" / f"step-{course(config, data, comm.size).num_steps:06d}"
     place.mkdir(parents=True, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averager": handle.state_dict()}
     torch.save(state | {"random": random_state()}, place / f"worker-{comm.rank}.pt")

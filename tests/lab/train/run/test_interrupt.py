@@ -21,7 +21,8 @@ from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
-from thinwire.lab.train.run.interrupt import SIGNALS, Interruption, requeue
+from thinwire.lab.train.run.interrupt import Interruption, requeue
+from thinwire.lab.train.signals import SIGNALS
 from thinwire.lab.train.start import watch
 
 LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")

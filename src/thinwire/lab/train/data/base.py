@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from ....kernels import mix_key
 from ..models import apply
-from ..run.interrupt import ignore_requests
+from ..signals import ignore_requests
 
 AUGMENTATION_STREAM = zlib.crc32(b"augmentation of examples")
 IGNORE = -100

@@ -15,8 +15,8 @@ from types import FrameType
 import torch
 
 from ....comm import Communicator, Handle
+from ..signals import SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # if several arrive at once, the first in this order counts
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: not finished, run again
 
 
@@ -91,12 +91,6 @@ class Interruption:
         """Wait for the vote that the last step began. Call it before closing the connections."""
         if self._vote:
             self._vote.wait()
-
-
-def ignore_requests(_: object = None) -> None:
-    """Ignore the signals. For helper processes: SLURM signals all processes of a job."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def requeue() -> str:

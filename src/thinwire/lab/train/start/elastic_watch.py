@@ -20,7 +20,8 @@ from typing import Any
 from ....comm.forming import LEFT_OUT_SECONDS
 from ..config import RunConfig
 from ..folder.checkpoint import latest
-from ..run.interrupt import SIGNALS, Interrupted
+from ..run.interrupt import Interrupted
+from ..signals import SIGNALS
 from .watch import FORK_SERVER_DIED, NO_FORK_SERVER, Requests, WorkerError, diagnosis, stopped, too_slow
 from .worker import LEFT_OUT, MISTAKEN
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ....comm.process_world import worker_context
 from ..config import RunConfig
 from ..results.callbacks import Callback
-from ..run.interrupt import SIGNALS
+from ..signals import SIGNALS
 from .connect import loopback_store
 from .elastic_watch import ElasticWatch
 from .environment import LOOPBACK

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import FrameType
 
 from ..folder.checkpoint import latest
-from ..run.interrupt import SIGNALS, Interrupted
+from ..run.interrupt import Interrupted
+from ..signals import SIGNALS
 from .presence import Store
 from .worker import MISTAKEN
 

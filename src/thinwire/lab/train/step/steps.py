@@ -124,16 +124,6 @@ def course(config: RunConfig, data: Dataset, size: int, origin: Place = START) -
     return Course(origin, per_epoch, rest, per_step, min(num_steps, limit), min(whole, limit))
 
 
-def count_steps(config: RunConfig, data: Dataset, size: int) -> tuple[int, int]:
-    """Count the steps of an epoch and of the whole run on `size` workers.
-
-    Raises:
-        ValueError: as `course` does.
-    """
-    whole = course(config, data, size)
-    return whole.per_epoch, whole.num_steps
-
-
 def steps(
     config: RunConfig,
     data: Dataset,
