@@ -39,7 +39,10 @@ def segments(
     name: str, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Check that all tensors are segments of this type on one device; return them detached."""
-    return [vector(f"{name}[{i}]", t, dtype, device) for i, t in enumerate(tensors)]
+    for i, t in enumerate(tensors):
+        if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
+            vector(f"{name}[{i}]", t, dtype, device)  # raises; called here alone, it costs less
+    return [t.detach() for t in tensors]
 
 
 def segments_alike(
@@ -52,8 +55,9 @@ def segments_alike(
 ) -> list[Tensor]:
     """Check that `tensors` are segments of the sizes of `like`, which an error calls `whose`; return them detached."""
     checked = segments(name, tensors, device, dtype)
-    if numels_of(checked) != numels_of(like):
-        raise ValueError(f"{name}: expected the {whose}' sizes {numels_of(like)}, got {numels_of(checked)}")
+    sizes, expected = [t.numel() for t in checked], [t.numel() for t in like]
+    if sizes != expected:
+        raise ValueError(f"{name}: expected the {whose}' sizes {expected}, got {sizes}")
     return checked
 
 

@@ -46,13 +46,9 @@ _float32 = partial(debug.empty, dtype=torch.float32, device="cpu")
 _double = partial(torch.tensor, dtype=torch.float64, device="cpu")
 
 
-def _array(x: Tensor) -> Array:
-    return x.numpy() if x.dim() == 1 else x.view(-1).numpy()
-
-
 def _arrays(xs: Sequence[Tensor] | None) -> list[Array]:
     """A view of each tensor; none for None."""
-    return [] if xs is None else [_array(x) for x in xs]
+    return [] if xs is None else [x.numpy() if x.dim() == 1 else x.view(-1).numpy() for x in xs]
 
 
 def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:
@@ -76,7 +72,7 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
 
 def _converted(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return _array(argument)
+        return argument.numpy() if argument.dim() == 1 else argument.view(-1).numpy()
     convert = _CONVERSIONS.get(type(argument))
     return argument if convert is None else convert(argument)
 
