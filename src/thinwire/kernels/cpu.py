@@ -47,8 +47,10 @@ _double = partial(torch.tensor, dtype=torch.float64, device="cpu")
 
 
 def _arrays(xs: Sequence[Tensor] | None) -> list[Array]:
-    """A view of each tensor; none for None."""
-    return [] if xs is None else [x.numpy() if x.dim() == 1 else x.view(-1).numpy() for x in xs]
+    """Flat views of tensors with equally many dimensions; none for None."""
+    if not xs:
+        return []
+    return [x.numpy() for x in xs] if xs[0].dim() == 1 else [x.view(-1).numpy() for x in xs]
 
 
 def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:
@@ -59,29 +61,24 @@ def _levels(x: levels.Levels) -> _native.Levels:
     return _native.Levels(_native.Buckets(x.bits, x.bucket_size, x.norm == "l2"), x.values)
 
 
-# What the extension takes in place of an argument, by the argument's type.
+# What the extension takes in place of an argument, by the argument's type; all others as they are.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
-    type(None): _arrays,
+    Tensor: Tensor.numpy,
     list: lambda items: _arrays(items) if items and isinstance(items[0], Tensor) else items,
+    type(None): _arrays,
     quantize.Quantizer: _quantizer,
     levels.Levels: _levels,
     ternary.Ternary: lambda t: _native.Ternary(t.base, t.size),
     momentum.Momentum: lambda rule: _native.Momentum(rule.momentum, rule.factor, rule.nesterov),
 }
-
-
-def _converted(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.numpy() if argument.dim() == 1 else argument.view(-1).numpy()
-    convert = _CONVERSIONS.get(type(argument))
-    return argument if convert is None else convert(argument)
+_conversion = _CONVERSIONS.get
 
 
 def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a C++ function with converted arguments."""
 
     def call(*arguments: Any) -> Any:
-        return function(*map(_converted, arguments))
+        return function(*[convert(a) if (convert := _conversion(type(a))) else a for a in arguments])
 
     return call
 
@@ -168,7 +165,7 @@ def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array]
 
 @momentum._correct.runs_on("cpu")
 def momentum_correct(buffers: momentum.Buffers, rule: momentum.Momentum) -> None:
-    _native.momentum_correct(*_buffers(buffers), _converted(rule))
+    _calls(_native.momentum_correct)(*_buffers(buffers), rule)
 
 
 # ---- numbers as new tensors ----
@@ -248,7 +245,7 @@ scatter._gather_marked.runs_on("cpu")(partial(_gather, _native.gather_marked))
 def _select(function: Callable[..., None], count: int, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Indices and values of `count` elements, which a C++ function writes to its last arguments."""
     kept, values = _int32(count), _float32(count)
-    function(*map(_converted, arguments), kept.numpy(), values.numpy())
+    _calls(function)(*arguments, kept, values)
     return kept, values
 
 
