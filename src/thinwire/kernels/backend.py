@@ -46,6 +46,8 @@ class Kernel(Generic[P, R]):
     def runs_on(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a backend's function of this kernel; it has the reference's parameters."""
 
+        assert backend in BACKENDS.values(), backend
+
         def add(function: Callable[P, R]) -> Callable[P, R]:
             self.functions[backend] = function
             return function
