@@ -16,10 +16,10 @@ FLOORS = {
     "allocator": 0,
     "clock": 0,
     "suggestion": 0,
-    "membership": 0,
     "debug": 0,
     "streams": 0,
     "schedule": 1,
+    "membership": 1,
     "kernels": 1,
     "codec": 2,
     "memory": 2,
@@ -45,7 +45,7 @@ FLOORS = {
     "__main__": 16,
 }
 LIBRARY = {name for name, floor in FLOORS.items() if floor < 10}
-SAME_FLOOR = {("memory", "codec")}
+SAME_FLOOR = {("memory", "codec"), ("membership", "schedule")}
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 
 

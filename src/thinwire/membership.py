@@ -1,27 +1,373 @@
-"""What becomes of memory when the number of workers changes: the rules that memories, averagers and strategies share.
+"""What becomes of a state when the number of workers changes: every field of a state says it, and this module does it.
 
-A worker remembers two kinds of things, and each memory and averager declares which is which:
+A state is a dataclass derived from `State`. Each of its fields has a kind:
 
-    own       this worker's alone, such as the residual of error feedback
-    shared    the same on all workers, such as adaptive levels, PowerSGD's Q, an outer optimizer
+    own        this worker's alone, such as the residual of error feedback; a worker that joins starts at zero
+    cut        coordinates that this worker owns, such as a shard's memory; cut anew by `State.place`
+    shared     the same on all workers, such as adaptive levels or PowerSGD's Q
+    averaged   differs between workers under gossip; all go on from the mean
+    restart    saved to resume, and begins again when the workers change, such as push-sum's weight
+    nested     another state, or a list or dict of states, or None
+    agreed     chosen by `init` on all workers together: not saved, but a worker that joins takes it over
+    pending    of the round under way; not saved, and forgotten by loading
+    config     anything else; not saved
 
 Own memory is late gradient: what worker i keeps as e_i enters the parameters as `1/W sum_i e_i`. So this mean is the total
 that is kept when W changes, not the plain sum: with the sum alone, late gradients would weigh W/W' times what they are worth.
 
     1/W' sum_j e'_j  =  1/W sum_i e_i
+
+Example:
+    >>> @dataclass
+    ... class Residual(State):
+    ...     error: Tensor = own()
+    ...     rounds: int = shared(default=0)
+    >>> saved = [Residual(torch.tensor([value]), rounds=7).state_dict() for value in (2.0, 4.0)]
+    >>> state = Residual(torch.zeros(1))
+    >>> redistribute(state, saved, rank=0, size=1)
+    >>> state
+    Residual(error=tensor([3.]), rounds=7)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .algorithm import require
+from .schedule import Progress
 
-def dealt(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+AS_MADE: Any = object()
+"""Restart with what `init` has made."""
+
+
+class Form(NamedTuple):
+    """How a field is saved that is more than tensors, numbers, and dicts and lists of them.
+
+    Args:
+        save: of the state and the field's value, makes what is saved.
+        load: of the state, the present value and what was saved, makes the new value.
+    """
+
+    save: Callable[[Any, Any], Any]
+    load: Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a field.
+
+    Attributes:
+        name: as in the module's text.
+        form: how the field is saved; None as it is.
+        value: where it restarts; tensors are filled with it.
+        default: makes the value of a pending field between two rounds.
+        tied: whether it holds among these workers only, and becomes zero when others take part within a run.
+    """
+
+    name: str
+    form: Form | None
+    value: Any
+    default: Callable[[], Any]
+    tied: bool
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `state_dict` has it."""
+        return self.name not in ("agreed", "pending", "config")
+
+
+def _field(name: str, *, form: Form | None = None, value: Any = AS_MADE, tied: bool = False, **options: Any) -> Any:
+    """A dataclass field of this kind; `options` are those of `dataclasses.field`."""
+    default = options.get("default_factory", lambda: options.get("default"))
+    return field(metadata={"kind": Kind(name, form, value, default, tied)}, **options)
+
+
+own = partial(_field, "own")
+cut = partial(_field, "cut")
+shared = partial(_field, "shared")
+averaged = partial(_field, "averaged")
+restart = partial(_field, "restart")
+nested = partial(_field, "nested")
+agreed = partial(_field, "agreed")
+pending = partial(_field, "pending")
+config = partial(_field, "config")
+
+
+def kinds(state: State) -> dict[str, Kind]:
+    """The kind of each field of a state, by name.
+
+    Raises:
+        TypeError: a field has none.
+    """
+    found: Any = fields(state)  # type: ignore[arg-type]  # states are dataclasses
+    for missing in (f.name for f in found if "kind" not in f.metadata):
+        raise TypeError(
+            f"{type(state).__name__}.{missing} must say what becomes of it when the number of workers changes; write "
+            f"`{missing}: ... = own()`, shared(), averaged(), restart(value=...), nested(), pending(default=...) or config(), "
+            "of thinwire.membership"
+        )
+    return {f.name: f.metadata["kind"] for f in found}
+
+
+class State:
+    """What changes while an algorithm runs: a dataclass whose fields each have a kind.
+
+    Raises:
+        TypeError: when it is made, if a field has none.
+    """
+
+    def __post_init__(self) -> None:
+        kinds(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's part: tensors and plain values, by the names of the fields."""
+        return {name: saved_field(self, name) for name, kind in kinds(self).items() if kind.is_saved}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, bit for bit, in place. What is pending is forgotten.
+
+        Raises:
+            ValueError: it is of another algorithm or of other tensors.
+        """
+        saved_kinds = {name: kind for name, kind in kinds(self).items() if kind.is_saved}
+        require_names(saved_kinds, saved, type(self).__name__)
+        for name, kind in saved_kinds.items():
+            value = getattr(self, name)
+            loaded = kind.form.load(self, value, saved[name]) if kind.form else _loaded(value, saved[name], name)
+            setattr(self, name, loaded)
+        _forget(self)
+
+    def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
+        """`redistribute` calls it first, to make what `saved`, of a worker before, has and this state has not."""
+
+    def place(self, name: str, rank: int, size: int) -> slice:
+        """The coordinates of a tensor that worker `rank` of `size` owns; for states with a field that is `cut`."""
+        raise NotImplementedError(f"{type(self).__name__} has a field that is cut, so it must define place()")
+
+
+def check_state(state: Any, owner: object) -> Any:
+    """Return the state that `owner` has made.
+
+    Raises:
+        TypeError: it is not derived from `State`.
+    """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"{owner}: its state must be a dataclass derived from thinwire.membership.State, each field of a kind such as "
+            f"own() or shared(); got {type(state).__name__}"
+        )
+    return state
+
+
+# ---- other workers ----
+
+
+def redistribute(state: State, saved: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+    """Go on from the states of another number of workers, as worker `rank` of `size`.
+
+    Args:
+        state: that `init` has made for `size` workers.
+        saved: what `state_dict` returned on each worker before, in rank order.
+        rank: of this worker.
+        size: the new number of workers.
+    """
+    rewind(state, _continued(state, saved, (rank, size)))
+
+
+def shared_part(state: State) -> dict[str, Any]:
+    """What a worker that joins must know: all but what is this worker's own."""
+    return {name: saved_field(state, name) for name in _of_kind(state, "shared", "averaged", "agreed")} | {
+        name: _each(value, [], lambda child, _: shared_part(child)) for name, value in _nested(state)
+    }
+
+
+def load_shared(state: State, part: Mapping[str, Any]) -> None:
+    """Take over what `shared_part` returned on a live worker. What is this worker's own starts at zero."""
+    rewind(state, _continued(state, [part], None))
+
+
+def own_norm(state: State) -> float:
+    """The Euclidean norm of what is this worker's own: what would be lost with it."""
+    norms = [norm_of(_tensors(saved_field(state, name))) for name in _of_kind(state, "own", "cut")]
+    return math.hypot(*norms, *[own_norm(child) for child in _children(state)])
+
+
+def untie(state: State) -> None:
+    """Set what held among the workers so far to zero, because others take part from now on."""
+    for name in (name for name, kind in kinds(state).items() if kind.tied):
+        for tensor in _tensors(getattr(state, name)):
+            tensor.zero_()
+    for child in _children(state):
+        untie(child)
+
+
+def rewind(state: State, saved: Mapping[str, Any]) -> None:
+    """Go back, in place, to what `state_dict` returned before a round that was given up, however far it came."""
+    _forget(state)
+    state.load_state_dict(saved)
+
+
+def _continued(state: State, saved: Sequence[Mapping[str, Any]], place: tuple[int, int] | None) -> dict[str, Any]:
+    """The saved state of this worker: of this rank and number of workers, from all before; or None, it joins a live one."""
+    if place is not None:
+        state.make_room(saved[0], *place)
+
+    def part(name: str, kind: Kind) -> Any:
+        if kind.name == "restart":
+            return _restarted(kind.value, saved_field(state, name))
+        if kind.name in ("own", "cut") and place is None:
+            return _by_leaf([saved_field(state, name)], lambda tensors: torch.zeros_like(tensors[0]))
+        value, theirs = getattr(state, name), [one[name] for one in saved]
+        if kind.name == "own" and place is not None:
+            return _by_leaf(theirs, lambda tensors: keep_mean(tensors, *place))
+        if kind.name == "cut" and place is not None:
+            return {key: torch.cat([one[key] for one in theirs])[state.place(key, *place)] for key in theirs[0]}
+        if kind.name == "nested":  # of what a live worker has and this one has not, nothing is shared
+            theirs = [None] if value is None and place is None else theirs
+            return _each(value, theirs, lambda child, its: _continued(child, its, place))
+        return mean_of(theirs) if kind.name == "averaged" else theirs[0]
+
+    if place is None:
+        for name in _of_kind(state, "agreed"):
+            setattr(state, name, saved[0][name])
+    return {name: part(name, kind) for name, kind in kinds(state).items() if kind.is_saved}
+
+
+def _restarted(value: Any, made: Any) -> Any:
+    if value is AS_MADE:
+        return made
+    return _by_leaf([made], lambda tensors: torch.full_like(tensors[0], value)) if isinstance(value, float) else value
+
+
+def _of_kind(state: State, *names: str) -> list[str]:
+    return [name for name, kind in kinds(state).items() if kind.name in names]
+
+
+def _nested(state: State) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(state, name)) for name in _of_kind(state, "nested"))
+
+
+def _children(state: State) -> Iterator[State]:
+    for _, value in _nested(state):
+        several = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        yield from (child for child in several if child is not None)
+
+
+def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[Any]], Any]) -> Any:
+    """`change` of each nested state and what was saved of it; a state of which nothing was saved stays as it is."""
+    if isinstance(value, Mapping):
+        return {key: _each(child, [one[key] for one in theirs], change) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_each(child, [one[i] for one in theirs], change) for i, child in enumerate(value)]
+    if value is None:
+        return theirs[0] if theirs else None
+    return value.state_dict() if None in theirs else change(value, theirs)
+
+
+def _forget(state: State) -> None:
+    for name in _of_kind(state, "pending"):
+        setattr(state, name, kinds(state)[name].default())
+    for child in _children(state):
+        _forget(child)
+
+
+# ---- saved values ----
+
+
+WHOLE = Form(lambda state, value: copied(value), lambda state, value, saved: copied(saved))
+"""A value that is replaced as a whole, whatever was there."""
+
+
+def saved_field(state: State, name: str) -> Any:
+    """A field as `state_dict` has it."""
+    form, value = kinds(state)[name].form, getattr(state, name)
+    return form.save(state, value) if form else copied(value)
+
+
+def copied(value: Any) -> Any:
+    """A value as it is saved: tensors are copied, and states become dicts."""
+    if isinstance(value, Mapping):
+        return {key: copied(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [copied(one) for one in value]
+    if isinstance(value, Progress):
+        return value._asdict()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.state_dict() if isinstance(value, State) else value
+
+
+def _loaded(value: Any, saved: Any, what: str) -> Any:
+    require(
+        not (value is None and isinstance(saved, Mapping)) and not (isinstance(value, State) and saved is None),
+        f"only one of the saved state and this averager has {what}; use the averager it was saved with",
+    )
+    if isinstance(value, State):
+        value.load_state_dict(saved)
+    elif isinstance(value, Tensor):
+        load_tensors({what: value}, {what: saved}, "state")
+    elif isinstance(value, Mapping) and not all(isinstance(one, Tensor) for one in value.values()):
+        require_names(value, saved, what)
+        return {key: _loaded(one, saved[key], f"{what} of {key!r}") for key, one in value.items()}
+    elif isinstance(value, Mapping):
+        load_tensors(value, saved, what)
+    elif isinstance(value, list):
+        require(len(value) == len(saved), f"the saved state has {len(saved)} {what}, expected {len(value)}")
+        return [_loaded(one, theirs, what) for one, theirs in zip(value, saved, strict=True)]
+    else:
+        return Progress(**saved) if isinstance(value, Progress) else saved
+    return value
+
+
+@torch.no_grad()
+def load_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Copy saved tensors into those of the same names.
+
+    Raises:
+        ValueError: names or sizes differ.
+    """
+    require_names(tensors, saved, what)
+    for name, tensor in tensors.items():
+        require(
+            tensor.numel() == saved[name].numel(),
+            f"saved {what} of {name!r} has {saved[name].numel()} elements, expected {tensor.numel()}",
+        )
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name].reshape(tensor.shape))
+
+
+def require_names(here: Iterable[str], there: Iterable[str], what: str) -> None:
+    """Raise a ValueError if these names differ."""
+    differing = sorted(set(here) ^ set(there))
+    require(not differing, f"saved {what} does not fit this model: {differing[:5]} are only in one of them")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+def _by_leaf(values: Sequence[Any], combine: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+    """Equally built values with their tensors combined."""
+    if isinstance(values[0], Mapping):
+        return {key: _by_leaf([value[key] for value in values], combine) for key in values[0]}
+    return combine(values) if isinstance(values[0], Tensor) else values[0]
+
+
+# ---- the arithmetic ----
+
+
+def keep_mean(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
     """The part of worker `rank` of `size` in the own memory of W workers, so that the mean over workers is kept.
 
     With fewer workers than before, a worker takes over the memories of several; with more, several share one. As many
@@ -37,7 +383,7 @@ def dealt(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
 
     Example:
         >>> parts = [torch.tensor([float(value)]) for value in (1, 2, 3, 6)]  # their mean is 3
-        >>> [dealt(parts, rank, 2).item() for rank in range(2)], [dealt(parts, rank, 8).item() for rank in range(8)][:4]
+        >>> [keep_mean(parts, r, 2).item() for r in range(2)], [keep_mean(parts, r, 8).item() for r in range(8)][:4]
         ([2.0, 4.0], [1.0, 2.0, 3.0, 6.0])
     """
     before = len(parts)
@@ -59,7 +405,7 @@ def mean_of(states: Sequence[Any]) -> Any:
     """
     first = states[0]
     if isinstance(first, Tensor):
-        if not first.is_floating_point():
+        if not first.is_floating_point() or all(torch.equal(first, state) for state in states[1:]):
             return first.clone()
         return torch.stack([state.double() for state in states]).mean(0).to(first.dtype)
     if isinstance(first, Mapping):

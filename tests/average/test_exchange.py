@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.spawn import spawn
+from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -212,11 +213,11 @@ def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
     states = [state.state_dict() for _, state in everyone]
     for name in ("conv.weight", "fc.weight", "tiny"):
         total = sum(dict(gradients(rank, step))[name].double() for rank in range(size) for step in range(num_steps))
-        kept = sum(s["memory"][name].double() for s in states)
+        kept = sum(s["memory"]["residual"][name].double() for s in states)
         if exchange == "scatter_reduce":
-            kept = kept + size * torch.cat([s["owner_memory"][name].double() for s in states])
+            kept = kept + size * torch.cat([s["owner_memory"]["residual"][name].double() for s in states])
         elif nodes is not None:
-            members = [s["memory"][name] for rank, s in enumerate(states) if rank % nodes]
+            members = [s["memory"]["residual"][name] for rank, s in enumerate(states) if rank % nodes]
             assert not torch.cat(members).any()
         sent = size * sum(r[name].double() for r in everyone[0][0])
         # A few roundings a step of numbers below 2^6, on each worker.
@@ -263,7 +264,7 @@ def test_a_loss_scale_changes_nothing(exchange, size, nodes, memory):
 def memories(state):
     """Copies of all memories of a worker."""
     saved = state.state_dict()
-    return [saved[kind] for kind in ("memory", "owner_memory") if saved[kind] is not None]
+    return [leaves(saved[kind]) for kind in ("memory", "owner_memory") if saved[kind] is not None]
 
 
 @every_exchange
@@ -616,7 +617,7 @@ def test_processes_and_threads_give_the_same_bits(size, averager):
         assert_equal(results, by_threads[0][0])
         for kind in ("memory", "owner_memory"):
             assert (saved[kind] is None) == (state.state_dict()[kind] is None)
-            assert_equal([saved[kind] or {}], [state.state_dict()[kind] or {}])
+            assert_equal([leaves(saved[kind])], [leaves(state.state_dict()[kind])])
 
 
 def ddp_worker(comm, averagers):
@@ -638,7 +639,7 @@ def train_with(comm, averager):
     owned = handle.state_dict()[f"rank{comm.rank}"]["owner_memory"]
     handle.detach()
     flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest(), sorted(owned or {})
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest(), sorted(owned["residual"] if owned else {})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

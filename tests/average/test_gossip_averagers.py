@@ -522,7 +522,7 @@ def test_a_round_takes_the_tensors_of_init():
 def test_a_state_of_another_averager_is_refused():
     def worker(comm):
         saved = tw.Choco().init(start(comm.rank), comm).state_dict()
-        with pytest.raises(ValueError, match="only one of the saved state and this averager has a memory"):
+        with pytest.raises(ValueError, match="only one of the saved state and this averager has memory"):
             tw.Mix().init(start(comm.rank), comm).load_state_dict(saved)
         del saved["memory"]["public"]["scale"]
         with pytest.raises(ValueError, match=r"do.* not fit these tensors.*scale"):

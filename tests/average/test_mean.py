@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.states import leaves
 
 import thinwire as tw
 
@@ -142,10 +143,7 @@ def test_only_granularity_model_needs_everything_at_once(averager):
 
 def memories(saved):
     """The buffers of all memories in a saved state, of the children of a policy as well."""
-    found = dict(saved.get("memory") or {})
-    for part in saved.values():
-        found |= memories(part) if isinstance(part, dict) else {}
-    return found
+    return {name.partition("memory.")[2]: value for name, value in leaves(saved).items() if "memory." in name}
 
 
 @every_gradient_averager

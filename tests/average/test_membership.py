@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.membership import dealt
+from thinwire.membership import keep_mean, load_shared, own_norm, redistribute, shared_part
 
 SHAPES = {"weight": (12, 8), "bias": (5,)}
 GRADIENT_AVERAGERS = [
@@ -34,7 +34,7 @@ def rounds(comm, averager, steps, states=None, start=0):
     tensors = tensors_of(comm.rank, 0)
     state = averager.init(tensors, comm)
     if states is not None:
-        state.load_state_dict(averager.deal(states, tensors, comm.rank, comm.size))
+        redistribute(state, states, comm.rank, comm.size)
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(start, start + steps):
         tensors = tensors_of(comm.rank, step)
@@ -49,7 +49,7 @@ def rounds(comm, averager, steps, states=None, start=0):
 @given(before=st.integers(1, 9), after=st.integers(1, 9))
 def test_dealing_keeps_the_mean_over_workers(before, after):
     parts = [torch.tensor([float(2**i), 1.0], dtype=torch.float64) for i in range(before)]
-    new = [dealt(parts, rank, after) for rank in range(after)]
+    new = [keep_mean(parts, rank, after) for rank in range(after)]
     torch.testing.assert_close(torch.stack(new).mean(0), torch.stack(parts).mean(0))
     if before == after:
         assert all(map(torch.equal, new, parts))
@@ -57,11 +57,11 @@ def test_dealing_keeps_the_mean_over_workers(before, after):
 
 def late(averager, states) -> dict[str, torch.Tensor]:
     """What the results still owe to the gradients: 1/W sum_i e_i, and the owners' memory by coordinate."""
-    memory = [state["memory"] for state in states]
+    memory = [state["memory"]["residual"] for state in states]
     owed = {name: torch.stack([m[name] for m in memory]).mean(0) for name in memory[0]}
     if states[0].get("owner_memory"):
         for name in owed:
-            owed[name] += torch.cat([state["owner_memory"][name] for state in states])
+            owed[name] += torch.cat([state["owner_memory"]["residual"][name] for state in states])
     return owed
 
 
@@ -109,17 +109,17 @@ def test_workers_come_and_go_within_a_run(averager):
     def grow(comm):
         lone = tw.LocalWorld(1).run(lambda alone: averager.init(tensors_of(7, 0), alone))[0]
         state = survivors[comm.rank][0] if comm.rank < 2 else lone
-        shared = averager.shared(survivors[0][0])
+        shared = shared_part(survivors[0][0])
         comm.barrier()
         if comm.rank >= 2:
-            averager.adopt(state, shared)
-            assert averager.own_norm(state) == 0
+            load_shared(state, shared)
+            assert own_norm(state) == 0
         averager.regroup(state, tensors_of(0, 0), comm, [0, 1, None, None])
         return several(state, comm, 4)
 
     tw.LocalWorld(4).run(begin)
     survivors = tw.LocalWorld(2).run(survive)
-    assert averager.own_norm(survivors[0][0]) > 0
+    assert own_norm(survivors[0][0]) > 0
     for results in (*[[r for _, r in survivors]], tw.LocalWorld(4).run(grow)):
         assert all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
 
@@ -158,7 +158,7 @@ def test_gossip_goes_on_among_the_living_and_keeps_their_mean(averager):
         if before[comm.rank] is None:
             values[me] = [(name, t.clone()) for name, t in tensors_of(me, 0)]
             states[me] = tw.LocalWorld(1).run(lambda alone: averager.init(values[me], alone))[0]
-            averager.adopt(states[me], averager.shared(states[old[0]]))
+            load_shared(states[me], shared_part(states[old[0]]))
         comm.barrier()
         state, tensors = states[me], values[me]
         for _, t in tensors:  # strategies hold the estimate z between rounds

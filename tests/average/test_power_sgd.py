@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.gradients import batch, fingerprint, make_model, optimizer_of, train
 from helpers.spawn import spawn
+from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -200,7 +201,7 @@ def test_loss_scale_does_not_matter():
 
     def worker(comm, scale):
         results, state = run_steps(comm, tw.PowerSGD(rank=2), gradients, 4, scale)
-        return results, state.memory.state_dict(), state.q
+        return results, leaves(state.memory.state_dict()), state.q
 
     plain, scaled = (tw.LocalWorld(2).run(worker, scale)[1] for scale in (1.0, 1024.0))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(plain[0], scaled[0], strict=True) for name in SHAPES)
@@ -214,15 +215,14 @@ def test_a_step_that_is_not_finite_leaves_no_trace(bad, where):
     def worker(comm):
         averager = tw.PowerSGD(rank=2)
         _, state = run_steps(comm, averager, gradients, 2)
-        before = state.state_dict()
+        before = leaves(state.state_dict())
         tensors = gradients(comm.rank, 2)
         if comm.rank == 1:
             dict(tensors)[where].view(-1)[7] = bad
         averager.step(state, tensors, comm).wait()
         assert not averager.commit(state)
-        after = state.state_dict()
-        for part in ("memory", "q"):
-            assert all(torch.equal(before[part][name], after[part][name]) for name in before[part])
+        after = leaves(state.state_dict())
+        assert all(torch.equal(before[name], after[name]) for name in before)
         return torch.isfinite(dict(tensors)[where]).all().item()
 
     assert tw.LocalWorld(3).run(worker) == [False] * 3
@@ -232,11 +232,11 @@ def test_discard_leaves_no_trace():
     def worker(comm):
         averager = tw.PowerSGD(rank=2)
         _, state = run_steps(comm, averager, gradients, 2)
-        before = state.state_dict()
+        before = leaves(state.state_dict())
         averager.step(state, gradients(comm.rank, 7)[:3], comm).wait()
         averager.discard(state)
-        after = state.state_dict()
-        return all(torch.equal(before[k][name], after[k][name]) for k in ("memory", "q") for name in before[k])
+        after = leaves(state.state_dict())
+        return all(torch.equal(before[name], after[name]) for name in before)
 
     assert all(tw.LocalWorld(2).run(worker))
 
@@ -296,7 +296,7 @@ def test_a_state_that_does_not_fit_is_refused():
         def state(name="w", shape=(9, 9), **options):
             return tw.PowerSGD(**options).init([(name, torch.zeros(shape))], comm)
 
-        with pytest.raises(ValueError, match="only one of the saved state and this averager has a memory"):
+        with pytest.raises(ValueError, match="only one of the saved state and this averager has memory"):
             state(memory=None).load_state_dict(state().state_dict())
         with pytest.raises(ValueError, match=r"does not fit this model: \['v', 'w'\]"):
             state("v").load_state_dict(state().state_dict())
@@ -404,13 +404,12 @@ def scaler_worker(comm, poison_step):
         scaler.step(optimizer)
         scaler.update()
         assert (fingerprint(ddp.module) == before) == (step == poison_step)
-        states.append(handle.state_dict()[f"rank{comm.rank}"])
+        states.append(leaves(handle.state_dict()[f"rank{comm.rank}"]))
         scales.append(scaler.get_scale())
     handle.detach()
-    for part in ("memory", "q"):
-        for name, value in states[poison_step][part].items():
-            assert torch.equal(value, states[poison_step - 1][part][name])
-            assert not torch.equal(value, states[poison_step + 1][part][name])
+    for name, value in states[poison_step].items():
+        assert torch.equal(value, states[poison_step - 1][name])
+        assert not torch.equal(value, states[poison_step + 1][name])
     return fingerprint(ddp.module), scales[poison_step - 1 : poison_step + 1]
 
 

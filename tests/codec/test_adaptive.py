@@ -453,7 +453,7 @@ def test_a_state_of_other_levels_is_refused():
     def worker(comm):
         tensors = gradients(comm.rank, 0)
         saved = tw.Mean(tw.ALQ(bits=3)).init(tensors, comm).state_dict()
-        with pytest.raises(ValueError, match=r"saved levels have shape \(8,\), expected \(16,\)"):
+        with pytest.raises(ValueError, match=r"saved state of 'learned' has 8 elements, expected 16"):
             tw.Mean(tw.ALQ(bits=4)).init(tensors, comm).load_state_dict(saved)
         with pytest.raises(ValueError, match="only one of the saved state and this averager has codec"):
             tw.Mean(tw.QSGD(bits=4)).init(tensors, comm).load_state_dict(saved)

@@ -274,7 +274,7 @@ def test_chunk_top_k_loses_nothing_with_a_memory():
             averager.step(state, [("x", x)], comm).wait()
             averager.commit(state)
             got += x.double()
-        return given, got, state.state_dict()["memory"]["x"].double()
+        return given, got, state.state_dict()["memory"]["residual"]["x"].double()
 
     results = tw.LocalWorld(3).run(worker)
     given, left = (sum(part) / 3 for part in zip(*[(g, e.flatten()) for g, _, e in results], strict=True))

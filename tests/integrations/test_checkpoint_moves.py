@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from helpers.sharded import SPARSE, Net, fingerprint, loss_of, replicas_are_equal, sharded, train
 from helpers.spawn import device_mesh, spawn
+from helpers.states import leaves
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -21,7 +22,9 @@ def memory_of(handle):
     from thinwire.integrations.checkpoint import StrategyState
 
     (state,) = StrategyState(handle).state_dict().values()
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state["memory"].items()}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in leaves(state["memory"]).items()
+    }
 
 
 class Run:

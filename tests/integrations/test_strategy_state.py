@@ -18,7 +18,7 @@ def whole(state, model) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     ((_, entry),) = state.state_dict().items()
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in entry["memory"].items()}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in entry["memory"]["residual"].items()}
 
 
 def train(model, rank, steps):

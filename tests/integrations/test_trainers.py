@@ -94,7 +94,7 @@ def accelerate_resumes(folder: Path) -> None:
     run(example, "--epochs", 1, "--output", folder / "second", "--resume", folder / "first")
     again = torch.load(folder / "second" / "custom_checkpoint_0.pkl", weights_only=False)
     # The second run went on from the first one's state, on the worker that wrote no file too.
-    assert again["rank1"]["step"] == 2 * saved["rank1"]["step"] > 0
+    assert again["rank1"]["progress"]["step"] == 2 * saved["rank1"]["progress"]["step"] > 0
 
 
 def transformers_resumes(folder: Path) -> None:

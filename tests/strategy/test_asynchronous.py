@@ -158,12 +158,12 @@ def test_an_averaging_with_steps_in_between_is_that_of_the_moment_of_the_answer(
     active.publish([("x", x)])
     answer = passive.answer(sent)
     active.absorb(sent, answer)
-    assert torch.equal(active.pending, -passive.pending)
+    assert torch.equal(active.changes, -passive.changes)
     active.publish([("x", x)])
     passive.publish([("x", y)])
     assert torch.allclose(x.double(), before / 2 - 0.25, rtol=0, atol=1e-6)
     assert torch.allclose(y.double(), before / 2, rtol=0, atol=1e-6)
-    assert not active.pending.any()
+    assert not active.changes.any()
 
 
 def test_half_precision_keeps_what_it_cannot_hold():
@@ -172,7 +172,7 @@ def test_half_precision_keeps_what_it_cannot_hold():
     sent = active.ask()
     active.absorb(sent, passive.answer(sent))
     active.publish([("x", x)])
-    assert torch.equal(active.published + active.pending, torch.full((3,), 1.0 + 2**-8))
+    assert torch.equal(active.published + active.changes, torch.full((3,), 1.0 + 2**-8))
 
 
 def test_what_is_not_finite_is_not_remembered():
@@ -181,7 +181,7 @@ def test_what_is_not_finite_is_not_remembered():
     state.answer(torch.tensor([float("inf"), float("nan")]))
     state.publish([("x", x)])
     assert not torch.isfinite(x).any()
-    assert torch.isfinite(state.pending).all()
+    assert torch.isfinite(state.changes).all()
     x.fill_(1.0)  # restored
     state.publish([("x", x)])
     assert torch.equal(state.ask(), torch.ones(2))
@@ -263,7 +263,7 @@ def interrupted(comm):
     step_until_averaged(second, 1)
     second.handle.detach()
     state = saved["handle"][f"rank{comm.rank}"]
-    return second.weight, list(state["pending"]), state["averaged"], second.handle.num_averaged
+    return second.weight, list(state["changes"]), state["averaged"], second.handle.num_averaged
 
 
 @pytest.mark.parametrize("world", WORLDS)

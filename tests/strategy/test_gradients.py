@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.gradients import batch, both_branches, fingerprint, make_model, one_branch, optimizer_of, train
 from helpers.spawn import spawn
+from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +25,8 @@ def ddp_worker(comm, averager, ddp_options, accumulate, alternate):
     handle = tw.compress_gradients(ddp, averager, seed=3)
     uses = one_branch if alternate else both_branches
     train(ddp, comm.rank, no_sync=handle.no_sync if accumulate else None, uses=uses, parameters=ddp.module)
-    memory = handle.state_dict()[f"rank{comm.rank}"]["memory"]
-    result = fingerprint(ddp.module), handle.ledger.bytes_sent, sorted(memory or {}), list(ddp.module.state_dict())
+    names = sorted(name.partition(".")[2] for name in leaves(handle.state_dict()[f"rank{comm.rank}"]["memory"]))
+    result = fingerprint(ddp.module), handle.ledger.bytes_sent, names, list(ddp.module.state_dict())
     handle.detach()
     return result
 
@@ -129,7 +130,7 @@ def scaler_worker(comm, poison_step):
         scaler.update()
         assert (fingerprint(ddp.module) == before) == (step == poison_step)
         scales.append(scaler.get_scale())
-        memories.append({k: v.clone() for k, v in handle.state_dict()[f"rank{comm.rank}"]["memory"].items()})
+        memories.append(leaves(handle.state_dict()[f"rank{comm.rank}"]["memory"]))
     handle.detach()
     unchanged = all(torch.equal(memories[poison_step][k], v) for k, v in memories[poison_step - 1].items())
     return scales, unchanged, fingerprint(ddp.module)
@@ -156,7 +157,7 @@ def broken_backward_worker(comm):
     with pytest.raises(RuntimeError, match="on purpose"):
         out.sum().backward()
     hidden.remove()
-    assert all(not v.any() for v in handle.state_dict()[f"rank{comm.rank}"]["memory"].values())
+    assert all(not v.any() for v in leaves(handle.state_dict()[f"rank{comm.rank}"]["memory"]).values())
     model.zero_grad()
     train(model, comm.rank, steps=2)
     handle.detach()
@@ -191,8 +192,8 @@ def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(mo
         return before, after
 
     ((before, after),) = tw.LocalWorld(1).run(worker)
-    assert before["step"] == 0 and not any(v.any() for v in before["memory"].values())
-    assert after["step"] == 1 and any(v.any() for v in after["memory"].values())
+    assert before["progress"]["step"] == 0 and not any(v.any() for v in leaves(before["memory"]).values())
+    assert after["progress"]["step"] == 1 and any(v.any() for v in leaves(after["memory"]).values())
 
 
 def lost_peer_worker(comm):

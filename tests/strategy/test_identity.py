@@ -25,14 +25,14 @@ def test_state_is_keyed_by_rank_and_loads_again():
     def worker(comm):
         with trained(comm) as handle:
             saved = handle.state_dict()
-        assert list(saved) == [f"rank{comm.rank}"] and saved[f"rank{comm.rank}"]["step"] == 2
+        assert list(saved) == [f"rank{comm.rank}"] and saved[f"rank{comm.rank}"]["progress"]["step"] == 2
         with tw.compress_gradients(make_model(), MEAN, comm=comm) as handle:
             handle.load_state_dict(saved)
-            assert handle.state_dict()[f"rank{comm.rank}"]["step"] == 2
+            assert handle.state_dict()[f"rank{comm.rank}"]["progress"]["step"] == 2
         return saved
 
     saved = tw.LocalWorld(2).run(worker)
-    memories = [saved[rank][f"rank{rank}"]["memory"]["head.weight"] for rank in (0, 1)]
+    memories = [saved[rank][f"rank{rank}"]["memory"]["residual"]["head.weight"] for rank in (0, 1)]
     assert not torch.equal(*memories)
 
 
@@ -64,10 +64,10 @@ def test_another_number_of_workers_needs_the_states_of_all():
             return handle.state_dict()[f"rank{comm.rank}"]
 
     loaded = tw.LocalWorld(2).run(pair)
-    assert [state["step"] for state in loaded] == [2, 2]
-    for name, before in saved[0]["rank0"]["memory"].items():
-        means = [before, saved[1]["rank1"]["memory"][name], saved[2]["rank2"]["memory"][name]]
-        after = torch.stack([state["memory"][name] for state in loaded]).mean(0)
+    assert [state["progress"]["step"] for state in loaded] == [2, 2]
+    for name, before in saved[0]["rank0"]["memory"]["residual"].items():
+        means = [before, saved[1]["rank1"]["memory"]["residual"][name], saved[2]["rank2"]["memory"]["residual"][name]]
+        after = torch.stack([state["memory"]["residual"][name] for state in loaded]).mean(0)
         torch.testing.assert_close(after, torch.stack(means).mean(0))
         assert before.any()
 
@@ -107,8 +107,10 @@ def checkpointed_worker(comm, folder):
         handle.load_state_dict(loaded["averager"])
         now = handle.state_dict()
     own = f"rank{comm.rank}"
-    same = all(torch.equal(now[own]["memory"][name], m) for name, m in saved[own]["memory"].items())
-    return same, now[own]["step"], now[own]["memory"]["head.weight"].abs().sum().item()
+    same = all(
+        torch.equal(now[own]["memory"]["residual"][name], m) for name, m in saved[own]["memory"]["residual"].items()
+    )
+    return same, now[own]["progress"]["step"], now[own]["memory"]["residual"]["head.weight"].abs().sum().item()
 
 
 def test_distributed_checkpoint_gives_each_worker_its_own_memory_back(tmp_path):

@@ -317,7 +317,7 @@ def test_decayed_memory_is_its_simulation(codec):
             averager.step(state, [("x", g)], comm).wait()
             averager.commit(state)
             sent.append((mine, g.reshape(-1).double()))
-        return sent, own, state.state_dict()["memory"]["x"].double()
+        return sent, own, state.state_dict()["memory"]["residual"]["x"].double()
 
     results = run_threads(2, worker)
     for sent, own, memory in results:

@@ -59,7 +59,7 @@ def backward(model, rank, step, **options):
 
 def memory_of(handle):
     (state,) = handle.state_dict().values()
-    return {name: part.clone() for name, part in state["memory"].items()}
+    return {name: part.clone() for name, part in state["memory"]["residual"].items()}
 
 
 def semantics_worker(comm):

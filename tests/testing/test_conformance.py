@@ -11,6 +11,8 @@ from helpers.codecs import CODECS
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.membership import State, shared
+from thinwire.memory import ErrorFeedbackState
 from thinwire.testing import check_averager, check_codec, check_communicator, check_memory
 
 
@@ -34,10 +36,22 @@ def test_codecs_keep_the_contract_where_kernels_count_faults(codec, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "memory", [tw.ErrorFeedback(), tw.memory.EF21(), tw.MomentumCorrection(masking=False)], ids=repr
+    "memory",
+    [
+        tw.ErrorFeedback(),
+        tw.memory.EF21(),
+        tw.MomentumCorrection(masking=False),
+        tw.memory.LocalMomentum(),
+        tw.memory.SignDescent(),
+    ],
+    ids=repr,
 )
 def test_memories_keep_the_contract(memory):
     check_memory(memory)
+
+
+def test_loco_keeps_the_contract_to_its_8_bits():
+    check_memory(tw.memory.LoCo(), rounding=1 / 127)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +61,12 @@ def test_memories_keep_the_contract(memory):
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()),
         tw.Mean(tw.TopK(0.1), tw.memory.EF21()),
         tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback(), exchange="sparse_reduce"),
+        tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"),
+        tw.Mean(tw.ALQ(bucket_size=64, update_steps=(1, 2))),
         tw.dgc(0.1),
         tw.PowerSGD(rank=2),
+        tw.average.Dion(rank=2),
+        tw.ByName({"kernel": tw.PowerSGD(rank=1), "*": tw.Mean(tw.TopK(0.1), tw.ErrorFeedback())}),
     ],
     ids=repr,
 )
@@ -115,6 +133,57 @@ class Hasty(tw.ErrorFeedback):
         return super().compensate(state, name, gradient, scale)
 
 
+@dataclass
+class MisdeclaredState(ErrorFeedbackState):
+    """Says that its residual is the same on all workers."""
+
+    residual: dict[str, torch.Tensor] = shared()
+
+
+@dataclass(frozen=True, repr=False)
+class Misdeclared(tw.ErrorFeedback):
+    """Would give one worker's residual to all."""
+
+    def init(self, tensors, dense=()):
+        plain = super().init(tensors, dense)
+        return MisdeclaredState(plain.residual, plain.spare)
+
+
+@dataclass
+class UndeclaredState(State):
+    """Does not say what becomes of its field."""
+
+    error: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, repr=False)
+class Undeclared(tw.ErrorFeedback):
+    """Has a state whose field has no kind."""
+
+    def init(self, tensors, dense=()):
+        return UndeclaredState({})
+
+
+@dataclass(frozen=True, repr=False)
+class Plain(tw.ErrorFeedback):
+    """Has a state of its own making."""
+
+    def init(self, tensors, dense=()):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (Undeclared(), r"UndeclaredState.error must say .* write `error: ... = own\(\)`"),
+        (Plain(), r"its state must be a dataclass derived from thinwire.membership.State.*got dict"),
+    ],
+)
+def test_a_state_without_kinds_is_refused_when_it_is_made(memory, message):
+    with pytest.raises(TypeError, match=message):
+        tw.LocalWorld(1).run(lambda comm: tw.Mean(tw.TopK(0.1), memory).init([("w", torch.zeros(4))], comm))
+
+
 @dataclass(frozen=True, repr=False)
 class Own(tw.Mix):
     """Leaves every worker a value of its own, and claims one mean."""
@@ -132,6 +201,10 @@ class Own(tw.Mix):
         (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
         (lambda: check_codec(Careless(), named=False), "the residual is not"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
+        (
+            lambda: check_averager(tw.Mean(tw.TopK(0.1), Misdeclared()), sizes=(2,), named=False),
+            "what is shared has other bits on rank 1",
+        ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
     ],
 )

@@ -15,13 +15,13 @@ Collectives are issued in `step` and `wait`, never from a completion callback. T
 waiting for the last; it waits in the order of the steps. Where an averager `sends_while_waiting`, the calls of `step` and
 `wait` come in the same order on all workers.
 
-State. Whatever `init` returns has `state_dict` and `load_state_dict`, a `clock`, and `finite`: whether all results of the
-round so far were finite as the tensors hold them, a flag that `commit` alone reads. `ByName` gives its children one
-clock, and makes their `finite` one before it commits them.
+State. What `init` returns is a `thinwire.membership.State`, whose fields say what is saved and what becomes of them with
+another number of workers. It has a `clock`, and `finite`: whether all results of the round so far were finite as the tensors
+hold them, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their `finite` one before it
+commits them.
 
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
-tells the averager that other workers take part from now on. `deal` continues a saved state on another number of workers.
-`shared` is what a joining worker gets from a live one, and `adopt` takes it over; `thinwire.membership` has the rules.
+tells the averager that other workers take part from now on.
 
 Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip/base.py`.
 
@@ -42,6 +42,7 @@ from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
 from ..kernels import Flag
+from ..membership import untie
 from ..memory import Memory
 from ..topology import Topology
 
@@ -114,37 +115,6 @@ class Averager(Algorithm, ABC):
         """The codec of the present round, its schedules resolved and its levels adapted; None if there is none."""
         return None
 
-    # ---- when workers come and go; the defaults suit averagers whose state is the same on all workers ----
-
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        """The saved state of worker `rank` of `size`, from those of all workers before.
-
-        Args:
-            saved: what `state_dict` returned on each worker, in rank order.
-            tensors: those of `init`.
-            rank: of this worker, 0..size-1.
-            size: the new number of workers.
-        """
-        return saved[0]
-
-    def shared(self, state: Any) -> dict[str, Any]:
-        """What a worker that joins must know: the part of the state that is the same on all workers."""
-        saved: dict[str, Any] = state.state_dict()
-        return saved
-
-    def adopt(self, state: Any, shared: dict[str, Any]) -> None:
-        """Take over what `shared` returned on a live worker. This worker's own memory starts at zero."""
-        state.load_state_dict(shared)
-
-    def own_norm(self, state: Any) -> float:
-        """The Euclidean norm of this worker's own memory: what would be lost with it."""
-        return 0.0
-
-    def rewind(self, state: Any, saved: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned before a round that was given up, though it may have ended here."""
-        self.discard(state)
-        state.load_state_dict(saved)
-
     def regroup(
         self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:
@@ -156,6 +126,7 @@ class Averager(Algorithm, ABC):
             comm: connects the workers of the next round.
             before: for each of them its rank in the last round, or None if it is new; None if all are new.
         """
+        untie(state)
 
     @abstractmethod
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> Any:

@@ -10,9 +10,8 @@ exchanges overlap with the backward pass. If one child waits between its collect
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,63 +19,44 @@ from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..comm import Communicator, Handle
+from ..membership import State, check_state, config, nested
 from ..schedule import Progress
 from .base import Averager, NamedTensors, check_agreement
 
 
 @dataclass
-class ByNameState:
+class ByNameState(State):
     """What changes while `ByName` runs.
 
     Args:
-        patterns: the pattern of each child.
-        children: the state of each child, in the order of the patterns.
+        children: the state of each child, by its pattern.
         owners: tensor name -> position of the child that averages it.
     """
 
-    patterns: list[str]
-    children: list[Any]
-    owners: dict[str, int]
-    clock: Clock = field(default_factory=Clock)
+    children: dict[str, Any] = nested()
+    owners: dict[str, int] = config()
+    clock: Clock = config(default_factory=Clock)
 
     @property
     def progress(self) -> Progress:
         """Rounds and epochs, the same for all children."""
-        progress: Progress = self.children[0].progress
+        progress: Progress = next(iter(self.children.values())).progress
         return progress
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
-        for child in self.children:
+        for child in self.children.values():
             child.progress = progress
 
     @property
     def finite(self) -> kernels.Flag:
         """Whether all results of the round so far were finite."""
-        return kernels.flags.all_of(child.finite for child in self.children)
+        return kernels.flags.all_of(child.finite for child in self.children.values())
 
     @finite.setter
     def finite(self, finite: kernels.Flag) -> None:
-        for child in self.children:
+        for child in self.children.values():
             child.finite = finite
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each child, by its pattern; workers differ, so each saves its own."""
-        return {pattern: child.state_dict() for pattern, child in zip(self.patterns, self.children, strict=True)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: the saved patterns are not those of this averager.
-        """
-        require(
-            list(saved) == self.patterns,
-            f"the saved state is of ByName with patterns {list(saved)}, expected {self.patterns}; use the averager it "
-            "was saved with",
-        )
-        for pattern, child in zip(self.patterns, self.children, strict=True):
-            child.load_state_dict(saved[pattern])
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,11 +153,15 @@ class ByName(Averager):
     def suits_parameters(self) -> bool:
         return all(child.suits_parameters for child in self._children)
 
+    def _with(self, state: ByNameState) -> list[tuple[Averager, Any]]:
+        """The children with their states."""
+        return list(zip(self._children, state.children.values(), strict=True))
+
     def sends_at_once(self, state: ByNameState) -> bool:
-        return all(child.sends_at_once(s) for child, s in zip(self._children, state.children, strict=True))
+        return all(child.sends_at_once(s) for child, s in self._with(state))
 
     def sends_while_waiting(self, state: ByNameState) -> bool:
-        return any(child.sends_while_waiting(s) for child, s in zip(self._children, state.children, strict=True))
+        return any(child.sends_while_waiting(s) for child, s in self._with(state))
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> ByNameState:
         check_agreement(self, tensors, comm, seed)
@@ -185,9 +169,9 @@ class ByName(Averager):
         owners = self._owners([name for name, _ in tensors], comm.rank)
         parts = _split(tensors, owners, len(patterns))
         states = [child.init(part, comm, seed) for child, part in zip(self._children, parts, strict=True)]
-        state = ByNameState(patterns, states, owners)
-        for child_state in states:
-            child_state.clock = state.clock
+        state = ByNameState(dict(zip(patterns, states, strict=True)), owners)
+        for child, child_state in self._with(state):
+            check_state(child_state, child).clock = state.clock
         return state
 
     def _owners(self, names: list[str], rank: int) -> dict[str, int]:
@@ -212,10 +196,10 @@ class ByName(Averager):
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         parts = _split(tensors, state.owners, len(state.children))
-        work = [w for w in zip(self._children, state.children, parts, strict=True) if w[2]]
+        work = [w for w in zip(self._with(state), parts, strict=True) if w[1]]
 
         def begin() -> list[Handle]:
-            return [child.step(child_state, part, comm, scale) for child, child_state, part in work]
+            return [child.step(child_state, part, comm, scale) for (child, child_state), part in work]
 
         if self.sends_at_once(state):
             return _together(begin())
@@ -224,38 +208,19 @@ class ByName(Averager):
     def commit(self, state: ByNameState) -> bool:
         finite = kernels.flags.read(state.finite)
         state.finite = finite  # of every child, so that one that is not finite makes all of them discard
-        for child, child_state in zip(self._children, state.children, strict=True):
+        for child, child_state in self._with(state):
             child.commit(child_state)
         return finite
 
     def discard(self, state: ByNameState) -> None:
-        for child, child_state in zip(self._children, state.children, strict=True):
+        for child, child_state in self._with(state):
             child.discard(child_state)
-
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        parts = _split(tensors, self._owners([name for name, _ in tensors], rank), len(self._pairs))
-        return {
-            pattern: child.deal([one[pattern] for one in saved], part, rank, size)
-            for (pattern, child), part in zip(self._pairs, parts, strict=True)
-        }
-
-    def shared(self, state: ByNameState) -> dict[str, Any]:
-        children = zip(self._pairs, state.children, strict=True)
-        return {pattern: child.shared(child_state) for (pattern, child), child_state in children}
-
-    def adopt(self, state: ByNameState, shared: dict[str, Any]) -> None:
-        for (pattern, child), child_state in zip(self._pairs, state.children, strict=True):
-            child.adopt(child_state, shared[pattern])
-
-    def own_norm(self, state: ByNameState) -> float:
-        norms = [child.own_norm(child_state) for child, child_state in zip(self._children, state.children, strict=True)]
-        return math.hypot(*norms)
 
     def regroup(
         self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:
         parts = _split(tensors, state.owners, len(state.children))
-        for child, child_state, part in zip(self._children, state.children, parts, strict=True):
+        for (child, child_state), part in zip(self._with(state), parts, strict=True):
             child.regroup(child_state, part, comm, before)
 
 

@@ -23,8 +23,8 @@ the loss scale may change between rounds.
 Fused selection. Where the codec sends exactly the k largest values, `compensate_all` receives k for each tensor. A memory
 may then select them in the pass that makes them, and return the selection.
 
-Membership. The number of workers belongs to a round, not to a run. Each entry of a saved state is this worker's own, or
-`is_shared` by all workers. `thinwire.membership` says what happens to either kind when workers come and go.
+Membership. The number of workers belongs to a round, not to a run. Each field of a state, which `init` returns, says what
+becomes of it when workers come and go: see `thinwire.membership`.
 
 Memory is keyed by parameter name. The guide's page "Add a memory" writes one in four steps.
 """
@@ -32,16 +32,15 @@ Memory is keyed by parameter name. The guide's page "Add a memory" writes one in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..algorithm import Algorithm, require
+from ..algorithm import Algorithm
 from ..codec import Selection
-from ..membership import dealt, norm_of
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -55,10 +54,6 @@ class Memory(Algorithm, ABC):
     @property
     def needs_support(self) -> bool:
         """Whether it must know which positions were sent; see `masked`."""
-        return False
-
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        """Whether the entry `key` of a saved state is the same on all workers; by default it is this worker's own."""
         return False
 
     @abstractmethod
@@ -127,53 +122,6 @@ class Memory(Algorithm, ABC):
             scale: the loss scale that `mean` is multiplied by.
             encoded: whether the tensor came through `compensate` and the codec; False if it travelled dense.
         """
-
-    # ---- when workers come and go ----
-
-    def deal(self, saved: Sequence[Mapping[str, Tensor]], rank: int, size: int) -> dict[str, Tensor]:
-        """The saved state of worker `rank` of `size`, from those of all workers before, in rank order.
-
-        Own entries are dealt out so that their mean over workers is kept; see `membership.dealt`.
-        """
-        return {
-            key: value.clone() if self.is_shared(key, saved[0]) else dealt([one[key] for one in saved], rank, size)
-            for key, value in saved[0].items()
-        }
-
-    def shared(self, state: Any) -> dict[str, Tensor]:
-        """The shared entries of the state, for a worker that joins."""
-        saved = state.state_dict()
-        return {key: value for key, value in saved.items() if self.is_shared(key, saved)}
-
-    def adopt(self, state: Any, shared: Mapping[str, Tensor]) -> None:
-        """Take over the shared entries of a live worker; own entries start at zero."""
-        zeroed = {key: torch.zeros_like(value) for key, value in state.state_dict().items()}
-        state.load_state_dict(zeroed | dict(shared))
-
-    def own_norm(self, state: Any) -> float:
-        """The Euclidean norm of the own entries: what would be lost with this worker."""
-        saved = state.state_dict()
-        return norm_of(value for key, value in saved.items() if not self.is_shared(key, saved))
-
-    def regroup(self, state: Any) -> None:
-        """Other workers take part from now on. By default memory does not depend on who they are."""
-
-
-def load_buffers(buffers: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
-    """Copy saved buffers into those of the same names.
-
-    Raises:
-        ValueError: names or sizes differ.
-    """
-    differing = sorted(buffers.keys() ^ saved.keys())
-    require(not differing, f"saved {what} does not fit this model: {differing[:5]} are only in one of them")
-    for name, buffer in buffers.items():
-        require(
-            buffer.numel() == saved[name].numel(),
-            f"saved {what} of {name!r} has {saved[name].numel()} elements, expected {buffer.numel()}",
-        )
-    for name, buffer in buffers.items():
-        buffer.copy_(saved[name].view(-1))
 
 
 def zeros_like_flat(tensors: NamedTensors) -> dict[str, Tensor]:

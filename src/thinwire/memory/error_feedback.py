@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..codec import Selection
-from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+from ..membership import State, config, own, pending
+from .base import Memory, NamedTensors, zeros_like_flat
 
 
 @dataclass
-class ErrorFeedbackState:
+class ErrorFeedbackState(State):
     """What error feedback keeps, by parameter name: flat float32 tensors, in unscaled units.
 
     Attributes:
@@ -24,18 +25,9 @@ class ErrorFeedbackState:
         pending: names of the tensors that were compensated since the last commit.
     """
 
-    residual: dict[str, Tensor]
-    spare: dict[str, Tensor]
-    pending: set[str] = field(default_factory=set)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The committed memory, keyed by parameter name."""
-        return {name: residual.clone() for name, residual in self.residual.items()}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        load_buffers(self.residual, saved, "error feedback")
-        self.pending.clear()
+    residual: dict[str, Tensor] = own()
+    spare: dict[str, Tensor] = config()
+    pending: set[str] = pending(default_factory=set)
 
 
 @dataclass(frozen=True, repr=False)

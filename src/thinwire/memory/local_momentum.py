@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,38 +9,24 @@ import torch
 from torch import Tensor
 
 from ..algorithm import require
-from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
-from .momentum import Pair
+from ..membership import State, config, own, shared
+from .base import Memory, NamedTensors, zeros_like_flat
+from .momentum import PAIRS, Pair, pairs
 
 
 @dataclass
-class LocalMomentumState:
+class LocalMomentumState(State):
     """What `LocalMomentum` keeps by parameter name: flat float32 tensors, in unscaled units.
 
     Args:
-        own: u of encoded tensors, this worker's own.
-        shared: u of the mean of dense tensors, the same on all workers.
+        momentum: u of encoded tensors.
+        mean_momentum: u of the mean of dense tensors.
         sent: the values to send; after encoding, what the payload did not carry, which is dropped.
     """
 
-    own: dict[str, Pair]
-    shared: dict[str, Pair]
-    sent: dict[str, Tensor]
-
-    def pairs(self) -> dict[str, Pair]:
-        """All buffers, under their saved names."""
-        own = {f"{name}.momentum": pair for name, pair in self.own.items()}
-        return own | {f"{name}.mean_momentum": pair for name, pair in self.shared.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The committed buffers: `<parameter>.momentum`, or `<parameter>.mean_momentum` of a dense tensor."""
-        return {name: pair.kept.clone() for name, pair in self.pairs().items()}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        load_buffers({name: pair.kept for name, pair in self.pairs().items()}, saved, "momentum")
-        for pair in self.pairs().values():
-            pair.is_pending = False
+    momentum: dict[str, Pair] = own(form=PAIRS)
+    mean_momentum: dict[str, Pair] = shared(form=PAIRS)
+    sent: dict[str, Tensor] = config()
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,38 +67,30 @@ class LocalMomentum(Memory):
         )
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> LocalMomentumState:
-        return LocalMomentumState(_pairs(tensors), _pairs(dense), zeros_like_flat(tensors))
-
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        return key.endswith(".mean_momentum")
+        return LocalMomentumState(pairs(tensors), pairs(dense), zeros_like_flat(tensors))
 
     def compensate(self, state: LocalMomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        self._move(state.own[name], gradient, scale)
-        return state.sent[name].copy_(state.own[name].spare)
+        self._move(state.momentum[name], gradient, scale)
+        return state.sent[name].copy_(state.momentum[name].spare)
 
     def decoded(
         self, state: LocalMomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True
     ) -> None:
         """The momentum of the mean of a tensor that travelled dense."""
         if not encoded:
-            pair = state.shared.get(name) or state.own[name]
+            pair = state.mean_momentum.get(name) or state.momentum[name]
             self._move(pair, mean, scale)
             mean.copy_((pair.spare * scale).view(mean.shape))
 
     def commit(self, state: LocalMomentumState) -> None:
-        for pair in state.pairs().values():
+        for pair in (*state.momentum.values(), *state.mean_momentum.values()):
             pair.commit()
 
     def discard(self, state: LocalMomentumState) -> None:
-        for pair in state.pairs().values():
+        for pair in (*state.momentum.values(), *state.mean_momentum.values()):
             pair.is_pending = False
 
     def _move(self, pair: Pair, gradient: Tensor, scale: float) -> None:
         flat = gradient.detach().reshape(-1).float()
         torch.add(pair.kept * self.momentum, flat, alpha=(1 - self.momentum) / scale, out=pair.spare)
         pair.is_pending = True
-
-
-def _pairs(tensors: NamedTensors) -> dict[str, Pair]:
-    kept, spare = zeros_like_flat(tensors), zeros_like_flat(tensors)
-    return {name: Pair(kept[name], spare[name]) for name in kept}

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..algorithm import require
-from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+from ..membership import Form, State, config, load_tensors, own, pending, shared
+from .base import Memory, NamedTensors, zeros_like_flat
 
-_ROUNDS = "rounds"
+
+def _load_errors(state: LoCoState, codes: dict[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    load_tensors(state.sent, saved, "LoCo memory")
+    for name, error in state.sent.items():
+        state.store(name, error)
+    return codes
+
+
+ERRORS = Form(lambda state, codes: {name: state.error(name) for name in codes}, _load_errors)
+"""e in float32, by parameter name; it loads with the same bits."""
 
 
 @dataclass
-class LoCoState:
+class LoCoState(State):
     """What `LoCo` keeps, in unscaled units.
 
     Args:
         codes: e of each tensor in units of its scale, int8.
         scales: the scale of each tensor, a power of two; 0 while e is zero.
         sent: the values to send; after encoding, what the payload did not carry.
-        rounds: committed rounds, a float64 tensor of one element, the same on all workers.
+        rounds: committed rounds.
         pending: names of the tensors that were compensated since the last commit.
     """
 
-    codes: dict[str, Tensor]
-    scales: dict[str, Tensor]
-    sent: dict[str, Tensor]
-    rounds: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64, device="cpu"))
-    pending: set[str] = field(default_factory=set)
+    codes: dict[str, Tensor] = own(form=ERRORS)
+    scales: dict[str, Tensor] = config()
+    sent: dict[str, Tensor] = config()
+    rounds: int = shared(default=0)
+    pending: set[str] = pending(default_factory=set)
 
     def error(self, name: str) -> Tensor:
         """e of a tensor, flat float32."""
@@ -42,18 +52,6 @@ class LoCoState:
         scale = torch.where(peak > 0, torch.exp2(torch.ceil(torch.log2(peak.clamp(min=2.0**-126)))), 0.0)
         self.scales[name] = scale
         self.codes[name].copy_(torch.where(scale > 0, error / scale, 0.0).round())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """e by parameter name as float32, and the number of rounds."""
-        return {_ROUNDS: self.rounds.clone()} | {name: self.error(name) for name in self.codes}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned, with the same bits."""
-        buffers = {_ROUNDS: self.rounds} | self.sent
-        load_buffers(buffers, saved, "LoCo memory")
-        for name, error in self.sent.items():
-            self.store(name, error)
-        self.pending.clear()
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +78,7 @@ class LoCo(Memory):
         >>> x = memory.compensate(state, "w", torch.tensor([3.0, 1.0]))
         >>> payload = codec.encode(x, residual=x)
         >>> memory.commit(state)
-        >>> state.state_dict()["w"]  # half of what was not sent
+        >>> state.error("w")  # half of what was not sent
         tensor([0.0000, 0.5000])
     """
 
@@ -102,9 +100,6 @@ class LoCo(Memory):
         scales = {name: t.new_zeros((), dtype=torch.float32) for name, t in tensors}
         return LoCoState(codes, scales, zeros_like_flat(tensors))
 
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        return key == _ROUNDS
-
     def compensate(self, state: LoCoState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         flat = gradient.detach().reshape(-1).float()
         state.pending.add(name)
@@ -112,7 +107,7 @@ class LoCo(Memory):
 
     def commit(self, state: LoCoState) -> None:
         state.rounds += bool(state.pending)
-        clears = self.reset_every is not None and int(state.rounds) % self.reset_every == 0
+        clears = self.reset_every is not None and state.rounds % self.reset_every == 0
         for name in state.pending:
             kept = state.error(name) * (1 - self.beta)
             state.store(name, torch.zeros_like(kept) if clears else kept.add_(state.sent[name], alpha=self.beta))

@@ -13,7 +13,7 @@ result must not apply momentum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import require
 from ..codec import Selection
-from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+from ..membership import Form, State, load_tensors, own, shared
+from .base import Memory, NamedTensors, zeros_like_flat
 
 
 @dataclass
@@ -39,32 +40,40 @@ class Pair:
             self.kept, self.spare, self.is_pending = self.spare, self.kept, False
 
 
+def pairs(tensors: NamedTensors) -> dict[str, Pair]:
+    """Buffers of zeros for each tensor."""
+    kept, spare = zeros_like_flat(tensors), zeros_like_flat(tensors)
+    return {name: Pair(kept[name], spare[name]) for name in kept}
+
+
+def _load_pairs(state: State, loaded: dict[str, Pair], saved: Mapping[str, Tensor]) -> dict[str, Pair]:
+    load_tensors({name: pair.kept for name, pair in loaded.items()}, saved, "momentum")
+    for pair in loaded.values():
+        pair.is_pending = False
+    return loaded
+
+
+PAIRS = Form(lambda state, pairs: {name: pair.kept.clone() for name, pair in pairs.items()}, _load_pairs)
+"""The committed buffers, by parameter name."""
+
+
 @dataclass
-class MomentumState:
+class MomentumState(State):
     """What momentum correction keeps, by parameter name, in unscaled units.
 
     Args:
-        momentum: u of every tensor.
-        velocity: v of those that are encoded.
+        momentum: u of the tensors that are encoded.
+        velocity: v of these.
+        mean_momentum: u of the mean of those that travel dense.
     """
 
-    momentum: dict[str, Pair]
-    velocity: dict[str, Pair] = field(default_factory=dict)
+    momentum: dict[str, Pair] = own(form=PAIRS)
+    velocity: dict[str, Pair] = own(form=PAIRS)
+    mean_momentum: dict[str, Pair] = shared(form=PAIRS)
 
-    def pairs(self) -> dict[str, Pair]:
-        """All buffers, under their saved names."""
-        momenta = {f"{name}.momentum": pair for name, pair in self.momentum.items()}
-        return momenta | {f"{name}.velocity": pair for name, pair in self.velocity.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The committed buffers: `<parameter>.momentum`, and `<parameter>.velocity` of those that are encoded."""
-        return {name: pair.kept.clone() for name, pair in self.pairs().items()}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        load_buffers({name: pair.kept for name, pair in self.pairs().items()}, saved, "momentum correction")
-        for pair in self.pairs().values():
-            pair.is_pending = False
+    def pairs(self) -> list[Pair]:
+        """All buffers."""
+        return [*self.momentum.values(), *self.velocity.values(), *self.mean_momentum.values()]
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,7 +107,7 @@ class MomentumCorrection(Memory):
         ...     x = memory.compensate(state, "w", torch.tensor([3.0, 1.0]))
         ...     payload = codec.encode(x, residual=x)
         ...     memory.commit(state)
-        >>> codec.decode(payload, 2), state.state_dict()["w.velocity"]
+        >>> codec.decode(payload, 2), state.velocity["w"].kept
         (tensor([4.5000, 0.0000]), tensor([0.0000, 2.5000]))
     """
 
@@ -119,12 +128,7 @@ class MomentumCorrection(Memory):
         return self.masking
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> MomentumState:
-        return MomentumState(momentum=_pairs([*tensors, *dense]), velocity=_pairs(tensors))
-
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        """The momentum of a tensor that travels dense is that of the mean; u and v of all others are this worker's own."""
-        name, kind = key.rsplit(".", 1)
-        return kind == "momentum" and f"{name}.velocity" not in saved
+        return MomentumState(pairs(tensors), pairs(tensors), pairs(dense))
 
     def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))
@@ -146,7 +150,7 @@ class MomentumCorrection(Memory):
         """Apply ordinary momentum to the mean of a tensor that travelled dense."""
         if encoded:
             return
-        u = state.momentum[name]
+        u = state.mean_momentum.get(name) or state.momentum[name]
         g = mean.reshape(-1).float() / scale
         if self.nesterov:
             torch.mul(u.kept + g, self.momentum, out=u.spare)
@@ -158,11 +162,11 @@ class MomentumCorrection(Memory):
         mean.copy_((update * scale).view(mean.shape))
 
     def commit(self, state: MomentumState) -> None:
-        for pair in state.pairs().values():
+        for pair in state.pairs():
             pair.commit()
 
     def discard(self, state: MomentumState) -> None:
-        for pair in state.pairs().values():
+        for pair in state.pairs():
             pair.is_pending = False
 
     def _rule(self, scale: float) -> kernels.momentum.Momentum:
@@ -177,8 +181,3 @@ class MomentumCorrection(Memory):
         return kernels.momentum.Buffers(
             flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
         )
-
-
-def _pairs(tensors: NamedTensors) -> dict[str, Pair]:
-    kept, spare = zeros_like_flat(tensors), zeros_like_flat(tensors)
-    return {name: Pair(kept[name], spare[name]) for name in kept}

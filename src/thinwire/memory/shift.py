@@ -9,18 +9,18 @@ is shared. If workers join or leave a run, h is no longer the mean of those that
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Memory, NamedTensors, load_buffers, zeros_like_flat
+from ..membership import State, config, own, pending, shared
+from .base import Memory, NamedTensors, zeros_like_flat
 
 
 @dataclass
-class ShiftState:
+class ShiftState(State):
     """What a shift keeps by parameter name: flat float32 tensors, in unscaled units.
 
     Args:
@@ -32,30 +32,17 @@ class ShiftState:
         pending: names of the tensors that were compensated since the last commit.
     """
 
-    estimate: dict[str, Tensor]
-    mean: dict[str, Tensor]
-    difference: dict[str, Tensor]
-    sent: dict[str, Tensor]
-    pending_mean: dict[str, Tensor] = field(default_factory=dict)
-    pending: set[str] = field(default_factory=set)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The committed buffers: `<parameter>.estimate` and `<parameter>.mean`."""
-        return {name: buffer.clone() for name, buffer in self._buffers().items()}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        load_buffers(self._buffers(), saved, "estimates")
-        self.forget()
+    estimate: dict[str, Tensor] = own(tied=True)
+    mean: dict[str, Tensor] = shared(tied=True)
+    difference: dict[str, Tensor] = config()
+    sent: dict[str, Tensor] = config()
+    pending_mean: dict[str, Tensor] = pending(default_factory=dict)
+    pending: set[str] = pending(default_factory=set)
 
     def forget(self) -> None:
         """Drop what is pending."""
         self.pending.clear()
         self.pending_mean.clear()
-
-    def _buffers(self) -> dict[str, Tensor]:
-        estimates = {f"{name}.estimate": buffer for name, buffer in self.estimate.items()}
-        return estimates | {f"{name}.mean": buffer for name, buffer in self.mean.items()}
 
 
 class Shift(Memory):
@@ -71,14 +58,6 @@ class Shift(Memory):
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> ShiftState:
         buffers = [zeros_like_flat(tensors) for _ in range(4)]
         return ShiftState(buffers[0], buffers[1], buffers[2], buffers[3])
-
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        return key.endswith(".mean")
-
-    def regroup(self, state: ShiftState) -> None:
-        for buffer in (*state.estimate.values(), *state.mean.values()):
-            buffer.zero_()
-        state.forget()
 
     def compensate(self, state: ShiftState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         difference = state.difference[name]

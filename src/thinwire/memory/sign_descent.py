@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +53,6 @@ class SignDescent(Memory):
     @property
     def needs_support(self) -> bool:
         return self.memory.needs_support
-
-    def is_shared(self, key: str, saved: Mapping[str, Tensor]) -> bool:
-        return self.memory.is_shared(key, saved)
-
-    def regroup(self, state: Any) -> None:
-        self.memory.regroup(state)
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> Any:
         return self.memory.init(tensors, dense)

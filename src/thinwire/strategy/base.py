@@ -15,10 +15,9 @@ A derived class defines:
     `call`                       the name of the strategy, for messages
     `__init__`                   attach within `self._attaching()`
     `_state`                     the averager's state
-    `_own_state`, `_load_own`    what it saves and restores
-    `_deal`                      makes its state from those of all workers, of which there were more or fewer
+    `_record`, `_loaded`         the state that it saves, and what follows when that is restored
     `_averaged`                  the averager's states, with the tensors of each
-    `_shared`, `_adopt`          what a worker that joins an elastic run gets, and how it takes that over
+    `_shared`, `_load_shared`    what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
@@ -39,6 +38,7 @@ from torch import nn
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator, check
+from ..membership import State, load_shared, redistribute, rewind, shared_part
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .model.models import NamedParameters, check_model
@@ -109,6 +109,7 @@ class AveragerAttachment(Attachment):
     """
 
     call: ClassVar[str]
+    _record: State
 
     def __init__(
         self,
@@ -195,13 +196,13 @@ class AveragerAttachment(Attachment):
             `{"rank3": {"identity": ..., ...}}`: tensors by parameter name, and plain values.
         """
         self._ready()
-        return {key_of(self.comm.rank): {"identity": self._identity()} | self._own_state()}
+        return {key_of(self.comm.rank): {"identity": self._identity()} | self._record.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what this worker's `state_dict` returned, or go on from the states of more or fewer workers.
 
         Then `saved` holds the states of all of them, as in `{**state_of_rank_0, **state_of_rank_1, ...}`. What workers
-        had each for themselves is dealt out anew; see `thinwire.membership`. Where models differ between workers, give
+        had each for themselves is redistributed; see `thinwire.membership`. Where models differ between workers, give
         every worker the mean model.
 
         Raises:
@@ -210,7 +211,11 @@ class AveragerAttachment(Attachment):
         self._ready()
         entries = check_identity(self.call, saved, self._identity())
         as_many = saved[next(iter(saved))]["identity"]["world_size"] == self.comm.size
-        self._load_own(entries[0] if as_many else self._deal(entries))
+        if as_many:
+            rewind(self._record, entries[0])
+        else:
+            redistribute(self._record, entries, self.comm.rank, self.comm.size)
+        self._loaded(redistributed=not as_many)
 
     def detach(self) -> None:
         """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.
@@ -243,29 +248,21 @@ class AveragerAttachment(Attachment):
             comm: how to average; by default the strategy's communicator, whose ledger then counts it.
         """
 
-    @abstractmethod
-    def _own_state(self) -> dict[str, Any]:
-        """What the strategy saves."""
-
-    @abstractmethod
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        """Restore what `_own_state` returned."""
-
-    @abstractmethod
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        """What `_load_own` takes, made of what `_own_state` returned on all workers, in rank order."""
+    def _loaded(self, redistributed: bool) -> None:
+        """Called once `_record` is loaded; it may be from another number of workers."""
 
     @abstractmethod
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         """The averager's states, with the tensors of each."""
 
-    @abstractmethod
     def _shared(self) -> dict[str, Any]:
         """What a worker that joins must know, as tensors and plain values: the model and what all workers share."""
+        return {"model": self._model.state_dict(), "state": shared_part(self._record)}
 
-    @abstractmethod
-    def _adopt(self, shared: dict[str, Any]) -> None:
+    def _load_shared(self, shared: dict[str, Any]) -> None:
         """Take over what `_shared` returned on a live worker; own memory starts at zero."""
+        self._model.load_state_dict(shared["model"])
+        load_shared(self._record, shared["state"])
 
     @abstractmethod
     def _ready(self) -> None:
@@ -317,7 +314,7 @@ class AveragerAttachment(Attachment):
             not self.comm.is_elastic or (self.strategy.suits_elastic and not self._shards),
             f"{self.call}: {'a sharded model' if self._shards else self.strategy} needs a fixed number of workers",
         )
-        self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._adopt)
+        self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._load_shared)
         if self.comm.is_elastic:
             hook = self._model.register_forward_pre_hook(self._before_forward)
             self._on_detach(hook.remove)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator
+from ..membership import own_norm
 
 Parts = Callable[[], Iterable[tuple[Any, NamedTensors]]]
 """The averager's states, and the tensors of each."""
@@ -68,5 +69,5 @@ class Transaction:
         """Close the round. Returns whether all workers keep its results."""
         if not self._comm.is_elastic:
             return success
-        norm = sum(self._averager.own_norm(state) ** 2 for state, _ in self._parts()) ** 0.5
+        norm = sum(own_norm(state) ** 2 for state, _ in self._parts()) ** 0.5
         return self._comm.close_round(success, norm)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..average import Averager
 from ..comm import Communicator, LocalWorld
+from ..membership import rewind
 from ..notation import parse
+from .state import check_joining, check_redistribution, of_kind, same
 
 SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
 
@@ -20,8 +22,9 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
     Averagers of gradients leave the same bits on all workers. Gossip keeps the mean and moves workers closer; it leaves a
     lone worker as it is; it takes tensors of any float type, strides and size; and a step that is under way adds its
     change to what the tensors hold when it is waited for. A repeated round gives the same bits, and so does a saved and
-    loaded state. `commit` reports a round with an infinity on the workers that received it, also where a finite result is too
-    large for a tensor's type.
+    loaded state. A round that is given up leaves no trace; on another number of workers what is a worker's own keeps its mean,
+    and what is shared its bits. `commit` reports a round with an infinity on the workers that received it, also where a finite
+    result is too large for a tensor's type.
 
     Args:
         averager: the averager to check.
@@ -47,6 +50,7 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
         for rank in range(size):
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
             assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
+        _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)])
         if averager.gives_one_mean:
             for rank in range(size):
                 assert _same(plain[rank], plain[0]), f"{averager}: rank {rank} of {size} has other bits than rank 0"
@@ -55,6 +59,24 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
             _check_gossip(averager, world.run(_gossip, averager))
             world.run(_any_tensors, averager)
             world.run(_in_flight, averager)
+
+
+def _check_membership(averager: Averager, size: int, other: int) -> None:
+    """The states of `size` workers go on as those of `other` workers."""
+
+    def worker(comm: Communicator, steps: int) -> Any:
+        state = averager.init(_tensors(comm.rank, 0), comm)
+        for step in range(steps):
+            averager.step(state, _tensors(comm.rank, step), comm).wait()
+            averager.commit(state)
+        return state
+
+    states = LocalWorld(size).run(worker, 3)
+    for rank, state in enumerate(states):
+        is_shared = same(of_kind(state, "shared"), of_kind(states[0], "shared"))
+        assert is_shared, f"{averager}: what is shared has other bits on rank {rank} of {size}"
+    check_redistribution(averager, states, LocalWorld(other).run(worker, 0))
+    check_joining(averager, states[0], LocalWorld(size).run(worker, 1)[-1])
 
 
 def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> None:
@@ -72,6 +94,10 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> li
     for step in range(6):
         if step == resume_at:
             saved = state.state_dict()
+            averager.step(state, [(name, t.clone()) for name, t in tensors], comm).wait()
+            averager.commit(state)
+            rewind(state, saved)
+            assert same(state.state_dict(), saved), f"{averager}: a round that is given up leaves a trace"
             state = averager.init(tensors, comm, seed=5)
             state.load_state_dict(saved)
         for (_, t), (_, value) in zip(tensors, _tensors(comm.rank, step), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,20 +11,24 @@ from torch import Tensor
 from ..codec import Codec, Key, TopK
 from ..memory import Memory
 from ..notation import parse
+from .state import check_joining, check_redistribution, same
 
 NUMEL = 100
+SIZES = (1, 2, 3, 4, 8)  # numbers of workers
 
 
-def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -> None:
+def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, rounding: float = 1e-6) -> None:
     """Check that a memory fulfils the contract of `thinwire.memory.base`.
 
     `compensate` does not change the gradient; a discarded round with infinities does not change the memory; a loaded state
-    continues with the same bits; a loss scale that is a power of two does not change the result.
+    continues with the same bits; on another number of workers what is a worker's own keeps its mean; a loss scale that is a
+    power of two does not change the result.
 
     Args:
         memory: the memory to check.
         codec: a lossy codec for the values.
         named: whether `parse(repr(memory))` must equal it.
+        rounding: how far the memory rounds what it keeps, relative to the largest number.
 
     Raises:
         AssertionError: the memory breaks the contract.
@@ -39,17 +44,24 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True) -
 
     before = state.state_dict()
     _round(memory, codec, state, torch.full((NUMEL,), float("inf"), device="cpu"), step=6)
-    assert _equal(state.state_dict(), before), f"{memory}: memory changed before commit"
+    assert same(state.state_dict(), before), f"{memory}: memory changed before commit"
     memory.discard(state)
-    assert _equal(state.state_dict(), before), f"{memory}: a discarded round left a trace"
+    assert same(state.state_dict(), before), f"{memory}: a discarded round left a trace"
     memory.commit(state)
-    assert _equal(state.state_dict(), before), f"{memory}: commit after discard changed memory"
+    assert same(state.state_dict(), before), f"{memory}: commit after discard changed memory"
 
     first, saved = _rounds(memory, codec, _init(memory), range(3))
     resumed = _init(memory)
     resumed.load_state_dict(saved.state_dict())
     rest, _ = _rounds(memory, codec, resumed, range(3, 6))
     assert all(map(torch.equal, first + rest, plain)), f"{memory}: a restored state goes on differently"
+
+    workers = [
+        _rounds(memory, codec, _init(memory), range(100 * rank, 100 * rank + 3))[1] for rank in range(max(SIZES))
+    ]
+    for before_size, after_size in product(SIZES, SIZES):
+        check_redistribution(memory, workers[:before_size], [_init(memory) for _ in range(after_size)], rounding)
+    check_joining(memory, workers[0], _rounds(memory, codec, _init(memory), range(3))[1])
 
     scaled, _ = _rounds(memory, codec, _init(memory), range(6), scale=1024.0)
     assert all(map(torch.equal, scaled, plain)), f"{memory}: the loss scale changes results"
@@ -80,7 +92,3 @@ def _round(memory: Memory, codec: Codec, state: Any, gradient: Tensor, step: int
     mean *= scale
     memory.decoded(state, "w", mean, scale)
     return mean / scale
-
-
-def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

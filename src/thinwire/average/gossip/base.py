@@ -42,7 +42,7 @@ import torch
 from ... import kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
-from ...schedule import Progress
+from ...membership import check_state
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, NamedTensors, Pending, check_agreement
 from .layout import Layout
@@ -88,7 +88,8 @@ class GossipAverager(Averager):
         self.topology.validate(comm.size)
         self.check_topology(comm.size)
         state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
-        state.memory = self.init_memory(state, tensors, comm)
+        memory = self.init_memory(state, tensors, comm)
+        state.memory = None if memory is None else check_state(memory, self)
         state.pace = self.init_pace(state, tensors, comm)
         return state
 
@@ -102,7 +103,7 @@ class GossipAverager(Averager):
         state.layout.check(tensors)
         comm.ledger.add_dense(state.layout.numel)
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
-        state.progress = state.progress._replace(step=state.progress.step + 1)
+        state.progress, state.in_flight = state.progress._replace(step=state.progress.step + 1), True
 
         def arrived() -> Callable[[NamedTensors], None]:
             apply = arrive()
@@ -140,11 +141,11 @@ class GossipAverager(Averager):
         """
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
-        """The algorithm's memory: a record with `state_dict` and `load_state_dict`, or None without memory."""
+        """The algorithm's memory, a `thinwire.membership.State`; None without memory."""
         return None
 
     def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
-        """What step sizes follow from: a record with `diagnostics`, `state_dict` and `load_state_dict`, or None.
+        """What step sizes follow from: a `thinwire.membership.State` with `diagnostics`; None if they are numbers.
 
         It may communicate.
         """
@@ -155,22 +156,6 @@ class GossipAverager(Averager):
         return {} if state.pace is None else dict(state.pace.diagnostics())
 
     # ---- when workers come and go ----
-
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        """The state with which a worker goes on from the mean model of all workers before, under push-sum with w = 1."""
-        first, memories = saved[0], [one["memory"] for one in saved]
-        memory = None if first["memory"] is None else self.deal_memory(memories, rank, size)
-        return first | {"memory": memory, "pace": None, "weight": 1.0}
-
-    def shared(self, state: GossipState) -> dict[str, Any]:
-        memory = None if state.memory is None else self.shared_memory(state)
-        return {"step": state.progress.step, "epoch": state.progress.epoch, "memory": memory}
-
-    def adopt(self, state: GossipState, shared: dict[str, Any]) -> None:
-        state.progress, state.completed = Progress(shared["step"], shared["epoch"]), shared["step"]
-        state.weight = 1.0
-        if state.memory is not None:
-            self.adopt_memory(state, shared["memory"])
 
     def regroup(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
@@ -188,10 +173,6 @@ class GossipAverager(Averager):
             self.regroup_memory(state, tensors, comm, before)
         state.pace = self.init_pace(state, tensors, comm)
 
-    def rewind(self, state: GossipState, saved: dict[str, Any]) -> None:
-        state.completed, state.finite = state.progress.step, True
-        state.load_state_dict(saved)
-
     def _topology_of(self, size: int) -> Topology:
         if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be
             return Ring()
@@ -201,17 +182,6 @@ class GossipAverager(Averager):
         except ValueError:
             return Ring()
         return self.topology
-
-    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
-        """The saved memory of worker `rank` of `size`, which starts at the mean model, from those of all workers before."""
-        return saved[0]
-
-    def shared_memory(self, state: GossipState) -> Any:
-        """The part of the memory that is the same on all workers."""
-        return None
-
-    def adopt_memory(self, state: GossipState, shared: Any) -> None:
-        """Start with an empty memory, and the shared part of a live worker."""
 
     def regroup_memory(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
@@ -236,4 +206,4 @@ class GossipAverager(Averager):
         state.layout.check(tensors)
         with state.clock("decode"):
             state.finite = kernels.flags.both(state.finite, move(tensors, state.layout.dtype, apply))
-        state.completed += 1
+        state.in_flight = False

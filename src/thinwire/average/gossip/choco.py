@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +12,19 @@ from torch import Tensor
 from ... import kernels
 from ...codec import QSGD, Codec
 from ...comm import Communicator
-from ...membership import mean_of
+from ...membership import State, averaged, config, restart
 from ...schedule import resolve
 from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import decoded, opened
-from .layout import Layout
+from .layout import FLAT, Layout
 from .round import Apply, Arrive, GossipState, Round, add_vector
 from .values import Parts
 
 
 @dataclass
-class ChocoMemory:
+class ChocoMemory(State):
     """The worker's public copy `h_i`, and the gap `d_i = sum_j P_ij h_j - h_i` to those of its neighbours.
 
     All gaps together are zero, which keeps the mean over workers. In float32 their sum would drift, as a random walk, and
@@ -33,22 +32,13 @@ class ChocoMemory:
 
     Attributes:
         layout: where each tensor lies in the flat vectors.
-        public: h_i, flat float32.
+        public: h_i, flat float32. With another number of workers all start at the mean of the copies, so that there is no gap.
         gap: d_i, flat float64.
     """
 
-    layout: Layout
-    public: Tensor
-    gap: Tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Both vectors, keyed by tensor name."""
-        return {"public": self.layout.named(self.public), "gap": self.layout.named(self.gap)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.layout.load(self.public, saved["public"])
-        self.layout.load(self.gap, saved["gap"])
+    layout: Layout = config()
+    public: Tensor = averaged(form=FLAT)
+    gap: Tensor = restart(value=0.0, form=FLAT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,11 +100,6 @@ class Choco(FittedGossip):
         is_finite = kernels.flags.read(kernels.all_finite([x]))
         start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, torch.zeros_like(start, dtype=torch.float64))
-
-    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
-        """All workers start at the mean of the copies, so there is no gap between copies."""
-        public = mean_of([one["public"] for one in saved])
-        return {"public": public, "gap": {name: torch.zeros_like(h, dtype=torch.float64) for name, h in public.items()}}
 
     def regroup_memory(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +10,19 @@ from torch import Tensor
 from ... import kernels
 from ...codec import QSGD, Codec
 from ...comm import Communicator
-from ...membership import dealt, norm_of
+from ...membership import State, config, own
 from ...schedule import resolve
 from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import decoded, opened
-from .layout import Layout
+from .layout import FLAT, Layout
 from .round import Apply, Arrive, GossipState, Round, add_vector
 from .values import Parts
 
 
 @dataclass
-class DeepSqueezeMemory:
+class DeepSqueezeMemory(State):
     """What the last payload did not carry, `d_i`.
 
     Attributes:
@@ -31,16 +30,8 @@ class DeepSqueezeMemory:
         lost: d_i, flat.
     """
 
-    layout: Layout
-    lost: Tensor
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The error, keyed by tensor name."""
-        return self.layout.named(self.lost)
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.layout.load(self.lost, saved)
+    layout: Layout = config()
+    lost: Tensor = own(form=FLAT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,15 +83,6 @@ class DeepSqueeze(FittedGossip):
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))
-
-    def own_norm(self, state: GossipState) -> float:
-        return norm_of([state.memory.lost])
-
-    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
-        return {name: dealt([one[name] for one in saved], rank, size) for name in saved[0]}
-
-    def adopt_memory(self, state: GossipState, shared: Any) -> None:
-        state.memory.lost.zero_()
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         codec = resolve(self.codec, round.progress)

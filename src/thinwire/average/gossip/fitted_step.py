@@ -22,8 +22,7 @@ measure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...codec import Codec
 from ...kernels.scales import float32
+from ...membership import State, config, restart
 from ...topology import Topology
 from ...topology.speed import difference_rates
 from .layout import Layout
@@ -58,7 +58,7 @@ def step_for(kept: Tensor, slowest: float, fastest: float) -> Tensor:
 
 
 @dataclass
-class FittedStep:
+class FittedStep(State):
     """What a worker knows about its codec and the others'; all of it lies on the device of the tensors.
 
     Attributes:
@@ -67,10 +67,10 @@ class FittedStep:
         step_size: the one in force; the same on all workers.
     """
 
-    maxima: Maxima
-    kept: Tensor
-    step_size: Tensor
-    factor: Tensor = field(init=False, repr=False)
+    maxima: Maxima = restart()
+    kept: Tensor = restart()
+    step_size: Tensor = restart()
+    factor: Tensor = config(init=False, repr=False)
 
     @classmethod
     def of(cls, topology: Topology, size: int, device: torch.device) -> FittedStep:
@@ -113,16 +113,6 @@ class FittedStep:
     def diagnostics(self) -> dict[str, float]:
         """The step size in force, and the share of its vectors that this worker's codec keeps."""
         return {"step_size": self.step_size.item(), "kept": max(0.0, self.kept.item())}
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and numbers."""
-        return {"maxima": self.maxima.state_dict(), "kept": self.kept.clone(), "step_size": self.step_size.clone()}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        device = self.kept.device
-        self.maxima.load_state_dict(saved["maxima"])
-        self.kept, self.step_size = (saved[name].to(device, copy=True) for name in ("kept", "step_size"))
 
 
 def opened(message: Tensor, fitted: bool) -> tuple[Tensor, float]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
+from ...membership import Form
 from ..base import NamedTensors
 
 
@@ -81,8 +82,8 @@ class Layout:
         """A copy of the flat vector, keyed by tensor name."""
         return {name: part.clone() for name, part in zip(self.names, self.split(flat), strict=True)}
 
-    def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
-        """Overwrite the flat vector by what `named` returned."""
+    def load(self, flat: Tensor, saved: dict[str, Tensor]) -> Tensor:
+        """Overwrite the flat vector by what `named` returned, and return it."""
         differing = sorted(set(self.names) ^ saved.keys())
         require(not differing, f"saved memory does not fit these tensors: {differing[:5]} are only in one of them")
         for name, part in zip(self.names, self.split(flat), strict=True):
@@ -91,6 +92,11 @@ class Layout:
                 f"saved memory of {name!r} has shape {tuple(saved[name].shape)}, expected {tuple(part.shape)}",
             )
             part.copy_(saved[name])
+        return flat
+
+
+FLAT = Form(lambda state, flat: state.layout.named(flat), lambda state, flat, saved: state.layout.load(flat, saved))
+"""A flat vector of a state with a `layout`, saved by tensor name."""
 
 
 def _summary(layout: Layout) -> str:

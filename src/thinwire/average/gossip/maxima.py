@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...membership import State, config, restart
 from ...topology import Topology
 from ...topology.speed import rounds_to_reach_all
 
 
 @dataclass
-class Maxima:
+class Maxima(State):
     """The numbers in flight.
 
     Attributes:
@@ -33,11 +33,11 @@ class Maxima:
         span: rounds of this window.
     """
 
-    topology: Topology
-    size: int
-    flying: Tensor
-    age: int = 0
-    span: int = 1
+    topology: Topology = config()
+    size: int = config()
+    flying: Tensor = restart()
+    age: int = restart(default=0)
+    span: int = restart(default=1)
 
     def sent(self, own: Tensor, step: int) -> Tensor:
         """What to send in a round: at the start of a window, this worker's own numbers.
@@ -59,12 +59,3 @@ class Maxima:
             self.flying = torch.maximum(self.flying, numbers)
         self.age = (self.age + 1) % self.span
         return self.flying if self.age == 0 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The window in progress."""
-        return {"flying": self.flying.clone(), "age": self.age, "span": self.span}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.flying = saved["flying"].to(self.flying.device, copy=True)
-        self.age, self.span = saved["age"], saved["span"]

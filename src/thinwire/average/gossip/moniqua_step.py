@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import kernels
 from ...kernels.scales import float32
+from ...membership import State, config, restart
 from ...topology import Topology
 from ...topology.speed import difference_rates
 from .maxima import Maxima
@@ -69,7 +69,7 @@ class Edge:
 
 
 @dataclass
-class MoniquaPace:
+class MoniquaPace(State):
     """What a worker knows of the differences between workers.
 
     Attributes:
@@ -85,16 +85,16 @@ class MoniquaPace:
         failed: whether an edge failed in this window.
     """
 
-    maxima: Maxima
-    theta: float
-    step_size: float
-    num_levels: int
-    fixed: tuple[str, ...]
-    earlier_theta: float
-    seen: Tensor
-    failed: Tensor
-    streak: int = 0
-    has_failed: bool = False
+    maxima: Maxima = restart()
+    theta: float = restart()
+    step_size: float = restart()
+    num_levels: int = config()
+    fixed: tuple[str, ...] = config()
+    earlier_theta: float = restart()
+    seen: Tensor = restart()
+    failed: Tensor = restart()
+    streak: int = restart(default=0)
+    has_failed: bool = restart(default=False)
 
     @classmethod
     def of(
@@ -181,19 +181,6 @@ class MoniquaPace:
     def diagnostics(self) -> dict[str, float]:
         """The bound and the step size in force."""
         return {"step_size": self.step_size, "theta": self.theta}
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and numbers."""
-        names = ("theta", "step_size", "earlier_theta", "streak", "has_failed")
-        tensors = {"seen": self.seen.clone(), "failed": self.failed.clone(), "maxima": self.maxima.state_dict()}
-        return {name: getattr(self, name) for name in names} | tensors
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.maxima.load_state_dict(saved["maxima"])
-        self.seen, self.failed = (saved[name].to(self.seen.device, copy=True) for name in ("seen", "failed"))
-        for name in ("theta", "step_size", "earlier_theta", "streak", "has_failed"):
-            setattr(self, name, saved[name])
 
 
 def codes_of(message: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def mix_nodes(
         begin: starts the leaders' round, from the leader's neighbours and the mean of its node.
     """
     leader, *others = topology.members(comm.rank)
-    step = state.completed  # the round that is being waited for
+    step = state.progress.step - 1  # the round that is being waited for
     if comm.rank == leader:
         received = comm.exchange({}, {peer: debug.empty_like(own) for peer in others}).wait()
         mean = sum((received[peer] for peer in others), start=own) / (1 + len(others))

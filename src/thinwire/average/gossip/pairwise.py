@@ -27,6 +27,7 @@ Precision. Vectors are float32, or float64 where a parameter is float64, so that
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,29 +37,31 @@ from torch import Tensor
 from ...algorithm import Algorithm, require
 from ...clock import Clock
 from ...comm import Communicator
+from ...membership import State, config, pending, restart, shared
 from ...topology import BipartiteExponential
 from ...topology.bipartite import Bipartite
 from ..base import NamedTensors, check_agreement
-from .layout import Layout
+from .layout import FLAT, Layout
 
 
 @dataclass
-class PairwiseState:
+class PairwiseState(State):
     """What a worker holds; see the module's text. Vectors have all elements and lie on the CPU.
 
     Attributes:
+        changes: `pending`, what averaging has changed since then.
         published: parameters after the last optimizer step; None before the first.
         asked: how many averagings this worker has begun; the number chooses its next peer.
         averaged: how many averagings have changed x.
     """
 
-    layout: Layout
-    pending: Tensor
-    published: Tensor | None = None
-    asked: int = 0
-    averaged: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    clock: Clock = field(default_factory=Clock)
+    layout: Layout = config()
+    changes: Tensor = restart(value=0.0, form=FLAT)
+    published: Tensor | None = pending(default=None)
+    asked: int = shared(default=0)
+    averaged: int = shared(default=0)
+    lock: threading.Lock = config(default_factory=threading.Lock)
+    clock: Clock = config(default_factory=Clock)
 
     def ask(self) -> Tensor | None:
         """A copy of x, to be sent; None before the first `publish`, and from `load_state_dict` to the next one."""
@@ -66,14 +69,14 @@ class PairwiseState:
             if self.published is None:
                 return None
             self.asked += 1
-            return self.published + self.pending
+            return self.published + self.changes
 
     def answer(self, theirs: Tensor) -> Tensor | None:
         """Return x, to be sent back, and then move x half way towards `theirs`; None when `ask` returns None."""
         with self.lock, self.clock("average"):
             if self.published is None:
                 return None
-            own = self.published + self.pending
+            own = self.published + self.changes
             self._move(theirs, own)
             return own
 
@@ -85,26 +88,25 @@ class PairwiseState:
     def publish(self, tensors: NamedTensors) -> None:
         """Add the pending changes to the parameters, and remember the result."""
         with self.lock, self.clock("publish"):
-            wanted = self.layout.flatten(tensors).cpu().add_(self.pending)
+            wanted = self.layout.flatten(tensors).cpu().add_(self.changes)
             for (_, t), part in zip(tensors, self.layout.split(wanted), strict=True):
                 t.detach().copy_(part)
             self.published = self.layout.flatten(tensors).cpu()
             # What half precision could not hold stays pending. Infinite values do not.
-            self.pending = wanted.sub_(self.published).nan_to_num_(0.0, 0.0, 0.0)
+            self.changes = wanted.sub_(self.published).nan_to_num_(0.0, 0.0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, keyed by tensor name; each worker saves its own."""
         with self.lock:
-            return {"asked": self.asked, "averaged": self.averaged, "pending": self.layout.named(self.pending)}
+            return super().state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; nothing is held until `publish`."""
         with self.lock:
-            self.layout.load(self.pending, saved["pending"])
-            self.asked, self.averaged, self.published = saved["asked"], saved["averaged"], None
+            super().load_state_dict(saved)
 
     def _move(self, theirs: Tensor, own: Tensor) -> None:
-        self.pending.add_(theirs - own, alpha=0.5)
+        self.changes.add_(theirs - own, alpha=0.5)
         self.averaged += 1
 
 
@@ -176,7 +178,7 @@ class Pairwise(Algorithm):
         check_agreement(self, tensors, comm, seed=0)
         self.topology.validate(comm.size)
         layout = Layout.of(tensors, exact=True)
-        return PairwiseState(layout, pending=torch.zeros(layout.numel, dtype=layout.dtype, device="cpu"))
+        return PairwiseState(layout, changes=torch.zeros(layout.numel, dtype=layout.dtype, device="cpu"))
 
     def is_active(self, rank: int) -> bool:
         """Whether a rank asks (odd), rather than answers (even)."""

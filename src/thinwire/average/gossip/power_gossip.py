@@ -6,7 +6,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...comm import Communicator
+from ...membership import WHOLE, State, config, restart, shared
 from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
@@ -26,35 +26,18 @@ Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that t
 
 
 @dataclass
-class PowerGossipMemory:
+class PowerGossipMemory(State):
     """What `PowerGossip` remembers.
 
     Attributes:
         layout: where each tensor lies in the flat vector.
         half_steps: half steps so far.
-        directions: neighbour -> the directions for its next half step; empty if p is always drawn afresh.
+        directions: rank of a neighbour, as text -> the directions for its next half step; empty if p is always drawn afresh.
     """
 
-    layout: Layout
-    half_steps: int = 0
-    directions: dict[int, Directions] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The directions keyed by tensor name, then by the neighbour's rank as a string."""
-        by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.layout.names}
-        for peer, directions in self.directions.items():
-            for name, p in directions.items():
-                by_name[name][str(peer)] = p.clone()
-        return {"half_steps": self.half_steps, "directions": by_name}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        differing = sorted(set(self.layout.names) ^ saved["directions"].keys())
-        require(not differing, f"saved directions do not fit these tensors: {differing[:5]} are only in one of them")
-        self.half_steps, self.directions = saved["half_steps"], {}
-        for name, by_peer in saved["directions"].items():
-            for peer, p in by_peer.items():
-                self.directions.setdefault(int(peer), {})[name] = p.clone()
+    layout: Layout = config()
+    half_steps: int = shared(default=0)
+    directions: dict[str, Directions] = restart(value={}, form=WHOLE, default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,23 +124,15 @@ class PowerGossip(GossipAverager):
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
         return PowerGossipMemory(state.layout)
 
-    def deal_memory(self, saved: list[Any], rank: int, size: int) -> Any:
-        """Edges are new, so all directions are drawn afresh."""
-        return saved[0] | {"directions": {name: {} for name in saved[0]["directions"]}}
-
-    def shared_memory(self, state: GossipState) -> Any:
-        return state.memory.half_steps
-
-    def adopt_memory(self, state: GossipState, shared: Any) -> None:
-        state.memory.half_steps, state.memory.directions = shared, {}
-
     def regroup_memory(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
     ) -> None:
         """Keep the directions of an edge if both of its ends were there before; draw all others afresh."""
         old, was_here = state.memory.directions, before is not None and before[comm.rank] is not None
         peers = enumerate(before or []) if was_here else ()
-        state.memory.directions = {now: old[rank] for now, rank in peers if rank is not None and rank in old}
+        state.memory.directions = {
+            str(now): old[str(rank)] for now, rank in peers if rank is not None and str(rank) in old
+        }
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         # Half steps after the first read x as the first has left it, which may differ from the caller's tensors by then.
@@ -252,7 +227,7 @@ class _HalfStep:
 
     def _directions(self, peer: int, x: Parts) -> dict[int, Tensor]:
         """p of the edge to `peer` for each matrix, (r, side): orthonormal vectors, the same bits at both ends."""
-        warm = self.state.memory.directions.get(peer, {})
+        warm = self.state.memory.directions.get(str(peer), {})
         return {i: self._direction(peer, i, x[i].device, warm.get(self.matrices[i][0])) for i in self.matrices}
 
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
@@ -301,7 +276,7 @@ class _HalfStep:
                 part = difference[offset : offset + numel] * weight
                 vectors[i] = vectors[i].add_(part) if i in vectors else part
                 offset += numel
-            warm = self.state.memory.directions.setdefault(peer, {}) if self.averager.warm_start else {}
+            warm = self.state.memory.directions.setdefault(str(peer), {}) if self.averager.warm_start else {}
             for i, (name, _, _) in self.matrices.items():
                 p, others = self.p[peer][i], self._sides(i)[1]
                 q = difference[offset : offset + others * len(p)].view(others, len(p))

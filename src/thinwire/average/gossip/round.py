@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ...algorithm import require
 from ...clock import Clock
 from ...codec import Key
 from ...comm import Communicator
+from ...membership import State, config, nested, pending, restart, shared
 from ...schedule import Progress
 from ...topology import Topology
 from .layout import Layout
@@ -43,37 +44,32 @@ def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own
 
 
 @dataclass
-class GossipState:
+class GossipState(State):
     """What changes while an averager gossips.
 
     Attributes:
         layout: where each tensor lies in the flat vector.
         seed: the seed of all random numbers of the run.
         topology: who talks to whom, among the workers of the round.
-        memory: the algorithm's own record, with `state_dict` and `load_state_dict`; None without memory.
-        pace: step sizes that follow from what workers measure, with `diagnostics`, `state_dict` and `load_state_dict`; None if
-            they are numbers.
+        memory: the algorithm's own state; None without memory.
+        pace: the state of step sizes that follow from what workers measure, with `diagnostics`;
+            None if they are numbers.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
         progress: rounds begun, and the epoch as the training loop counts it.
-        completed: rounds that have been waited for.
+        in_flight: whether a round has begun and has not been waited for.
         finite: whether this worker's part of the round was finite.
     """
 
-    layout: Layout
-    seed: int
-    topology: Topology
-    memory: Any = None
-    pace: Any = None
-    weight: float = 1.0
-    progress: Progress = field(default_factory=Progress)
-    completed: int = 0
-    finite: kernels.Flag = True
-    clock: Clock = field(default_factory=Clock)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a round has begun and has not been waited for."""
-        return self.progress.step != self.completed
+    layout: Layout = config()
+    seed: int = config()
+    topology: Topology = config()
+    memory: Any = nested(default=None)
+    pace: Any = restart(default=None)
+    weight: float = restart(value=1.0, default=1.0)
+    progress: Progress = shared(default=Progress())
+    in_flight: bool = pending(default=False)
+    finite: kernels.Flag = pending(default=True)
+    clock: Clock = config(default_factory=Clock)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, keyed by tensor name. Workers differ, so each saves its own.
@@ -82,28 +78,16 @@ class GossipState:
             ValueError: a round is in flight; its messages would be lost.
         """
         require(not self.in_flight, "a gossip round is in flight; wait() for it before saving, so that nothing is lost")
-        memory = None if self.memory is None else self.memory.state_dict()
-        pace = None if self.pace is None else self.pace.state_dict()
-        counts = {"step": self.progress.step, "epoch": self.progress.epoch, "weight": self.weight}
-        return counts | {"memory": memory, "pace": pace}
+        return super().state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
             ValueError: a round is in flight, or the saved state is of another averager or other tensors.
         """
         require(not self.in_flight, "a gossip round is in flight; wait() for it before loading")
-        require(
-            (saved["memory"] is None) == (self.memory is None),
-            "only one of the saved state and this averager has a memory; use the averager it was saved with",
-        )
-        if self.memory is not None:
-            self.memory.load_state_dict(saved["memory"])
-        if self.pace is not None and saved["pace"] is not None:
-            self.pace.load_state_dict(saved["pace"])
-        self.progress, self.completed = Progress(saved["step"], saved["epoch"]), saved["step"]
-        self.weight = saved["weight"]
+        super().load_state_dict(saved)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ Phases 2 to 6 run in `wait`, so that one thread issues all collectives of a work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,60 +24,32 @@ from ... import kernels
 from ...algorithm import require
 from ...clock import Clock
 from ...comm import Communicator, Handle
-from ...membership import dealt, norm_of
+from ...membership import State, config, own, pending, shared
 from ...schedule import Progress
 from ..base import Averager, NamedTensors, check_agreement
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
 @dataclass
-class DionState:
+class DionState(State):
     """What changes while `Dion` runs.
 
     Attributes:
         seed: the seed of all random numbers of the run.
-        momentum: M (n, m) of each matrix, this worker's own, unscaled.
-        q: Q' (r, m) of each matrix, the same on all workers.
-        pending: what M and Q' become at `commit`.
+        momentum: M (n, m) of each matrix, unscaled.
+        q: Q' (r, m) of each matrix.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
+        pending: what M and Q' become at `commit`.
     """
 
-    seed: int
-    momentum: dict[str, Tensor]
-    q: dict[str, Tensor]
-    pending: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
-    finite: kernels.Flag = True
-    clock: Clock = field(default_factory=Clock)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, keyed by parameter name. Momentum differs between workers, so each saves its own."""
-        return {
-            "step": self.progress.step,
-            "epoch": self.progress.epoch,
-            "momentum": {name: m.clone() for name, m in self.momentum.items()},
-            "q": {name: q.clone() for name, q in self.q.items()},
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it is of another model or rank.
-        """
-        for what, own in (("momentum", self.momentum), ("q", self.q)):
-            differing = sorted(own.keys() ^ saved[what].keys())
-            require(not differing, f"the saved state does not fit this model: {differing[:5]} are only in one of them")
-            for name, tensor in own.items():
-                there = saved[what][name]
-                require(
-                    there.shape == tensor.shape,
-                    f"the saved {what} of {name!r} has shape {tuple(there.shape)}, expected {tuple(tensor.shape)}",
-                )
-                own[name] = there.to(tensor.device, copy=True)
-        self.pending.clear()
-        self.progress = Progress(saved["step"], saved["epoch"])
+    seed: int = config()
+    momentum: dict[str, Tensor] = own()
+    q: dict[str, Tensor] = shared()
+    progress: Progress = shared(default=Progress())
+    finite: kernels.Flag = pending(default=True)
+    pending: dict[str, tuple[Tensor, Tensor]] = pending(default_factory=dict)
+    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,17 +134,6 @@ class Dion(Averager):
     def discard(self, state: DionState) -> None:
         state.pending.clear()
         state.finite = True
-
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        momentum = {name: dealt([one["momentum"][name] for one in saved], rank, size) for name in saved[0]["momentum"]}
-        return saved[0] | {"momentum": momentum}
-
-    def adopt(self, state: DionState, shared: dict[str, Any]) -> None:
-        own = {name: torch.zeros_like(momentum) for name, momentum in state.momentum.items()}
-        state.load_state_dict(shared | {"momentum": own})
-
-    def own_norm(self, state: DionState) -> float:
-        return norm_of(state.momentum.values())
 
     def _finish(
         self,

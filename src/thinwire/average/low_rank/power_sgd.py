@@ -19,7 +19,7 @@ without bound, because the differences between workers are never sent; ours stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,58 +30,42 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...clock import Clock
 from ...comm import Communicator, Handle
+from ...membership import Form, State, check_state, config, copied, nested, pending, require_names, shared
 from ...memory import ErrorFeedback, Memory
 from ...schedule import Progress, Schedule, resolve
 from ..base import Averager, NamedTensors, check_agreement
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
+def _load_q(state: PowerSGDState, q: dict[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The number of columns of a saved Q may differ: a schedule sets it."""
+    require_names(q, saved, "Q")
+    for name, old in q.items():
+        rows = saved[name].shape[1]
+        require(rows == old.shape[1], f"the saved Q of {name!r} has {rows} rows, expected {old.shape[1]}")
+    return {name: saved[name].to(old.device, copy=True) for name, old in q.items()}
+
+
 @dataclass
-class PowerSGDState:
+class PowerSGDState(State):
     """What changes while `PowerSGD` runs.
 
     Attributes:
         seed: the seed of all random numbers of the run.
-        memory: the state of `PowerSGD.memory`; None without a memory.
         q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
+        memory: the state of `PowerSGD.memory`; None without a memory.
         pending_q: Q' of this round.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
     """
 
-    seed: int
-    memory: Any
-    q: dict[str, Tensor]
-    pending_q: dict[str, Tensor] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
-    finite: kernels.Flag = True
-    clock: Clock = field(default_factory=Clock)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, keyed by parameter name. Memory differs between workers, so each saves its own."""
-        return {
-            "step": self.progress.step,
-            "epoch": self.progress.epoch,
-            "memory": None if self.memory is None else self.memory.state_dict(),
-            "q": {name: q.clone() for name, q in self.q.items()},
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        require(
-            (saved["memory"] is None) == (self.memory is None),
-            "only one of the saved state and this averager has a memory; use the averager it was saved with",
-        )
-        differing = sorted(self.q.keys() ^ saved["q"].keys())
-        require(not differing, f"the saved state does not fit this model: {differing[:5]} are only in one of them")
-        for name, q in self.q.items():
-            rows = saved["q"][name].shape[1]
-            require(rows == q.shape[1], f"the saved Q of {name!r} has {rows} rows, expected {q.shape[1]}")
-        if self.memory is not None:
-            self.memory.load_state_dict(saved["memory"])
-        self.q = {name: saved["q"][name].to(q.device, copy=True) for name, q in self.q.items()}
-        self.pending_q.clear()
-        self.progress = Progress(saved["step"], saved["epoch"])
+    seed: int = config()
+    q: dict[str, Tensor] = shared(form=Form(lambda state, q: copied(q), _load_q))
+    memory: Any = nested()
+    pending_q: dict[str, Tensor] = pending(default_factory=dict)
+    progress: Progress = shared(default=Progress())
+    finite: kernels.Flag = pending(default=True)
+    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,7 @@ class PowerSGD(Averager):
         matrices = [(name, t) for name, t in tensors if gains(t, rank=1)]
         return PowerSGDState(
             seed=seed,
-            memory=None if self.memory is None else self.memory.init(matrices),
+            memory=None if self.memory is None else check_state(self.memory.init(matrices), self.memory),
             q={name: torch.empty(0, columns(t), device=t.device) for name, t in matrices},
         )
 
@@ -213,33 +197,6 @@ class PowerSGD(Averager):
             self.memory.discard(state.memory)
         state.pending_q.clear()
         state.finite = True
-
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
-        return saved[0] | {"memory": memory}
-
-    def shared(self, state: PowerSGDState) -> dict[str, Any]:
-        memory = None if self.memory is None else self.memory.shared(state.memory)
-        return state.state_dict() | {"memory": memory}
-
-    def adopt(self, state: PowerSGDState, shared: dict[str, Any]) -> None:
-        if self.memory is not None:
-            self.memory.adopt(state.memory, shared["memory"])
-            shared = shared | {"memory": state.memory.state_dict()}
-        state.load_state_dict(shared)
-
-    def own_norm(self, state: PowerSGDState) -> float:
-        return 0.0 if self.memory is None else self.memory.own_norm(state.memory)
-
-    def regroup(
-        self,
-        state: PowerSGDState,
-        tensors: NamedTensors,
-        comm: Communicator,
-        before: Sequence[int | None] | None = None,
-    ) -> None:
-        if self.memory is not None:
-            self.memory.regroup(state.memory)
 
     def _products(
         self, state: PowerSGDState, matrices: NamedTensors, scale: float, qs: list[Tensor]

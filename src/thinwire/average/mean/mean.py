@@ -16,7 +16,6 @@ says how many (`SparseParts.topk_counts`), memory returns the selection (`compen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from ...algorithm import require
 from ...codec import Codec, Identity, Selection
 from ...codec.adaptive.base import adapted
 from ...comm import Communicator, Handle
+from ...membership import check_state
 from ...memory import Memory
 from ...schedule import Progress, resolve
 from ..base import Averager, NamedTensors, check_agreement, copy_changed
@@ -39,15 +39,14 @@ from .exchange import (
     AllReduce,
     Job,
     Load,
+    OwnerMemory,
     PendingExchange,
-    ScatterReduce,
+    Whole,
     agree_on_nodes,
     cheapest,
     check_divisor,
     flatten,
-    gathered_pieces,
     launched_nodes,
-    recut,
     result_buffers,
     split_like,
 )
@@ -169,12 +168,12 @@ class Mean(Averager):
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
         encoded, dense = self._split(tensors, self.codec)
-        memory = None if self.memory is None else self.memory.init(encoded, dense)
-        state = MeanState(seed, memory, *self._choose(tensors, comm), owner=(comm.rank, comm.size))
-        if self.memory is not None:
-            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
+        memory = None if self.memory is None else check_state(self.memory.init(encoded, dense), self.memory)
+        state = MeanState(seed, memory, *self._choose(tensors, comm))
+        state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
+        state.owner_memory = self._owner_memory(state, comm)
         part = self.codec.traits.adaptive
-        state.codec = None if part is None else part.init_state()
+        state.codec = None if part is None else check_state(part.init_state(), part)
         return state
 
     def _choose(self, tensors: NamedTensors, comm: Communicator, must_fit: bool = True) -> tuple[str, int]:
@@ -271,43 +270,23 @@ class Mean(Averager):
 
     # ---- when workers come and go ----
 
-    def deal(self, saved: Sequence[dict[str, Any]], tensors: NamedTensors, rank: int, size: int) -> dict[str, Any]:
-        memory = None if self.memory is None else self.memory.deal([one["memory"] for one in saved], rank, size)
-        owned, encoded = [one["owner_memory"] for one in saved], self._split(tensors, self.codec)[0]
-        owner_memory = None if owned[0] is None else recut(self.codec, encoded, owned, rank, size)
-        return saved[0] | {"memory": memory, "owner_memory": owner_memory, "exchange": ScatterReduce.word}
-
-    def shared(self, state: MeanState) -> dict[str, Any]:
-        memory = None if self.memory is None else self.memory.shared(state.memory)
-        return state.state_dict() | {"memory": memory, "owner_memory": None, "exchange": state.exchange}
-
-    def adopt(self, state: MeanState, shared: dict[str, Any]) -> None:
-        if self.memory is not None:
-            self.memory.adopt(state.memory, shared["memory"])
-            shared = shared | {"memory": state.memory.state_dict()}
-        state.load_state_dict(shared)
-        state.exchange, state.owner_memory = shared["exchange"], None
-
-    def own_norm(self, state: MeanState) -> float:
-        return math.hypot(*(memory.own_norm(memory_state) for memory, memory_state in self._memories(state)))
-
     def regroup(
         self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:
         """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
-        if self.memory is not None:
-            self.memory.regroup(state.memory)
-        encoded = self._split(tensors, self.codec)[0]
+        super().regroup(state, tensors, comm, before)
+        old = state.owner_memory
         remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
-            state.owner_memory = None
-        if self.memory is not None:
-            old = None if state.owner_memory is None else state.owner_memory.residual
-            state.owner_memory = EXCHANGES[state.exchange].init_memory(self.codec, encoded, comm.rank, comm.size)
-            if remembers and state.owner_memory is not None:
-                OWNER_MEMORY.adopt(state.owner_memory, gathered_pieces(self.codec, encoded, old, state.owner, comm))
-        state.owner = comm.rank, comm.size
+        state.owner_memory = self._owner_memory(state, comm)
+        if remembers and state.owner_memory is not None:
+            state.owner_memory.gather(old, comm)
+
+    def _owner_memory(self, state: MeanState, comm: Communicator) -> OwnerMemory | None:
+        """Zero memory of the second encoding, if there is one."""
+        remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None
+        return OwnerMemory.of(state.wholes, comm.rank, comm.size) if remembers else None
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
         """Each memory with its state: that of the gradients, and that of the second encoding."""

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import copy
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...algorithm import require
 from ...clock import Clock
 from ...codec import AdaptiveCodec, Key
 from ...comm import Communicator
 from ...kernels import Flag
-from ...memory import ErrorFeedbackState
+from ...membership import State, agreed, config, nested, pending, shared
 from ...schedule import Progress
-from .exchange import Observe, PendingExchange
+from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Whole
 
 
 @dataclass
-class MeanState:
+class MeanState(State):
     """The state of `Mean`: what rounds change, and the exchange that `init` chose.
 
     Attributes:
@@ -30,7 +29,7 @@ class MeanState:
         exchange: the exchange of all rounds and buckets; never "auto".
         workers_per_node: how many consecutive ranks share a node.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
-        owner: rank and number of workers that `owner_memory` was cut for.
+        wholes: the tensors that are encoded, as owners cut them.
         codec: the state of the codec's adaptive part; None if nothing adapts.
         codec_before: a copy from before this round's update of it, in case the round is discarded.
         flights: the exchanges that were begun and not yet finished, in their order.
@@ -38,18 +37,18 @@ class MeanState:
         finite: whether all results of the round so far were finite.
     """
 
-    seed: int
-    memory: Any
-    exchange: str
-    workers_per_node: int = 1
-    owner_memory: ErrorFeedbackState | None = None
-    owner: tuple[int, int] = (0, 1)
-    codec: Any = None
-    codec_before: Any = None
-    flights: list[PendingExchange] = field(default_factory=list)
-    progress: Progress = Progress()
-    finite: Flag = True
-    clock: Clock = field(default_factory=Clock)
+    seed: int = config()
+    memory: Any = nested()
+    exchange: str = agreed()
+    workers_per_node: int = agreed(default=1)
+    owner_memory: OwnerMemory | None = nested(default=None)
+    wholes: dict[str, Whole] = config(default_factory=dict)
+    codec: Any = nested(default=None)
+    codec_before: Any = pending(default=None)
+    flights: list[PendingExchange] = pending(default_factory=list)
+    progress: Progress = shared(default=Progress())
+    finite: Flag = pending(default=True)
+    clock: Clock = config(default_factory=Clock)
 
     def key(self, name: str, rank: int) -> Key:
         """The random key of a tensor on one worker in this round; it does not depend on the bucket.
@@ -58,36 +57,10 @@ class MeanState:
         """
         return Key(self.seed, zlib.crc32(name.encode()) | rank << 32, self.progress.step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, keyed by parameter name. Memory differs between workers, so each saves its own."""
-        memories = {name: None if m is None else m.state_dict() for name, m in self._memories().items()}
-        return {"step": self.progress.step, "epoch": self.progress.epoch} | memories
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: the saved state is of another averager or model.
-        """
-        if saved["owner_memory"] is not None and "exchange" in saved:
-            self._follow(saved["owner_memory"], saved["exchange"])
-        elif saved["owner_memory"] is None and self.owner_memory is not None:
-            zeros = {name: torch.zeros_like(t) for name, t in self.owner_memory.residual.items()}
-            saved = saved | {"owner_memory": zeros}
-        for name, memory in self._memories().items():
-            require(
-                (saved[name] is None) == (memory is None),
-                f"only one of the saved state and this averager has {name}; use the averager it was saved with",
-            )
-            if memory is not None:
-                memory.load_state_dict(saved[name])
-        self.progress = Progress(saved["step"], saved["epoch"])
-
-    def _follow(self, owner_memory: dict[str, Tensor], exchange: str) -> None:
-        """Take the exchange that owners remember something for, where "auto" has chosen another on more or fewer workers."""
-        if self.owner_memory is None:
-            residual, spare = ({name: torch.zeros_like(t) for name, t in owner_memory.items()} for _ in range(2))
-            self.exchange, self.owner_memory = exchange, ErrorFeedbackState(residual, spare)
+    def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
+        """Take the exchange whose owners remember something, where "auto" has chosen another for this number of workers."""
+        if saved["owner_memory"] is not None and self.owner_memory is None:
+            self.exchange, self.owner_memory = ScatterReduce.word, OwnerMemory.of(self.wholes, rank, size)
 
     def adapt(self, part: AdaptiveCodec, comm: Communicator, device: torch.device) -> Observe | None:
         """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None.
@@ -112,6 +85,3 @@ class MeanState:
         """Forget an update of the adaptive part in a round that is discarded."""
         if self.codec_before is not None:
             self.codec, self.codec_before = self.codec_before, None
-
-    def _memories(self) -> dict[str, Any]:
-        return {"memory": self.memory, "owner_memory": self.owner_memory, "codec": self.codec}

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...algorithm import require
+from ...membership import Form, State, shared
 from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
 from ..traits import Traits
@@ -30,36 +30,27 @@ from .level_search import alq, alq_gd, amq
 from .level_sets import exponential_levels, fixed_multiplier
 from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 
+SAMPLE = Form(
+    lambda state, sample: {stream: stats.to_tensor() for stream, stats in sample.items()},
+    lambda state, sample, saved: {stream: BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved.items()},
+)
+
 
 @dataclass
-class LevelState:
-    """The state of adaptive levels; the same on all workers, except for the sample.
+class LevelState(State):
+    """The state of adaptive levels.
 
     Attributes:
         learned: float64; the levels (ALQ), each exactly a float32 number, or the multiplier (AMQ).
         last_update: step of the last update, even if it changed nothing; 0 before the first.
         sample: statistics of every segment encoded in the round before an update. The keys are the streams of random
-            keys, so they do not depend on DDP's buckets, and a repeated round overwrites its statistics.
+            keys, so they do not depend on DDP's buckets, and a repeated round overwrites its statistics. With another
+            number of workers the sample of one stands for all.
     """
 
-    learned: Tensor
-    last_update: int = 0
-    sample: dict[int, BucketStatistics] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as numbers and tensors; training continues from it with the same bits."""
-        sample = {stream: stats.to_tensor() for stream, stats in self.sample.items()}
-        return {"learned": self.learned.clone(), "last_update": self.last_update, "sample": sample}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        require(
-            saved["learned"].shape == self.learned.shape,
-            f"saved levels have shape {tuple(saved['learned'].shape)}, expected {tuple(self.learned.shape)}; use the "
-            "codec they were saved with",
-        )
-        self.learned, self.last_update = saved["learned"].to("cpu", torch.float64, copy=True), saved["last_update"]
-        self.sample = {stream: BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved["sample"].items()}
+    learned: Tensor = shared()
+    last_update: int = shared(default=0)
+    sample: dict[int, BucketStatistics] = shared(form=SAMPLE, default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from ..types import Key, Symbols
 class AdaptiveCodec(Codec):
     """A codec that learns from gradients; between two updates it is the pure codec `at(state)`.
 
-    The averager keeps the state, which has `state_dict` and `load_state_dict`. If `observes(step)`, the averager calls
+    The averager keeps the state, a `thinwire.membership.State`. If `observes(step)`, the averager calls
     `observe` with all segments that it encodes in that round. If `is_due(state, step)`, the round begins with an update:
     workers exchange their `statistics`, each calls `learn`, and all `adopt` the result of rank 0. So all workers hold the
     same bits, even if their processors compute `exp` differently. Outside of an averager the codec is never updated.

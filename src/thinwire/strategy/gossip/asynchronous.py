@@ -50,7 +50,7 @@ class AsynchronousGossip(OwnModelAttachment):
             make_equal(model, comm, parameters=[name for name, _ in self.parameters])
             self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
-            self._state = strategy.averager.init(self._live.tensors(), comm)
+            self._record = self._state = strategy.averager.init(self._live.tensors(), comm)
             self._exchange = PairwiseExchange(strategy.averager, self._state, comm)
             # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
             dropped = finalize(
@@ -101,28 +101,18 @@ class AsynchronousGossip(OwnModelAttachment):
 
     # ---- what the base asks for ----
 
-    def _own_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The changes since the last step, and counts. Waits for the answer in flight; workers may save at different times."""
         with self._exchange.settled():
-            state: dict[str, Any] = self._state.state_dict()
-            return state
+            return super().state_dict()
 
-    def _load_own(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """As in `AveragerAttachment`; on another number of workers every one goes on from the mean model."""
         with self._exchange.settled():
-            self._state.load_state_dict(saved)
-
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        """Every worker goes on from the mean model, in which nothing is pending."""
-        return {**saved[0], "pending": {name: torch.zeros_like(t) for name, t in saved[0]["pending"].items()}}
+            super().load_state_dict(saved)
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return []
-
-    def _shared(self) -> dict[str, Any]:
-        raise AssertionError("a communicator with channels is not elastic")
-
-    def _adopt(self, shared: dict[str, Any]) -> None:
-        raise AssertionError("a communicator with channels is not elastic")
 
     def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
         self._publish(what)

@@ -20,18 +20,41 @@ Push-sum. While a round or the optimizer works on them, the parameters are the b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import debug
 from ...average.base import Averager, NamedTensors, Pending
 from ...comm import CommunicationError, Communicator
+from ...membership import WHOLE, State, check_state, nested, restart, rewind, shared
 from ...streams import WorkStream, has_streams, refuse_capture
 from ..flight import Flight
 from ..model.live_parameters import LiveParameters
 from ..model.shards import Replica
 from ..transaction import Transaction
+
+
+@dataclass
+class RoundsState(State):
+    """What the rounds of one worker remember.
+
+    Attributes:
+        averager: the averager's state.
+        was_updated: whether the parameters were ever updated; before, all workers agree, and there is nothing to average.
+        steps_since_begin: steps of the optimizer since the round in flight began.
+        change: of the round in flight, by parameter, once it is held. Where workers change, rounds in flight are dropped:
+            they do not move the mean model, from which all go on.
+        debias_factor: 1/w after the rounds absorbed so far.
+    """
+
+    averager: Any = nested()
+    was_updated: bool = shared(default=False)
+    steps_since_begin: int = restart(value=0, default=0)
+    change: dict[str, Tensor] | None = restart(value=None, form=WHOLE, default=None)
+    debias_factor: float = restart(value=1.0, default=1.0)
 
 
 class ParameterRounds:
@@ -48,25 +71,25 @@ class ParameterRounds:
     def __init__(self, live: LiveParameters, averager: Averager, comm: Communicator, seed: int, shards: Replica):
         self.live, self.averager, self.comm, self._shards = live, averager, comm, shards
         tensors = live.tensors()
-        self.state = averager.init(tensors, comm, seed)
+        self.state = check_state(averager.init(tensors, comm, seed), averager)
+        self.record = RoundsState(self.state)
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
         self._background = comm.background("thinwire-round")
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
-        self._is_held = False
-        self._debias_factor, self._is_biased = 1.0, False
+        self._is_biased = False
         self.transaction: Transaction
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and has not been absorbed."""
-        return self._flight is not None or self._is_held
+        return self._flight is not None or self.record.change is not None
 
     @property
     def weight(self) -> float:
         """Push-sum's w after the rounds absorbed so far; 1.0 for all other averagers."""
-        return 1.0 / self._debias_factor
+        return 1.0 / self.record.debias_factor
 
     def run(self) -> None:
         """Do a whole round, in place. One that an elastic communicator gives up leaves no trace."""
@@ -90,7 +113,7 @@ class ParameterRounds:
         if self.transaction.end(has_all):
             self._commit()
             return
-        self.averager.rewind(self.state, saved)
+        rewind(self.state, saved)
         for (_, p), old in zip(self.live.tensors(), before, strict=True):
             p.copy_(old)
 
@@ -140,10 +163,10 @@ class ParameterRounds:
         """Add the change of the round in flight, if there is one, to the parameters."""
         if not self.in_flight:
             return
-        add_change = self._add_changes if self._is_held else self._landed()
+        add_change = self._add_changes if self.record.change is not None else self._landed()
         self.to_biased()
         add_change(self.live.tensors())
-        self._flight, self._is_held = None, False
+        self._flight, self.record.change = None, None
         self._commit()
 
     def _landed(self) -> Callable[[NamedTensors], None]:
@@ -151,17 +174,6 @@ class ParameterRounds:
         assert self._flight is not None
         with self.state.clock("blocked"):
             return self._flight.wait()
-
-    def _hold(self) -> None:
-        """Wait for the round in flight, and decode it into the change that `absorb` adds."""
-        if self._flight is None:
-            return
-        add_change = self._landed()
-        if not has_streams(self._device):  # there the round has decoded it into the buffers already
-            for _, change in self._change_buffers():
-                change.zero_()
-            add_change(self._changes)
-        self._flight, self._is_held = None, True
 
     def to_biased(self) -> None:
         """z -> x = w z, for the optimizer."""
@@ -172,32 +184,35 @@ class ParameterRounds:
     def to_debiased(self) -> None:
         """x -> z = x / w, for the forward pass and for callers that read the model."""
         if self._is_biased:
-            self._multiply(self._debias_factor)
+            self._multiply(self.record.debias_factor)
         self._is_biased = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """The averager's state and the change of the round in flight; changes no parameters."""
-        self._hold()
-        change = {name: t.clone() for name, t in self._changes} if self._is_held else None
-        return {"averager": self.state.state_dict(), "change": change, "debias_factor": self._debias_factor}
+    def hold(self) -> None:
+        """Wait for the round in flight, and decode it into the change that `absorb` adds. Changes no parameters."""
+        if self._flight is None:
+            return
+        add_change = self._landed()
+        if not has_streams(self._device):  # there the round has decoded it into the buffers already
+            for _, change in self._change_buffers():
+                change.zero_()
+            add_change(self._changes)
+        self._flight, self.record.change = None, dict(self._changes)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Drops the round in flight, because the parameters are replaced too."""
-        self.settle()
-        self._flight, self._is_held = None, saved["change"] is not None
-        self.averager.rewind(self.state, saved["averager"])
-        self._debias_factor, self._is_biased = saved["debias_factor"], False
-        if self._is_held:
+    def loaded(self) -> None:
+        """Go on from the record, which was loaded: the model holds z, and the change in flight is the one that was saved."""
+        self._flight, self._is_biased = None, False
+        if self.record.change is not None:
             for name, change in self._change_buffers():
-                change.copy_(saved["change"][name])
+                change.copy_(self.record.change[name])
+            self.record.change = dict(self._changes)
 
     def regrouped(self) -> None:
         """Read push-sum's weight anew, after other workers have joined; the model holds z."""
-        self._debias_factor = self.averager.debias_factor(self.state)
+        self.record.debias_factor = self.averager.debias_factor(self.state)
 
     def _commit(self) -> None:
         self._shards.commit(self.averager, self.state)
-        self._debias_factor = self.averager.debias_factor(self.state)
+        self.record.debias_factor = self.averager.debias_factor(self.state)
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:

@@ -29,7 +29,7 @@ from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, stepping_
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
-from .rounds import ParameterRounds
+from .rounds import ParameterRounds, RoundsState
 
 if TYPE_CHECKING:
     from .gossip import Gossip
@@ -41,6 +41,7 @@ class ParameterGossip(OwnModelAttachment):
     call = "Gossip"
     strategy: Gossip
     averager: Averager
+    _record: RoundsState
 
     def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         refuse_ddp(self.call, model)
@@ -49,15 +50,13 @@ class ParameterGossip(OwnModelAttachment):
         _require_exact(strategy.averager, parameters)
         super().__init__(strategy, model, parameters, runtime)
         self._optimizer = optimizer
-        self._steps_since_begin = 0
-        self._was_updated = False  # before the first update all workers agree: there is nothing to average
         with self._attaching() as comm:
             names = [name for name, _ in parameters]
             make_equal(model, comm, parameters=names)
             self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: trained_by(optimizer))
             self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
             self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
-            self._state = self._rounds.state
+            self._state, self._record = self._rounds.state, self._rounds.record
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
             self._on_detach(refuse_ddp_around(self.call, model).remove)
@@ -79,23 +78,13 @@ class ParameterGossip(OwnModelAttachment):
 
     # ---- what the base asks for ----
 
-    def _own_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed."""
-        counts = {"was_updated": self._was_updated, "steps_since_begin": self._steps_since_begin}
-        return counts | self._rounds.state_dict()
+        self._rounds.hold()
+        return super().state_dict()
 
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        self._rounds.load_state_dict(saved)
-        self._was_updated, self._steps_since_begin = saved["was_updated"], saved["steps_since_begin"]
-
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        """Every worker goes on from the mean model, which rounds in flight do not move, so that they are dropped."""
-        averager = self.averager.deal(
-            [one["averager"] for one in saved], self._live.tensors(), self.comm.rank, self.comm.size
-        )
-        was_updated = any(one["was_updated"] for one in saved)
-        rounds = {"averager": averager, "change": None, "debias_factor": 1.0}
-        return {"was_updated": was_updated, "steps_since_begin": 0} | rounds
+    def _loaded(self, redistributed: bool) -> None:
+        self._rounds.loaded()
 
     def begin_round(self) -> None:
         super().begin_round()
@@ -105,18 +94,12 @@ class ParameterGossip(OwnModelAttachment):
         return [(self._rounds.state, self._live.tensors())]
 
     def _shared(self) -> dict[str, Any]:
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "averager": self.averager.shared(self._rounds.state),
-            "was_updated": self._was_updated,
-        }
+        return super()._shared() | {"optimizer": self._optimizer.state_dict()}
 
-    def _adopt(self, shared: dict[str, Any]) -> None:
-        self._model.load_state_dict(shared["model"])
+    def _load_shared(self, shared: dict[str, Any]) -> None:
+        super()._load_shared(shared)
         self._optimizer.load_state_dict(shared["optimizer"])
-        self.averager.adopt(self._rounds.state, shared["averager"])
-        self._was_updated = shared["was_updated"]
+        self._rounds.loaded()
 
     @property
     def _weight(self) -> float:
@@ -173,14 +156,14 @@ class ParameterGossip(OwnModelAttachment):
             self._combine()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._was_updated = True
+        self._record.was_updated = True
         self._watch.stepped()
-        self._steps_since_begin += 1
+        self._record.steps_since_begin += 1
         if not self.strategy.combines_first:
             self._combine()
         if self.strategy.overlap and not self._rounds.in_flight:
             self._rounds.begin()
-            self._steps_since_begin = 0
+            self._record.steps_since_begin = 0
         self._rounds.to_debiased()
 
     def _take_part(self) -> None:
@@ -190,9 +173,9 @@ class ParameterGossip(OwnModelAttachment):
 
     def _combine(self) -> None:
         if not self.strategy.overlap:
-            if self._was_updated:
+            if self._record.was_updated:
                 self._rounds.run()
-        elif self._steps_since_begin >= self.strategy.staleness:
+        elif self._record.steps_since_begin >= self.strategy.staleness:
             self._rounds.absorb()
 
 

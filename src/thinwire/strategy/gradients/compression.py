@@ -24,6 +24,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...codec import Codec
 from ...comm import Communicator
+from ...membership import check_state
 from ..base import AveragerAttachment
 from ..model.mean_model import holding_mean
 from ..model.models import kind_of, make_equal, refuse_ddp, refuse_ddp_around, trainable, values_of, wrapped_ddp
@@ -152,7 +153,8 @@ class GradientCompression(AveragerAttachment):
                 self._begin(comm)
 
     def _begin(self, comm: Communicator) -> None:
-        self._state = self.averager.init(self._tensors(), comm, self._seed)
+        state = self.averager.init(self._tensors(), comm, self._seed)
+        self._record = self._state = check_state(state, self.averager)
         self._begin_rounds(self.averager)
         self._rounds = GradientRounds(
             self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards, self._transaction
@@ -250,25 +252,8 @@ class GradientCompression(AveragerAttachment):
             self._rounds.abandon()
             self._rounds.close()
 
-    def _own_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._state.state_dict()
-        return state
-
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        self._state.load_state_dict(saved)
-
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.averager.deal(saved, self._tensors(), self.comm.rank, self.comm.size)
-
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return [(self._state, self._tensors())]
-
-    def _shared(self) -> dict[str, Any]:
-        return {"model": self._model.state_dict(), "averager": self.averager.shared(self._state)}
-
-    def _adopt(self, shared: dict[str, Any]) -> None:
-        self._model.load_state_dict(shared["model"])
-        self.averager.adopt(self._state, shared["averager"])
 
     def _tensors(self) -> NamedTensors:
         return [(name, values_of(p)) for name, p in self.parameters]

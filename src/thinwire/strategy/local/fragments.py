@@ -7,7 +7,7 @@ model, and the peak of the traffic is 1/P of that of one fragment. With P = 1 th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...algorithm import require
 from ...average.base import NamedTensors
+from ...membership import Form, State, config, copied, nested, pending, shared
 from ..flight import Flight
 from .inverse_norm import NormStatistics
 
@@ -88,15 +89,25 @@ def offset(index: int, num_fragments: int, every: int) -> int:
     return -(-(index + 1) * every // num_fragments)
 
 
+def _saved_changes(state: Fragment, changes: list[Tensor]) -> list[Tensor] | None:
+    return None if state.finite is None else copied([*changes, *state.pulled])
+
+
+def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] | None) -> list[Tensor]:
+    for t, value in zip((*changes, *state.pulled), saved or (), strict=False):
+        t.copy_(value)
+    return changes
+
+
 @dataclass
-class Fragment:
+class Fragment(State):
     """Some parameters of a model that are exchanged together, and what is known of them.
 
     Attributes:
         offset: after how many steps of a period it is exchanged, 1 .. H.
         places: positions of its parameters among those of the strategy.
         anchors: its part of the anchor.
-        changes: the pseudo-gradients, which become their mean.
+        changes: the pseudo-gradients, which become their mean. They are saved, with `pulled`, while they wait to be merged.
         pulled: copies of the anchors that are averaged too; empty without `pull`.
         state: of the averager.
         statistics: of the norms of its changes.
@@ -107,18 +118,18 @@ class Fragment:
         gave_up: under gossip, whether this worker's changes in the present round were not finite.
     """
 
-    offset: int
-    places: list[int]
-    anchors: list[tuple[str, nn.Parameter]]
-    changes: list[Tensor]
-    pulled: list[Tensor]
-    state: Any = None
-    statistics: NormStatistics = field(default_factory=NormStatistics)
-    flight: Flight[bool] | None = None
-    finite: bool | None = None
-    steps_to_merge: int = 0
-    has_moved: bool = False
-    gave_up: bool = False
+    offset: int = config()
+    places: list[int] = config()
+    anchors: list[tuple[str, nn.Parameter]] = config()
+    changes: list[Tensor] = shared(form=Form(_saved_changes, _loaded_changes))
+    pulled: list[Tensor] = config()
+    state: Any = nested(default=None)
+    statistics: NormStatistics = nested(default_factory=NormStatistics)
+    flight: Flight[bool] | None = pending(default=None)
+    finite: bool | None = shared(default=None)
+    steps_to_merge: int = shared(default=0)
+    has_moved: bool = shared(default=False)
+    gave_up: bool = shared(default=False)
 
     @property
     def in_flight(self) -> bool:
@@ -138,29 +149,6 @@ class Fragment:
         """Pseudo-gradients and copies of the anchors, which `pull` averages together."""
         copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=True)]
         return [*self.named_changes(), *copies]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averager's state; of a round in flight also its results, which must have come."""
-        landed = None if self.finite is None else [t.clone() for t in (*self.changes, *self.pulled)]
-        return {
-            "averager": self.state.state_dict(),
-            "statistics": self.statistics.state_dict(),
-            "landed": landed,
-            "finite": self.finite,
-            "steps_to_merge": self.steps_to_merge,
-            "has_moved": self.has_moved,
-            "gave_up": self.gave_up,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.state.load_state_dict(saved["averager"])
-        self.statistics = NormStatistics(**saved["statistics"])
-        for t, value in zip((*self.changes, *self.pulled), saved["landed"] or (), strict=False):
-            t.copy_(value)
-        self.flight, self.finite = None, saved["finite"]
-        self.steps_to_merge = saved["steps_to_merge"]
-        self.has_moved, self.gave_up = saved["has_moved"], saved["gave_up"]
 
 
 def make_fragments(

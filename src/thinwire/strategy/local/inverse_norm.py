@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...algorithm import Algorithm, require
 from ...comm import Communicator
+from ...membership import State, shared
 
 _MIN_ROUNDS = 5  # the deviation of fewer norms says little
 
 
 @dataclass
-class NormStatistics:
+class NormStatistics(State):
     """Running mean and variance of the norms of one worker's changes in one fragment.
+
+    With another number of workers those of one stand for all.
 
     Attributes:
         rounds: how many norms were counted.
         num_dropped: how many rounds this worker did not count in.
     """
 
-    mean: float = 0.0
-    variance: float = 0.0
-    rounds: int = 0
-    num_dropped: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """All values."""
-        return asdict(self)
+    mean: float = shared(default=0.0)
+    variance: float = shared(default=0.0)
+    rounds: int = shared(default=0)
+    num_dropped: int = shared(default=0)
 
 
 @dataclass(frozen=True, repr=False)

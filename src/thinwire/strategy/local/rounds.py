@@ -37,6 +37,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
-from ...membership import mean_of
+from ...membership import Form, State, averaged, check_state, load_shared, nested, rewind, shared, shared_part
 from ...streams import WorkStream, refuse_capture
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
@@ -68,12 +69,60 @@ if TYPE_CHECKING:
 PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
+def _outer_names(state: LocalState) -> list[str]:
+    """Names of the anchors in the order in which the outer optimizer numbers them."""
+    names = {id(anchor): name for name, anchor in state.anchor.items()}
+    return [names[id(p)] for group in state.outer.param_groups for p in group["params"]]
+
+
+def _saved_outer(state: LocalState, outer: torch.optim.Optimizer) -> dict[str, Any]:
+    return renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
+
+
+def _loaded_outer(state: LocalState, outer: torch.optim.Optimizer, saved: dict[str, Any]) -> torch.optim.Optimizer:
+    outer.load_state_dict(renamed(copy.deepcopy(saved), {name: i for i, name in enumerate(_outer_names(state))}))
+    return outer
+
+
+def _saved_scheduler(state: LocalState, scheduler: LRScheduler | None) -> dict[str, Any] | None:
+    return None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+
+
+def _loaded_scheduler(state: LocalState, scheduler: LRScheduler | None, saved: dict[str, Any]) -> LRScheduler | None:
+    if scheduler is not None:
+        scheduler.load_state_dict(copy.deepcopy(saved))
+    return scheduler
+
+
+@dataclass
+class LocalState(State):
+    """What `Local` saves. With the model and the inner optimizer, beside which each worker saves it, training resumes bit for
+    bit. Results of rounds in flight are saved, not merged.
+
+    Attributes:
+        anchor: the parameters after the last round.
+        outer: the outer optimizer; its state is saved by parameter name.
+        scheduler: of the outer optimizer's learning rate, if there is one.
+        fragments: see `fragments.py`.
+        step: of the present period.
+        num_steps: since the start.
+    """
+
+    anchor: dict[str, nn.Parameter] = averaged()
+    outer: torch.optim.Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
+    scheduler: LRScheduler | None = shared(form=Form(_saved_scheduler, _loaded_scheduler))
+    fragments: list[Fragment] = nested()
+    step: int = shared(default=0)
+    num_steps: int = shared(default=0)
+
+
 class LocalUpdates(OwnModelAttachment):
     """What `Local` attaches: the rounds of one model."""
 
     call = "Local"
     averager: Averager
     strategy: Local
+    _record: LocalState
 
     def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         refuse_ddp(self.call, model)
@@ -84,7 +133,6 @@ class LocalUpdates(OwnModelAttachment):
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
-        self._step = self._num_steps = 0
         self._clock = Clock()
         with self._attaching() as comm:
             names = [name for name, _ in self.parameters]
@@ -104,9 +152,10 @@ class LocalUpdates(OwnModelAttachment):
             self._fragments = make_fragments(
                 self._anchors, strategy.fragments, strategy.every, strategy.pull is not None
             )
+            self._record = LocalState(dict(self._anchors), self._outer, self._scheduler, self._fragments)
             for fragment in self._fragments:
                 tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
-                fragment.state = self.averager.init(tensors, comm, self._seed)
+                fragment.state = check_state(self.averager.init(tensors, comm, self._seed), self.averager)
                 fragment.state.clock.device = device
             self._begin_rounds(self.averager)
             self._on_detach(refuse_ddp_around(self.call, model).remove)
@@ -150,7 +199,7 @@ class LocalUpdates(OwnModelAttachment):
             if fragment.has_moved:
                 self._begin(fragment, delay=0)
                 self._merge(fragment, alpha=0.0)
-        self._step = 0
+        self._record.step = 0
         if not self.averager.gives_one_mean:
             average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
@@ -199,8 +248,8 @@ class LocalUpdates(OwnModelAttachment):
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._watch.stepped()
-        self._step += 1
-        self._num_steps += 1
+        self._record.step += 1
+        self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
         for fragment in self._fragments:
@@ -210,15 +259,15 @@ class LocalUpdates(OwnModelAttachment):
                 if fragment.steps_to_merge == 0:
                     self._merge(fragment, self.strategy.alpha)
         for fragment in self._fragments:
-            if fragment.offset == self._step:
+            if fragment.offset == self._record.step:
                 self._begin(fragment, self.strategy.delay)
                 if self.strategy.delay == 0:
                     self._merge(fragment, self.strategy.alpha)
-        self._step %= self.strategy.every
+        self._record.step %= self.strategy.every
 
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
-        due = [key for key, every in self.strategy.state_every.items() if self._num_steps % every == 0]
+        due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
         if due:
             self._ready()
         for key in due:
@@ -280,7 +329,7 @@ class LocalUpdates(OwnModelAttachment):
                 has_all = False
             if self._transaction.end(has_all):
                 return self.averager.commit(fragment.state)
-            self.averager.rewind(fragment.state, saved)
+            rewind(fragment.state, saved)
             fragment.statistics = statistics
             for t, old in zip(kept, before, strict=True):
                 t.copy_(old)
@@ -357,76 +406,42 @@ class LocalUpdates(OwnModelAttachment):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    # ---- state: saved, restored, dealt out, handed to a worker that joins ----
+    # ---- state: saved, restored, handed to a worker that joins ----
 
     @property
     def _states(self) -> list[Any]:
         return [fragment.state for fragment in self._fragments]
 
-    def _own_state(self) -> dict[str, Any]:
-        """Anchor, outer optimizer, fragments and steps since the last round; with the model and the inner optimizer, beside
-        which each worker saves it, training resumes bit for bit. Results of rounds in flight are saved, not merged."""
-        return {
-            "step": self._step,
-            "num_steps": self._num_steps,
-            "anchor": {name: anchor.detach().clone() for name, anchor in self._anchors},
-            "outer": renamed(copy.deepcopy(self._outer.state_dict()), dict(enumerate(self._outer_names()))),
-            "scheduler": None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict()),
-            "fragments": [fragment.state_dict() for fragment in self._fragments],
-        }
-
     @torch.no_grad()
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        there, here = len(saved["fragments"]), len(self._fragments)
-        require(there == here, f"Local: the saved state has {there} fragments, expected {here}")
-        for name, anchor in self._anchors:
-            anchor.data.copy_(saved["anchor"][name])
-        indices = {name: i for i, name in enumerate(self._outer_names())}
-        self._outer.load_state_dict(renamed(copy.deepcopy(saved["outer"]), indices))
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
-        for fragment, state in zip(self._fragments, saved["fragments"], strict=True):
-            fragment.load_state_dict(state)
-            if saved.get("restarts"):
-                self._restart(fragment, alpha=0.0)
-        self._step, self._num_steps = saved["step"], saved["num_steps"]
-
-    def _deal(self, saved: list[dict[str, Any]]) -> dict[str, Any]:
-        """All workers go on from the anchors, because changes since the last rounds were each worker's own."""
-        if any(fragment["has_moved"] for fragment in saved[0]["fragments"]):
+    def _loaded(self, redistributed: bool) -> None:
+        if not redistributed:
+            return
+        if any(fragment.has_moved for fragment in self._fragments):
             text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
             warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
-        differing = saved[:1] if self.averager.gives_one_mean else saved
-        agreed = {key: mean_of([one[key] for one in differing]) for key in ("anchor", "outer")}
-        fragments = []
-        for i, fragment in enumerate(self._fragments):
-            states = [one["fragments"][i] for one in saved]
-            tensors = fragment.anchors if self.strategy.pull is None else fragment.named_pulled()
-            averager = self.averager.deal([s["averager"] for s in states], tensors, self.comm.rank, self.comm.size)
-            landed = {} if self.averager.gives_one_mean else {"landed": None, "finite": None, "steps_to_merge": 0}
-            fragments.append(states[0] | landed | {"averager": averager, "has_moved": False, "gave_up": False})
-        return saved[0] | agreed | {"fragments": fragments, "restarts": True}
+        self._restart_all()
+
+    def _restart_all(self) -> None:
+        """Go on from the anchors. Changes since the last rounds, and rounds of gossip in flight, were each worker's own."""
+        for fragment in self._fragments:
+            fragment.gave_up = False
+            if not self.averager.gives_one_mean:
+                fragment.finite, fragment.steps_to_merge = None, 0
+            self._restart(fragment, alpha=0.0)
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         pulls = self.strategy.pull is not None
         return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
 
     def _shared(self) -> dict[str, Any]:
-        """Without what the live worker has changed since its last round, which is its own."""
-        own, averager = self._own_state(), self.averager
-        fragments = [
-            saved | {"averager": averager.shared(fragment.state), "has_moved": False, "gave_up": False}
-            for fragment, saved in zip(self._fragments, own["fragments"], strict=True)
-        ]
-        buffers = {name: b for name, b in self._model.named_buffers()}
-        inner = self._optimizer.state_dict()
-        return own | {"fragments": fragments, "buffers": buffers, "inner": inner, "restarts": True}
+        """The anchors stand for the parameters: what the live worker has changed since its last round is its own."""
+        buffers = dict(self._model.named_buffers())
+        return {"state": shared_part(self._record), "inner": self._optimizer.state_dict(), "buffers": buffers}
 
-    def _adopt(self, shared: dict[str, Any]) -> None:
-        for fragment, saved in zip(self._fragments, shared["fragments"], strict=True):
-            self.averager.adopt(fragment.state, saved["averager"])
-            saved["averager"] = fragment.state.state_dict()
-        self._load_own(shared)
+    @torch.no_grad()
+    def _load_shared(self, shared: dict[str, Any]) -> None:
+        load_shared(self._record, shared["state"])
+        self._restart_all()
         self._optimizer.load_state_dict(shared["inner"])
         for name, buffer in self._model.named_buffers():
             buffer.copy_(shared["buffers"][name])
@@ -442,8 +457,3 @@ class LocalUpdates(OwnModelAttachment):
         """The parameters of a fragment, as they are now."""
         parameters = self._live.tensors()
         return [parameters[place][1] for place in fragment.places]
-
-    def _outer_names(self) -> list[str]:
-        """Names of the anchors in the order in which the outer optimizer numbers them."""
-        names = {id(anchor): name for name, anchor in self._anchors}
-        return [names[id(p)] for group in self._outer.param_groups for p in group["params"]]

@@ -12,8 +12,9 @@ from thinwire.average.gossip.checks import check_doubly_stochastic
 from thinwire.average.gossip.round import Apply, Arrive, Round, add_vector
 from thinwire.average.gossip.values import Parts, flat
 from thinwire.codec import Codec
+from thinwire.membership import State, config, own, pending
 from thinwire.memory import Memory
-from thinwire.memory.base import NamedTensors, load_buffers, zeros_like_flat
+from thinwire.memory.base import NamedTensors, zeros_like_flat
 from thinwire.topology import Ring, Topology
 
 
@@ -38,18 +39,12 @@ class Halves(Codec):
 
 
 @dataclass
-class FadingState:
+class FadingState(State):
     """By parameter name: the committed error, and the buffer of the present round."""
 
-    error: dict[str, Tensor]
-    buffer: dict[str, Tensor]
-    pending: set[str] = field(default_factory=set)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: error.clone() for name, error in self.error.items()}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        load_buffers(self.error, saved, "fading memory")
+    error: dict[str, Tensor] = own()
+    buffer: dict[str, Tensor] = config()
+    pending: set[str] = pending(default_factory=set)
 
 
 @dataclass(frozen=True, repr=False)

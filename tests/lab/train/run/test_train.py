@@ -312,7 +312,7 @@ def test_where_models_differ_the_run_says_how_far_and_keeps_each(tmp_path):
         models = torch.stack([worker["model"][name] for worker in workers])
         assert not torch.equal(models[0], models[1])
         torch.testing.assert_close(models.mean(0), mean, rtol=0, atol=1e-6)
-    steps = [worker["averager"][f"rank{rank}"]["averager"]["step"] for rank, worker in enumerate(workers)]
+    steps = [worker["averager"][f"rank{rank}"]["averager"]["progress"]["step"] for rank, worker in enumerate(workers)]
     assert steps == [4, 4, 4]  # one in every second step
     assert all(worker["optimizer"]["state"] for worker in workers)
     # What crossed the wire: the weights of each broadcast to begin with, and 4 rounds of x and w.

@@ -30,12 +30,13 @@ from .all_reduce import AllReduce
 from .base import Finish, Job, Observe, PendingExchange, Stages, flatten, result_buffers, split_like
 from .contract import Exchange, Load
 from .hierarchical import agree_on_nodes, launched_nodes
-from .scatter_reduce import OWNER_MEMORY, ScatterReduce, gathered_pieces, recut
+from .scatter_reduce import OWNER_MEMORY, OwnerMemory, ScatterReduce, Whole
 from .words import EXCHANGES, cheapest
 
 __all__ = [
     "EXCHANGES",
     "OWNER_MEMORY",
+    "OwnerMemory",
     "AllReduce",
     "Exchange",
     "Finish",
@@ -44,14 +45,13 @@ __all__ = [
     "Load",
     "Observe",
     "ScatterReduce",
+    "Whole",
     "Stages",
     "agree_on_nodes",
     "cheapest",
     "check_divisor",
     "flatten",
-    "gathered_pieces",
     "launched_nodes",
-    "recut",
     "result_buffers",
     "split_like",
 ]

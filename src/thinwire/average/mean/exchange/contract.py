@@ -14,8 +14,6 @@ from typing import ClassVar
 import torch
 
 from ....codec import Codec
-from ....memory import ErrorFeedbackState
-from ...base import NamedTensors
 from .base import Finish, Job, Stages, message_nbytes
 
 # An exchange that loses twice must send this many times fewer bytes to be chosen: the second encoding of `scatter_reduce`
@@ -102,7 +100,3 @@ class Exchange(ABC):
 
     def check(self, codec: Codec) -> None:  # noqa: B027 -- most exchanges suit every codec
         """Raise ValueError unless the exchange suits the codec."""
-
-    def init_memory(self, codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState | None:
-        """The memory of the second encoding; None without one."""
-        return None

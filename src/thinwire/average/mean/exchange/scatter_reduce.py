@@ -20,7 +20,8 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,13 +33,72 @@ from ....codec import Codec, Key
 from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
 from ....kernels.flags import Flag, both
+from ....membership import config, cut
 from ....memory import ErrorFeedback, ErrorFeedbackState
-from ...base import NamedTensors
 from .base import SUMMED, Job, Stages, gather_messages, message_nbytes, pack, piece_key, split_numel, unpack
 from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
+
+
+class Whole(NamedTuple):
+    """A tensor that owners cut between its rows, each of `width` elements."""
+
+    rows: int
+    width: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, codec: Codec, t: Tensor) -> Whole:
+        """As the codec sees the tensor."""
+        shape = piece_shape(codec, t.shape, 1, 0)
+        return cls(shape[0], shape[1:].numel(), t.device)
+
+
+@dataclass
+class OwnerMemory(ErrorFeedbackState):
+    """What the second encoding lost of the pieces that this worker owns, in units of the mean.
+
+    Attributes:
+        wholes: the tensors that are cut, by name.
+        owner: rank and number of workers for which they are cut.
+    """
+
+    residual: dict[str, Tensor] = cut()
+    wholes: dict[str, Whole] = config(default_factory=dict)
+    owner: tuple[int, int] = config(default=(0, 1))
+
+    @classmethod
+    def of(cls, wholes: dict[str, Whole], rank: int, size: int) -> OwnerMemory:
+        """Zero memory of worker `rank` of `size`."""
+        memory = cls({}, {}, wholes=wholes, owner=(rank, size))
+        for name, whole in wholes.items():
+            numel = split_numel(whole.rows, size, rank) * whole.width
+            memory.residual[name], memory.spare[name] = (torch.zeros(numel, device=whole.device) for _ in range(2))
+        return memory
+
+    def place(self, name: str, rank: int, size: int) -> slice:
+        rows, width, _ = self.wholes[name]
+        first = sum(split_numel(rows, size, before) for before in range(rank))
+        return slice(first * width, (first + split_numel(rows, size, rank)) * width)
+
+    def gather(self, old: OwnerMemory | None, comm: Communicator) -> None:
+        """Take over the pieces that are owned now from all workers: one all-reduce. Pieces of the dead are zero.
+
+        Args:
+            old: what this worker has owned so far; None if it is new.
+            comm: the workers of the next round.
+        """
+        if not self.wholes:
+            return
+        wholes = {name: torch.zeros(w.rows * w.width, device=w.device) for name, w in self.wholes.items()}
+        if old is not None:
+            for name, whole in wholes.items():
+                whole[old.place(name, *old.owner)] = old.residual[name]
+        flat = comm.all_reduce(torch.cat(list(wholes.values()))).wait()
+        for name, total in zip(wholes, flat.split([whole.numel() for whole in wholes.values()]), strict=True):
+            self.residual[name].copy_(total[self.place(name, *self.owner)])
 
 
 class Shard(NamedTuple):
@@ -67,11 +127,6 @@ class ScatterReduce(Exchange):
 
     def price(self, load: Load) -> float | None:
         return SECOND_LOSS_FACTOR * self.cost(load) if load.codec.traits.unbiased else None
-
-    def init_memory(self, codec: Codec, tensors: NamedTensors, rank: int, size: int) -> ErrorFeedbackState:
-        """Zero memory for the pieces of worker `rank`, in units of the mean."""
-        shapes = [(name, t, piece_shape(codec, t.shape, size, rank)) for name, t in tensors]
-        return OWNER_MEMORY.init([(name, debug.empty(*shape, device=t.device)) for name, t, shape in shapes])
 
     def begin(self, job: Job) -> Stages:
         return _scatter_reduce(job)
@@ -130,56 +185,6 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
     return [
         OWNER_MEMORY.compensate(job.owner_memory, name, m).view(m.shape) for name, m in zip(names, mean, strict=True)
     ]
-
-
-def recut(
-    codec: Codec, tensors: NamedTensors, owned: Sequence[dict[str, Tensor]], rank: int, size: int
-) -> dict[str, Tensor]:
-    """The owner's memory of worker `rank` of `size`. It belongs to coordinates, so all of it is kept as it is.
-
-    Args:
-        codec: of the averager.
-        tensors: those that are encoded.
-        owned: the pieces of each worker before, by tensor name, in rank order.
-        rank: of this worker.
-        size: the new number of workers.
-    """
-    pieces = {}
-    for name, t in tensors:
-        whole = torch.cat([one[name] for one in owned]).to(t.device)
-        pieces[name] = whole[_place(codec, t.shape, size, rank)].clone()
-    return pieces
-
-
-def gathered_pieces(
-    codec: Codec, tensors: NamedTensors, own: dict[str, Tensor] | None, owner: tuple[int, int], comm: Communicator
-) -> dict[str, Tensor]:
-    """The pieces that this worker owns among those of `comm`: one all-reduce of all tensors. Pieces of the dead are zero.
-
-    Args:
-        codec: of the averager.
-        tensors: those that are encoded.
-        own: the pieces that this worker has owned so far; None for a worker that is new.
-        owner: rank and number of workers for which these were cut.
-        comm: the workers of the next round.
-    """
-    if not tensors:
-        return {}
-    wholes = [torch.zeros(t.numel(), device=t.device) for _, t in tensors]
-    for (name, t), whole in zip(tensors, wholes, strict=True):
-        if own is not None:
-            whole[_place(codec, t.shape, owner[1], owner[0])] = own[name]
-    flat = comm.all_reduce(torch.cat(wholes)).wait()
-    return {
-        name: whole[_place(codec, t.shape, comm.size, comm.rank)].clone()
-        for (name, t), whole in zip(tensors, flat.split([whole.numel() for whole in wholes]), strict=True)
-    }
-
-
-def _place(codec: Codec, shape: torch.Size, size: int, rank: int) -> slice:
-    """Where the piece of worker `rank` of `size` lies in the flat tensor."""
-    first = sum(piece_shape(codec, shape, size, before).numel() for before in range(rank))
-    return slice(first, first + piece_shape(codec, shape, size, rank).numel())
 
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
