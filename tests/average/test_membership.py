@@ -1,4 +1,4 @@
-"""Other numbers of workers: what averagers remember is dealt out, handed over and cut anew, and no total is lost."""
+"""Other numbers of workers: what averagers remember is redistributed, handed over and cut anew, and no total is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rounds(comm, averager, steps, states=None, start=0):
 
 @settings(max_examples=40, deadline=None)
 @given(before=st.integers(1, 9), after=st.integers(1, 9))
-def test_dealing_keeps_the_mean_over_workers(before, after):
+def test_redistribution_keeps_the_mean_over_workers(before, after):
     parts = [torch.tensor([float(2**i), 1.0], dtype=torch.float64) for i in range(before)]
     new = [keep_mean(parts, rank, after) for rank in range(after)]
     torch.testing.assert_close(torch.stack(new).mean(0), torch.stack(parts).mean(0))

@@ -9,7 +9,7 @@ from helpers.states import leaves
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.membership import dealt
+from thinwire.membership import keep_mean
 
 # Their state has other shapes than parameters too.
 OTHERS = (tw.PowerSGD(rank=2), tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="scatter_reduce"))
@@ -104,7 +104,7 @@ def elsewhere(comm, folder, memories, loss, others, to_one_replica, to_ddp):
     from thinwire.integrations.checkpoint import load
 
     run = Run(comm, device_mesh(1, 2)).load(folder)
-    expected = {name: dealt([m[name] for m in memories], 0, 1) for name in memories[0]}
+    expected = {name: keep_mean([m[name] for m in memories], 0, 1) for name in memories[0]}
     assert all(torch.equal(t, expected[name]) for name, t in memory_of(run.handle).items())
     assert run.shards.state_dict() == {"": 8, "hidden": 8}
     run.train(3)
@@ -116,7 +116,7 @@ def elsewhere(comm, folder, memories, loss, others, to_one_replica, to_ddp):
         with tw.compress_gradients(run.model, averager, replicas=run.mesh["replicate"]) as handle:
             load(handle, f"{folder}-{i}")
             for name, t in memory_of(handle).items():
-                assert torch.equal(t, dealt([replica[i][name] for replica in others], 0, 1))
+                assert torch.equal(t, keep_mean([replica[i][name] for replica in others], 0, 1))
             train(run.model, comm.rank, 1)
 
     run = Run(comm).load(folder)
