@@ -399,6 +399,8 @@ def keep_mean(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
 def mean_of(states: Sequence[Any]) -> Any:
     """The mean of equally built states: of their floating-point tensors, element by element. All else is the first one's.
 
+    Equal tensors keep their bits.
+
     Example:
         >>> mean_of([{"momentum": torch.tensor([1.0]), "steps": 3}, {"momentum": torch.tensor([2.0]), "steps": 3}])
         {'momentum': tensor([1.5000]), 'steps': 3}

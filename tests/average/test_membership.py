@@ -82,6 +82,58 @@ def test_results_and_what_is_late_add_up_to_all_gradients(averager, after):
         assert owed[name].any()
 
 
+AUTO = tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback())  # by itself "scatter_reduce" on 8 workers, and another on 2
+
+
+def owned(states) -> dict[str, torch.Tensor]:
+    """What the owners of all pieces remember, by tensor."""
+    parts = [state["owner_memory"]["residual"] for state in states]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_the_exchange_that_owners_remember_something_for_goes_on_with_fewer_workers():
+    before = [state for state, _ in tw.LocalWorld(8).run(rounds, AUTO, 3)]
+
+    def pair(comm):
+        state = AUTO.init(tensors_of(0, 0), comm)
+        assert state.exchange != "scatter_reduce" and state.owner_memory is None
+        redistribute(state, before, comm.rank, comm.size)
+        assert state.exchange == "scatter_reduce"
+        return state.state_dict()
+
+    after = tw.LocalWorld(2).run(pair)
+    assert all(torch.equal(owned(after)[name], whole) and whole.any() for name, whole in owned(before).items())
+
+
+def test_a_worker_that_joins_takes_over_the_exchange_and_its_pieces():
+    states = {}
+
+    def begin(comm):
+        states[comm.rank] = state = AUTO.init(tensors_of(0, 0), comm)
+        tensors = tensors_of(comm.rank, 0)
+        AUTO.step(state, tensors, comm).wait()
+        AUTO.commit(state)
+        return state.state_dict()
+
+    before = tw.LocalWorld(8).run(begin)
+    states[8] = tw.LocalWorld(1).run(lambda alone: AUTO.init(tensors_of(0, 0), alone))[0]
+    assert states[8].owner_memory is None
+    load_shared(states[8], shared_part(states[0]))
+
+    def go_on(comm):
+        state, tensors = states[comm.rank], tensors_of(comm.rank, 1)
+        AUTO.regroup(state, tensors, comm, [*range(8), None])
+        saved = state.state_dict()
+        AUTO.step(state, tensors, comm).wait()
+        assert AUTO.commit(state)
+        return saved, [t for _, t in tensors]
+
+    after = tw.LocalWorld(9).run(go_on)
+    now = owned([saved for saved, _ in after])
+    assert all(torch.equal(now[name], whole) for name, whole in owned(before).items())
+    assert all(torch.equal(a, b) for _, results in after for a, b in zip(results, after[0][1], strict=True))
+
+
 @pytest.mark.parametrize("averager", GRADIENT_AVERAGERS, ids=repr)
 def test_workers_come_and_go_within_a_run(averager):
     """4 workers, of which 1 and 3 go on; then two others join: all get the same results, and the same as after a restart."""

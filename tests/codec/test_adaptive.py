@@ -174,7 +174,7 @@ def test_a_point_mass_keeps_levels_apart():
     state = codec.init_state()
     codec.observe(state, [torch.ones(6400)], [tw.codec.Key()])
     learned = codec.learn(state, [codec.statistics(state)])
-    codec.adopt(state, learned, 1)
+    codec.update(state, learned, 1)
     assert codec.at(state).levels[0] == -1
 
 
@@ -260,7 +260,7 @@ def learned(codec, workers):
         part.observe(state, tensors, [tw.codec.Key(0, rank << 32 | i) for i in range(len(tensors))])
         statistics.append(part.statistics(state))
     state = part.init_state()
-    part.adopt(state, part.learn(state, statistics), 1)
+    part.update(state, part.learn(state, statistics), 1)
     return part.at(state)
 
 

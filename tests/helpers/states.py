@@ -1,18 +1,12 @@
-"""Saved states, flat."""
+"""The tensors of saved states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
+from thinwire.testing import state
 
-def leaves(saved, prefix: str = "") -> dict[str, Tensor]:
+
+def leaves(saved) -> dict[str, Tensor]:
     """The tensors of a saved state by their dotted path, such as "memory.residual.weight"."""
-    if isinstance(saved, Tensor):
-        return {prefix: saved}
-    items = saved.items() if isinstance(saved, Mapping) else enumerate(saved) if isinstance(saved, list) else ()
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+    return {name: value for name, value in state.leaves(saved).items() if isinstance(value, Tensor)}

@@ -76,7 +76,7 @@ class MeanState(State):
                 statistics = comm.all_gather(part.statistics(self.codec).to(device)).wait()
                 learned = part.learn(self.codec, statistics).to(device)
                 self.codec_before = copy.deepcopy(self.codec)  # until the round is committed
-                part.adopt(self.codec, comm.broadcast(learned).wait(), step)
+                part.update(self.codec, comm.broadcast(learned).wait(), step)
         if not part.observes(step):
             return None
         return lambda codec, segments, keys: part.observe(self.codec, codec.reaching(segments, keys), keys)

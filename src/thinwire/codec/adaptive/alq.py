@@ -152,7 +152,7 @@ class AdaptiveLevels(AdaptiveCodec):
         distinct = (_float32(self._levels(found)).diff() > 0).all()
         return found if distinct else state.learned.clone()
 
-    def adopt(self, state: LevelState, learned: Tensor, step: int) -> None:
+    def update(self, state: LevelState, learned: Tensor, step: int) -> None:
         state.learned, state.last_update = learned.to("cpu", torch.float64), step
         state.sample.clear()
 

@@ -19,7 +19,7 @@ class AdaptiveCodec(Codec):
 
     The averager keeps the state, a `thinwire.membership.State`. If `observes(step)`, the averager calls
     `observe` with all segments that it encodes in that round. If `is_due(state, step)`, the round begins with an update:
-    workers exchange their `statistics`, each calls `learn`, and all `adopt` the result of rank 0. So all workers hold the
+    workers exchange their `statistics`, each calls `learn`, and all `update` to the result of rank 0. So all workers hold the
     same bits, even if their processors compute `exp` differently. Outside of an averager the codec is never updated.
     """
 
@@ -59,7 +59,7 @@ class AdaptiveCodec(Codec):
         """The update for the statistics of all workers, in rank order: a float64 vector of fixed length."""
 
     @abstractmethod
-    def adopt(self, state: Any, learned: Tensor, step: int) -> None:
+    def update(self, state: Any, learned: Tensor, step: int) -> None:
         """Use `learned` from round `step` on, and clear the observations."""
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
