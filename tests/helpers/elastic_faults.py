@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator, forming, pace
+from thinwire.comm import ElasticCommunicator, forming, patience
 
 
 def train(comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, **options):
@@ -58,7 +58,7 @@ def ailing(address: str, number: int, ails: str, at: int, among: int, rounds: in
     """
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    pace.MIN_SECONDS = forming.CONNECT_SECONDS = 1.0
+    patience.MIN_SECONDS = forming.CONNECT_SECONDS = 1.0
     comm = ElasticCommunicator(address, number, timeout_seconds=60, quorum_seconds=100)
     together, fewer = 0, 0
     kept = []

@@ -17,7 +17,7 @@ times that it has regrouped, and one that has missed one is healed. The state wi
 worker that healing would make lose more than the one round in doubt raises an error instead.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
-`timeout_seconds`, or sooner once the pace of the rounds is known (`pace.py`). A worker that makes no progress for so long sends
+`timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). A worker without progress for so long sends
 no more heartbeats either, and the Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died
 before it connected, the others try again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries
 tell the others, and one of them is left out.
@@ -53,7 +53,7 @@ from .healing import Healing
 from .history import History
 from .lighthouse import torchft
 from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
-from .pace import Pace
+from .patience import Patience
 from .side_streams import SideStreams
 
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class ElasticCommunicator(Communicator):
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._history, self._known_place = History(), ""
-        self._pace, self._healing = Pace(timeout_seconds), Healing()
+        self._patience, self._healing = Patience(timeout_seconds), Healing()
         ft = torchft()
         self._groups = Groups(ft.nccl_group(self._timeout) if backend == "nccl" else None, self._timeout)
         self._process_group = ft.reconfigurable_group(self._timeout, self._groups.nccl)
@@ -190,7 +190,7 @@ class ElasticCommunicator(Communicator):
             self.counts.healings += history.committed > 0
 
     def progressed(self) -> None:
-        self._asker.expect(self._pace.patience_seconds)
+        self._asker.expect(self._patience.seconds)
 
     def open_round(self, members: Members | None) -> None:
         if members is not None:
@@ -203,10 +203,10 @@ class ElasticCommunicator(Communicator):
                     loss = Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
                     self.counts.losses.append(loss)
             self.members, self._known_place = members, self._forming.place
-            self._pace.forget()
-        self._pace.resume()
-        self._groups.limit = timedelta(seconds=self._pace.patience_seconds)
-        self._asker.expect(self._pace.patience_seconds)
+            self._patience.forget()
+        self._patience.resume()
+        self._groups.limit = timedelta(seconds=self._patience.seconds)
+        self._asker.expect(self._patience.seconds)
         self._in_flight, self._sent_before = 0, self.ledger.bytes_sent
         self.in_round = True
 
@@ -219,8 +219,8 @@ class ElasticCommunicator(Communicator):
         if committed:
             self._history.commit(self._forming.place)
             self.counts.committed = self._history.committed
-            self._pace.committed()
-            self._asker.expect(self._pace.patience_seconds)
+            self._patience.committed()
+            self._asker.expect(self._patience.seconds)
             return True
         self._give_up()
         self.counts.aborted += 1
@@ -231,7 +231,7 @@ class ElasticCommunicator(Communicator):
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
         self._hang_up()
         self._forming.give_up()
-        self._asker.expect(self._pace.patience_seconds)
+        self._asker.expect(self._patience.seconds)
 
     def _hang_up(self) -> None:
         self._groups.hang_up(self.rank, self.size)
@@ -280,8 +280,8 @@ class ElasticCommunicator(Communicator):
             return None
         finally:
             self.ledger.load_state_dict(counted)
-            self._pace.resume()  # no part of a round
-            self._asker.expect(self._pace.patience_seconds)
+            self._patience.resume()  # no part of a round
+            self._asker.expect(self._patience.seconds)
 
     def close(self) -> None:
         with self._lock:

@@ -58,8 +58,8 @@ class Groups:
         landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self.gloo.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
         works += [(f"to rank {peer}", self.gloo.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
-        landed = [(receives[peer], tensor) for peer, tensor in landing.items()]
-        return partial(wait_for_all, works, landed, self.limit)
+        copies = [(receives[peer], tensor) for peer, tensor in landing.items()]
+        return partial(wait_for_all, works, copies, self.limit)
 
     def hang_up(self, rank: int, size: int) -> None:
         """Close the connections. Over Gloo, workers that wait for this one fail at once; see `process_group.py`."""
@@ -74,12 +74,12 @@ class Groups:
         return self.nccl is not None and tensor.device.type == "cuda"
 
 
-def wait_for_all(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor]], limit: timedelta) -> None:
+def wait_for_all(works: list[tuple[str, Any]], copies: list[tuple[Tensor, Tensor]], limit: timedelta) -> None:
     """Wait for operations over Gloo, and copy what came to where it belongs.
 
     Args:
         works: what each is called in an error, and the operation.
-        landed: pairs of a tensor of the caller's and the one in main memory that Gloo wrote, which may be the same.
+        copies: pairs of a tensor of the caller's and the one in main memory that Gloo wrote, which may be the same.
         limit: how long to wait for each.
 
     Raises:
@@ -90,7 +90,7 @@ def wait_for_all(works: list[tuple[str, Any]], landed: list[tuple[Tensor, Tensor
             work.wait(limit)  # Gloo's own limit is that of connecting
         except RuntimeError as error:
             raise CommunicationError(f"{what}: {reason_of(error)}" if what else reason_of(error)) from error
-    for tensor, received in landed:
+    for tensor, received in copies:
         if received is not tensor:
             tensor.copy_(received)
 

@@ -264,14 +264,14 @@ def _groups_over(ranks: list[int], config: str, timeout_seconds: float) -> _Grou
     return of_world.setdefault((*ranks, config, timeout_seconds), _Groups(ranks, config, timeout_seconds))
 
 
-def _wait(works: list[tuple[str, dist.Work]], landed: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-    """Waits for all; what `landed` in main memory is then copied to where it belongs."""
+def _wait(works: list[tuple[str, dist.Work]], copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    """Waits for all; what `copies` in main memory is then copied to where it belongs."""
     for what, work in works:
         try:
             work.wait()
         except RuntimeError as error:
             reason = reason_of(error)
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error
-    for tensor, staged in landed:
+    for tensor, staged in copies:
         if staged is not tensor:
             tensor.copy_(staged)

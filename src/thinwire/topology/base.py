@@ -183,7 +183,7 @@ class Topology(Algorithm, ABC):
         )
 
     def planned(self, size: int) -> Topology:
-        """What a plan simulates in its place, if that is quicker and a round takes as long; else itself.
+        """An equivalent topology that is cheaper to simulate, or itself.
 
         Example:
             >>> from thinwire.topology import RandomPairs

@@ -90,7 +90,7 @@ class GossipAverager(Averager):
         state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
         memory = self.init_memory(state, tensors, comm)
         state.memory = None if memory is None else check_state(memory, self)
-        state.pace = self.init_pace(state, tensors, comm)
+        state.step_control = self.init_step_control(state, tensors, comm)
         return state
 
     def step(self, state: GossipState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
@@ -144,7 +144,7 @@ class GossipAverager(Averager):
         """The algorithm's memory, a `thinwire.membership.State`; None without memory."""
         return None
 
-    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+    def init_step_control(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
         """What step sizes follow from: a `thinwire.membership.State` with `diagnostics`; None if they are numbers.
 
         It may communicate.
@@ -153,7 +153,7 @@ class GossipAverager(Averager):
 
     def diagnostics(self, state: GossipState) -> dict[str, float]:
         """The step sizes in force, by name, where they follow from measurements; empty where they are numbers."""
-        return {} if state.pace is None else dict(state.pace.diagnostics())
+        return {} if state.step_control is None else dict(state.step_control.diagnostics())
 
     # ---- when workers come and go ----
 
@@ -171,7 +171,7 @@ class GossipAverager(Averager):
         state.weight *= comm.size / weights.item()
         if state.memory is not None:
             self.regroup_memory(state, tensors, comm, before)
-        state.pace = self.init_pace(state, tensors, comm)
+        state.step_control = self.init_step_control(state, tensors, comm)
 
     def _topology_of(self, size: int) -> Topology:
         if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be

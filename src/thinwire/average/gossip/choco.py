@@ -129,8 +129,8 @@ class Choco(FittedGossip):
                 messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
                 weights = [round.self_weight, *(round.receives[peer] for peer in received)]
                 finite = self._absorb(state, codec, targets, messages, weights)
-                if state.pace is not None:
-                    state.pace.agree(received)
+                if state.step_control is not None:
+                    state.step_control.agree(received)
                 return finite
 
             return apply

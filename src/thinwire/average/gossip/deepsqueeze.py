@@ -107,8 +107,8 @@ class DeepSqueeze(FittedGossip):
                 messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
                 weights = [sum(round.receives.values()), *(round.receives[peer] for peer in received)]
                 finite = self._absorb(state, codec, targets, messages, weights, remembers)
-                if state.pace is not None:
-                    state.pace.agree(received)
+                if state.step_control is not None:
+                    state.step_control.agree(received)
                 return kernels.flags.both(remembers, finite)
 
             return apply

@@ -33,14 +33,14 @@ class FittedGossip(GossipAverager):
         if self.step_size is not None:
             check_stable(self, self.step_size, size)
 
-    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
+    def init_step_control(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
         if self.step_size is not None:
             return None
         return FittedStep.of(state.topology, comm.size, state.layout.flatten(tensors).device)
 
     def step_in_force(self, state: GossipState) -> float:
         """The step size of this round."""
-        return self.step_size if self.step_size is not None else on_host(state.pace.step_size)
+        return self.step_size if self.step_size is not None else on_host(state.step_control.step_size)
 
     def encoded(self, state: GossipState, round: Round, codec: Codec, own: Parts, memory: Tensor, add: bool) -> Tensor:
         """The message of `v = own - memory`, or with `add` of `v = own + memory`; in one pass if the codec is a quantizer.
@@ -53,22 +53,22 @@ class FittedGossip(GossipAverager):
             memory: a flat vector; overwritten by v with `add`.
             add: whether v is the sum.
         """
-        pace: FittedStep | None = state.pace
+        control: FittedStep | None = state.step_control
         layout, keys, quantizer = state.layout, tensor_keys(state, round), codec.traits.quantizer
         parts = layout.parts(memory)
         if quantizer is not None:
             payload = debug.empty(quantizer.nbytes([x.numel() for x in own]), dtype=torch.uint8, device=memory.device)
             mixed = [key.mixed() for key in keys]
-            sums = kernels.difference.encode(own, parts, add, payload, mixed, quantizer, pace is not None)
+            sums = kernels.difference.encode(own, parts, add, payload, mixed, quantizer, control is not None)
         else:
             v, combine = (memory, torch.add) if add else (debug.empty_like(memory), torch.sub)
             for x, part, out in zip(own, parts, layout.parts(v), strict=True):
                 combine(x, part, out=out)
             payload, sums = codec.encode(layout.split(v), keys), None
-            if pace is not None:
+            if control is not None:
                 sums = kernels.difference.sums([v], [decoded(layout, codec, payload)[0]])
-        if pace is None:
+        if control is None:
             return payload
         assert sums is not None
-        pace.fit(sums)
-        return pace.with_trailer(payload, round.progress.step)
+        control.fit(sums)
+        return control.with_trailer(payload, round.progress.step)

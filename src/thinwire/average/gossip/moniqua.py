@@ -15,7 +15,7 @@ from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
 from .checks import check_doubly_stochastic, check_stable, check_step_size
-from .moniqua_step import Edge, MoniquaPace, codes_of
+from .moniqua_step import Edge, MoniquaStepControl, codes_of
 from .round import Apply, Arrive, GossipState, Round
 from .values import Parts, flat
 
@@ -112,19 +112,21 @@ class Moniqua(GossipAverager):
         if self.step_size is not None:
             check_stable(self, self.step_size, size)
 
-    def init_pace(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> MoniquaPace | None:
+    def init_step_control(
+        self, state: GossipState, tensors: NamedTensors, comm: Communicator
+    ) -> MoniquaStepControl | None:
         given = {"theta": self.theta, "step_size": self.step_size}
         fixed = {name: value for name, value in given.items() if value is not None}
         if len(fixed) == len(given):
             return None
         x = state.layout.flatten(tensors)
         theta = fixed["theta"] if "theta" in fixed else _range_of_all(x, comm)
-        return MoniquaPace.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
+        return MoniquaStepControl.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
-        pace: MoniquaPace | None = state.pace
-        if pace is not None:
-            return self._begin_adapted(state, pace, round, own)
+        control: MoniquaStepControl | None = state.step_control
+        if control is not None:
+            return self._begin_adapted(state, control, round, own)
         assert self.step_size is not None
         modulus, step_size = self.modulus, self.step_size
         with state.clock("encode"):
@@ -141,13 +143,13 @@ class Moniqua(GossipAverager):
 
         return arrive
 
-    def _begin_adapted(self, state: GossipState, pace: MoniquaPace, round: Round, own: Parts) -> Arrive:
+    def _begin_adapted(self, state: GossipState, control: MoniquaStepControl, round: Round, own: Parts) -> Arrive:
         """`begin` with a bound or a step size from measurements."""
-        modulus, step_size, key = self._modulus_at(pace), pace.step_size, self._key(state, round)
+        modulus, step_size, key = self._modulus_at(control), control.step_size, self._key(state, round)
         with state.clock("encode"):
             payload = self._payload(own, state)
             check, largest = kernels.modular.encode(own, payload, key, self.bits, modulus)
-            message = pace.with_trailer(payload, check, largest, round.progress.step)
+            message = control.with_trailer(payload, check, largest, round.progress.step)
         wait, numel = round.exchange(message), state.layout.numel
 
         def arrive() -> Apply:
@@ -170,8 +172,8 @@ class Moniqua(GossipAverager):
                 if not finite:
                     for target in targets:
                         target.fill_(math.nan)
-                pace.observe(list(edges.values()), numel)
-                pace.agree(received)
+                control.observe(list(edges.values()), numel)
+                control.agree(received)
                 return finite
 
             return apply
@@ -182,11 +184,11 @@ class Moniqua(GossipAverager):
         size = kernels.modular.nbytes(state.layout.numel, self.bits)
         return debug.empty(size, dtype=torch.uint8, device=own[0].device if own else None)
 
-    def _modulus_at(self, pace: MoniquaPace) -> float:
+    def _modulus_at(self, control: MoniquaStepControl) -> float:
         """The paper's for a theta that is a number; the smaller one that differences of codes need for a tracked one."""
         if self.theta is not None:
             return self.modulus
-        return 2.0 * pace.theta * self.num_steps / (self.num_steps - 1)
+        return 2.0 * control.theta * self.num_steps / (self.num_steps - 1)
 
     def _key(self, state: GossipState, round: Round) -> int:
         """The key of the round's random numbers, the same on all workers."""

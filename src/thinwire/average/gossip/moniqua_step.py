@@ -69,7 +69,7 @@ class Edge:
 
 
 @dataclass
-class MoniquaPace(State):
+class MoniquaStepControl(State):
     """What a worker knows of the differences between workers.
 
     Attributes:
@@ -99,7 +99,7 @@ class MoniquaPace(State):
     @classmethod
     def of(
         cls, topology: Topology, size: int, device: torch.device, bits: int, theta: float, fixed: Mapping[str, float]
-    ) -> MoniquaPace:
+    ) -> MoniquaStepControl:
         """Nothing seen yet.
 
         Args:

@@ -52,7 +52,7 @@ class GossipState(State):
         seed: the seed of all random numbers of the run.
         topology: who talks to whom, among the workers of the round.
         memory: the algorithm's own state; None without memory.
-        pace: the state of step sizes that follow from what workers measure, with `diagnostics`;
+        step_control: the state of step sizes that follow from what workers measure, with `diagnostics`;
             None if they are numbers.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
         progress: rounds begun, and the epoch as the training loop counts it.
@@ -64,7 +64,7 @@ class GossipState(State):
     seed: int = config()
     topology: Topology = config()
     memory: Any = nested(default=None)
-    pace: Any = restart(default=None)
+    step_control: Any = restart(default=None)
     weight: float = restart(value=1.0, default=1.0)
     progress: Progress = shared(default=Progress())
     in_flight: bool = pending(default=False)

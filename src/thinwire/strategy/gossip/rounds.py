@@ -163,13 +163,13 @@ class ParameterRounds:
         """Add the change of the round in flight, if there is one, to the parameters."""
         if not self.in_flight:
             return
-        add_change = self._add_changes if self.record.change is not None else self._landed()
+        add_change = self._add_changes if self.record.change is not None else self._completed()
         self.to_biased()
         add_change(self.live.tensors())
         self._flight, self.record.change = None, None
         self._commit()
 
-    def _landed(self) -> Callable[[NamedTensors], None]:
+    def _completed(self) -> Callable[[NamedTensors], None]:
         """Wait for the round in flight; what is returned adds its change."""
         assert self._flight is not None
         with self.state.clock("blocked"):
@@ -191,7 +191,7 @@ class ParameterRounds:
         """Wait for the round in flight, and decode it into the change that `absorb` adds. Changes no parameters."""
         if self._flight is None:
             return
-        add_change = self._landed()
+        add_change = self._completed()
         if not has_streams(self._device):  # there the round has decoded it into the buffers already
             for _, change in self._change_buffers():
                 change.zero_()

@@ -115,7 +115,7 @@ class Fragment(State):
         finite: the result of the flight, once it has ended and was waited for.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
-        gave_up: under gossip, whether this worker's changes in the present round were not finite.
+        rejected: under gossip, whether this worker's changes in the present round were not finite.
     """
 
     offset: int = config()
@@ -129,7 +129,7 @@ class Fragment(State):
     finite: bool | None = shared(default=None)
     steps_to_merge: int = shared(default=0)
     has_moved: bool = shared(default=False)
-    gave_up: bool = shared(default=False)
+    rejected: bool = shared(default=False)
 
     @property
     def in_flight(self) -> bool:

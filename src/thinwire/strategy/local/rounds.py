@@ -304,10 +304,10 @@ class LocalUpdates(OwnModelAttachment):
 
     def _apply_own_changes(self, fragment: Fragment) -> None:
         """Under gossip: give up changes that are not finite, and apply the others, unless `pull` mixes them first."""
-        fragment.gave_up = not self._shards.all(kernels.flags.read(kernels.all_finite(fragment.changes)))
-        if not fragment.gave_up and self.strategy.pull is None:
-            fragment.gave_up = not self._apply(fragment)
-        if fragment.gave_up:
+        fragment.rejected = not self._shards.all(kernels.flags.read(kernels.all_finite(fragment.changes)))
+        if not fragment.rejected and self.strategy.pull is None:
+            fragment.rejected = not self._apply(fragment)
+        if fragment.rejected:
             self._warn()
             for gradient in fragment.changes:
                 gradient.zero_()
@@ -358,8 +358,8 @@ class LocalUpdates(OwnModelAttachment):
             finite = finite and self._apply(fragment)
             if not finite:
                 self._warn()
-        self._restart(fragment, alpha if finite and not fragment.gave_up else 0.0)
-        fragment.gave_up = False
+        self._restart(fragment, alpha if finite and not fragment.rejected else 0.0)
+        fragment.rejected = False
         if self._scheduler is not None and fragment is self._fragments[-1]:
             self._scheduler.step()
 
@@ -424,7 +424,7 @@ class LocalUpdates(OwnModelAttachment):
     def _restart_all(self) -> None:
         """Go on from the anchors. Changes since the last rounds, and rounds of gossip in flight, were each worker's own."""
         for fragment in self._fragments:
-            fragment.gave_up = False
+            fragment.rejected = False
             if not self.averager.gives_one_mean:
                 fragment.finite, fragment.steps_to_merge = None, 0
             self._restart(fragment, alpha=0.0)

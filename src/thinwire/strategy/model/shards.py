@@ -46,7 +46,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def layout_of(t: Any) -> str:
-    """Which part of which whole a worker holds; workers whose layouts are equal hold the same elements."""
+    """The tensor's global shape, placement and mesh coordinate; workers with equal layouts hold the same elements."""
     if not is_sharded(t):
         return f"whole {tuple(t.shape)} {t.dtype}"
     mesh = t.device_mesh
