@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from netlab import Lab
+from netlab import Lab, LabError
 
 PACKET = 1472  # bytes of a datagram that fills a packet of 1,500 bytes
 HEADERS = 28
@@ -29,14 +29,14 @@ PINGS, PING_SECONDS = 60, 0.02
 LAST = 0xFFFFFFFF  # the number of a datagram that ends a stream
 
 
-def check(lab: Lab, seconds: float) -> int:
-    """Measure each value for some seconds, print a table of asked and measured values, and return 0 if all agree, else 1."""
+def check(lab: Lab, seconds: float) -> set[str]:
+    """Measure each value for some seconds, print a table, and return the names of the values that are not as asked."""
     here, there = lab.lines[0], lab.lines[1]
     one_site = lab.sites[0] == lab.sites[1]
     file = Path(f"/tmp/line-check-{os.getpid()}.json")
     rates = {"0 to 1": min(here.up, there.down), "1 to 0": min(there.up, here.down)}
     if code := lab.run([sys.executable, __file__, str(file), json.dumps(rates), str(seconds)]):
-        return code
+        raise LabError(f"the measurement ended with exit code {code}")
     measured = json.loads(file.read_text())
     file.unlink()
 
@@ -62,7 +62,7 @@ def check(lab: Lab, seconds: float) -> int:
         print(
             f"TCP goodput, 1 to 0, {connections} connections: {goodput / 1e6:.1f} Mb/s, {goodput / rate:.3f} of the rate"
         )
-    return 0 if all(row[-1] for row in rows) else 1
+    return {name for name, *_, fits in rows if not fits}
 
 
 def work(file: Path, rates: dict[str, float], seconds: float) -> None:

@@ -421,7 +421,7 @@ def main(argv: list[str]) -> int:
         if options.check:
             from line_check import check
 
-            return check(lab, options.seconds)
+            return 1 if check(lab, options.seconds) else 0
         with cuts(lab, options.cut):
             return lab.run(command)
 

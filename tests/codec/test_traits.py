@@ -12,6 +12,7 @@ from helpers.codecs import CODECS
 import thinwire as tw
 from thinwire import kernels
 from thinwire.codec.traits import DEMANDS
+from thinwire.membership import State
 from thinwire.testing import check_traits
 
 NUMEL = 512
@@ -82,6 +83,11 @@ class ByColumns(Bytes):
         return (codes.float() - 128) / 8
 
 
+@dataclass
+class NothingLearned(State):
+    """A state without fields."""
+
+
 @dataclass(frozen=True, repr=False)
 class Learning(tw.codec.AdaptiveCodec):
     """An adaptive codec that never learns."""
@@ -89,7 +95,7 @@ class Learning(tw.codec.AdaptiveCodec):
     pure: tw.codec.Codec = field(default_factory=lambda: tw.QSGD(bits=4))
 
     def init_state(self):
-        return None
+        return NothingLearned()
 
     def at(self, state):
         return self.pure
@@ -103,7 +109,7 @@ class Learning(tw.codec.AdaptiveCodec):
     def is_due(self, state, step):
         return False
 
-    statistics = learn = adopt = observe
+    statistics = learn = update = observe
 
 
 DEMANDING = [Dithered(), ByteVote(), ByColumns(), Learning(), tw.TernGrad(shared=True)]

@@ -70,6 +70,14 @@ def _wait_until(condition, seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
+def _always(differing, tries: int = 10) -> set[str]:
+    """What differs in each of several measurements; other tests share the cores, and disturb some of them."""
+    left = differing()
+    while left and (tries := tries - 1):
+        left &= differing()
+    return left
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -108,27 +116,28 @@ def test_hosts_share_out_the_cores_where_there_are_enough(tmp_path):
     "line", ["5mbit", "5mbit,round_trip=30ms,jitter=2ms,loss=2%,reorder=3%"], ids=["kernel", "forwarder"]
 )
 def test_check_measures_what_was_asked_for(line):
-    for _ in range(4):  # other tests share the cores
+    def differing():
         done = subprocess.run(
             [sys.executable, NETLAB, "--line", line, "--check", "--seconds", "0.5"],
             capture_output=True,
             text=True,
             timeout=60,
         )
-        if done.returncode == 0:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "DIFFERS" not in done.stdout
-    assert len(done.stdout.splitlines()) == 10
+        assert len(done.stdout.splitlines()) == 10, done.stdout + done.stderr
+        names = {row.split("  ")[0] for row in done.stdout.splitlines() if "DIFFERS" in row}
+        assert done.returncode == bool(names)
+        return names
+
+    assert not _always(differing)
 
 
 @needs_lab
 def test_check_says_what_differs(capfd):
     with Lab(2, "5mbit,round_trip=30ms") as lab:
         lab.forwarder.tell("path", 1, 0, 0.05, 0, 0.05, 0)  # another delay and another loss than `lines` say
-        assert line_check.check(lab, 0.5) == 1
+        differing = line_check.check(lab, 0.5)
     said = capfd.readouterr().out
-    differing = {row.split("  ")[0] for row in said.splitlines() if "DIFFERS" in row}
+    assert differing == {row.split("  ")[0] for row in said.splitlines() if "DIFFERS" in row}
     assert differing >= {"round trip", "loss, 1 to 0"} and "loss, 0 to 1" not in differing
 
 
@@ -239,7 +248,7 @@ def test_a_line_changes_while_the_lab_runs(line):
     with Lab(2, line) as lab:
         for rate in (5e6, 2e6):
             lab.set_line(1, dataclasses.replace(lab.lines[1], up=rate, down=rate))
-            assert any(line_check.check(lab, 0.5) == 0 for _ in range(4))  # other tests share the cores
+            assert not _always(lambda: line_check.check(lab, 0.5))
             rates.append(lab.lines[1].up)
         if lab.forwarder is None:
             with pytest.raises(LabError, match="cannot change to delay or loss"):
