@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import LocalWorld, ProcessGroupCommunicator
+from thinwire.comm import Communicator, LocalWorld, ProcessGroupCommunicator
 from thinwire.comm.local_world import name_rank
+from thinwire.comm.tcp import TcpCommunicator
 
 # One server for all processes that tests start: it imports what they need once, and forks them in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -97,7 +98,19 @@ def device_mesh(*sizes: int, names: tuple[str, ...] = ("replicate", "shard")) ->
     return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
 
 
-WORLDS = {"threads": run_threads, "processes": spawn}
+def run_tcp(size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list:
+    """As `spawn`, over connections of our own."""
+    return spawn(size, _over_tcp, fn, args, options.get("comm_timeout_seconds", 60.0), **options)
+
+
+def _over_tcp(comm: Communicator, fn: Callable[..., Any], args: tuple, timeout_seconds: float) -> Any:
+    own = TcpCommunicator(timeout_seconds=timeout_seconds)
+    result = fn(own, *args)
+    own.close()  # not after an error, which would look like a goodbye to the others
+    return result
+
+
+WORLDS = {"threads": run_threads, "processes": spawn, "tcp": run_tcp}
 
 
 def _take(stack: contextlib.ExitStack) -> tuple[BaseProcess, Connection]:

@@ -96,9 +96,13 @@ def bytes_sent_to(comm) -> list[int]:
 
 
 def measure(comm, name: str) -> dict:
-    """The ledger and the counters of this worker's connections, for one operation."""
+    """The ledger and the counters of this worker's connections, for one operation and the barrier before it.
+
+    Without that barrier, a worker that is ahead could send its part before the others look at their counters.
+    """
     comm.barrier()
     before, ledger = tcp_bytes(), comm.ledger.snapshot()
+    comm.barrier()
     run_operation(comm, name)
     counted, after = comm.ledger.since(ledger), tcp_bytes()
     comm.barrier()

@@ -97,7 +97,7 @@ def _accept_peers(
     def turn_away(descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor).connection
         poll.unregister(descriptor)
-        log.warning("thinwire: rank %d closed a connection from %s, which %s", rank, _name_of(connection), why)
+        log.warning("thinwire: rank %d closed a connection from %s, which %s", rank, name_of(connection), why)
         connection.close()
 
     try:
@@ -133,7 +133,7 @@ def _accept_peers(
             greeting.connection.close()
 
 
-def _name_of(connection: socket.socket) -> str:
+def name_of(connection: socket.socket) -> str:
     with contextlib.suppress(OSError):
         host, port = connection.getpeername()[:2]
         return f"{host}:{port}"

@@ -1,0 +1,883 @@
+#include "engine.hpp"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <utility>
+
+#ifdef __linux__
+#include <linux/sockios.h>
+#endif
+
+namespace thinwire::wire {
+
+namespace {
+
+constexpr size_t kAhead = 1 << 15;          // bytes read beyond the chunk that is being read
+constexpr uint64_t kSmall = 1 << 14;        // messages below go first
+constexpr uint64_t kEarly = 64 << 20;       // of one peer, kept for operations that this worker has not started
+constexpr double kLong = 0.003;             // round trip from which a line is a long one
+constexpr uint32_t kNearChunk = 1 << 18;    // on a short line: few system calls
+constexpr uint32_t kFarChunk = 14 * 1024;   // on a long one: ten packets, which leave at once even after a pause
+constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
+constexpr int kMaxStripes = 64;
+constexpr int kMaxCopies = 3;               // of a chunk that is late
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+auto after(double seconds) { return std::chrono::steady_clock::now() + std::chrono::microseconds(static_cast<int64_t>(1e6 * seconds)); }
+
+// What the kernel knows of a connection. The layout is that of linux/tcp.h, which the C library's header lacks in part.
+struct Info {
+    double round_trip = 0, variation = 0, least_round_trip = 0;
+    uint32_t packet = 1448;
+    int64_t room = 1 << 20;  // packets that may leave now
+    uint64_t unacked = 0;    // bytes that the other kernel does not have
+};
+
+Info info_of(int fd) {
+    Info info;
+#ifdef __linux__
+    alignas(8) uint8_t raw[256] = {};
+    socklen_t size = sizeof raw;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, raw, &size) == 0 && size >= 152) {
+        auto at = [&](size_t place) {
+            uint32_t value;
+            std::memcpy(&value, raw + place, 4);
+            return static_cast<int64_t>(value);
+        };
+        info.round_trip = 1e-6 * static_cast<double>(at(68));
+        info.variation = 1e-6 * static_cast<double>(at(72));
+        info.least_round_trip = 1e-6 * static_cast<double>(at(148));
+        info.packet = static_cast<uint32_t>(std::max<int64_t>(at(16), 1));
+        int64_t in_flight = at(24) - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
+        info.room = at(80) - in_flight - unsent;
+    }
+    int waiting = 0;
+    if (ioctl(fd, SIOCOUTQ, &waiting) == 0) info.unacked = static_cast<uint64_t>(waiting);
+#else
+    (void)fd;
+#endif
+    return info;
+}
+
+void set(int fd, int level, int option, int value) {
+    setsockopt(fd, level, option, &value, sizeof value);  // what a system does not have, it does without
+}
+
+std::string mismatch(int rank, uint64_t got, uint64_t expected) {
+    return "rank " + std::to_string(rank) + " sent a message of " + std::to_string(got) + " bytes, expected " +
+           std::to_string(expected) + "; do all workers run the same version and configuration?";
+}
+
+}  // namespace
+
+struct Engine::Operation {
+    uint64_t id = 0;
+    size_t left = 0;
+    bool is_done = false;
+    std::string error;
+    std::vector<int> peers;
+    std::condition_variable done;
+};
+
+struct Engine::Chunk {
+    Header header{};
+    const uint8_t* data = nullptr;
+    std::unique_ptr<uint8_t[]> kept;  // a copy, once the operation has given its memory back
+    std::shared_ptr<Operation> op;
+    bool is_written = false, is_acked = false;
+    int copies = 1;
+    double sent_at = 0;
+};
+
+struct Engine::Connection {
+    struct Frame {
+        Header header;
+        std::shared_ptr<Chunk> chunk;  // null for control frames
+        uint64_t end;                  // where it ends in the connection's bytes
+    };
+    Peer* peer = nullptr;
+    int fd = -1;
+    bool is_dead = false, is_blocked = false, is_paused = false, ends = false;
+    // sending
+    std::deque<Frame> frames;  // those that are not acknowledged
+    size_t unwritten = 0;      // index of the first that is not written whole
+    size_t part = 0;           // bytes of that one that are written
+    uint64_t pushed = 0, written = 0;
+    // receiving
+    std::vector<uint8_t> ahead = std::vector<uint8_t>(kAhead);
+    size_t ahead_begin = 0, ahead_end = 0;
+    Header header{};
+    Incoming* message = nullptr;  // null: the bytes are dropped
+    uint8_t* into = nullptr;
+    size_t left = 0;  // of the chunk
+    uint64_t taken = 0, told = 0;
+};
+
+struct Engine::Peer {
+    struct Outgoing {
+        Part part;
+        uint64_t next, chunk;  // bytes: where the next chunk begins, and of each
+        std::shared_ptr<Operation> op;
+    };
+    int rank = 0;
+    std::vector<std::unique_ptr<Connection>> connections;  // the oldest one is for small messages, if there are several
+    std::deque<std::shared_ptr<Chunk>> small, again;
+    std::deque<Outgoing> bulk;
+    std::map<uint64_t, Incoming> incoming;  // by number
+    std::map<uint64_t, std::shared_ptr<Operation>> expected;
+    uint64_t done_below = 0;
+    std::set<uint64_t> done;  // of those above
+    uint64_t early = 0;       // bytes
+    double heard = 0, moved = 0;  // when the last payload came, and left
+    double round_trip = 1e9, backlog_since = 0, next_look = 0;
+    size_t turn = 0;
+    std::string gone;
+    Counts counts;
+
+    bool is_long() const { return round_trip > kLong && round_trip < 1e8; }
+    bool has_work() const { return !(small.empty() && again.empty() && bulk.empty()); }
+    uint64_t left_of_bulk() const { return bulk.empty() ? 0 : bulk.front().part.bytes - bulk.front().next; }
+    bool knows(uint64_t number) const { return number < done_below || done.count(number); }
+    void finish(uint64_t number) {
+        done.insert(number);
+        while (!done.empty() && *done.begin() == done_below) done.erase(done.begin()), ++done_below;
+    }
+};
+
+Engine::Engine(int rank, int size, double timeout_seconds)
+    : rank_(rank), timeout_(timeout_seconds), process_(getpid()), peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
+    if (pipe(wake_) != 0) throw std::runtime_error(std::string("no pipe for the engine: ") + std::strerror(errno));
+    for (int end : wake_) fcntl(end, F_SETFL, O_NONBLOCK), fcntl(end, F_SETFD, FD_CLOEXEC);
+    for (int i = 0; i < size; ++i) peers_[static_cast<size_t>(i)].rank = i;
+    sigset_t all, before;  // signals are for the threads of Python
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread([this] { run(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Engine::~Engine() {
+    if (getpid() != process_) {  // a fork: the thread is the parent's
+        thread_.detach();
+        return;
+    }
+    end_thread();
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections)
+            if (!c->is_dead) ::close(c->fd);
+}
+
+void Engine::end_thread() {
+    {
+        Lock lock(mutex_);
+        stop_ = true;
+        wake();
+    }
+    if (!thread_.joinable()) return;
+    thread_.join();
+    ::close(wake_[0]), ::close(wake_[1]);
+}
+
+void Engine::wake() {
+    if (polling_ && ::write(wake_[1], "", 1) < 0) return;  // a full pipe wakes as well
+}
+
+// ---- what other threads call ----
+
+void Engine::attach(int rank, int fd) {
+    Lock lock(mutex_);
+    Peer& peer = peers_.at(static_cast<size_t>(rank));
+    if (!failure_.empty() || !peer.gone.empty() || stop_) {
+        ::close(fd);
+        return;
+    }
+    fcntl(fd, F_SETFL, O_NONBLOCK);
+    set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    Info info = info_of(fd);
+    double least = info.least_round_trip > 0 ? std::min(info.least_round_trip, info.round_trip) : info.round_trip;
+    if (least > 0) peer.round_trip = std::min(peer.round_trip, least);
+    // A line that is silent is given up after a while, and connected anew: TCP itself waits twice as long each time.
+    int patience = static_cast<int>(std::max(5.0, 20 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
+    set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+#ifdef __linux__
+    set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * patience);
+    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, patience);
+    set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+    set(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+#endif
+#ifdef SO_MAX_PACING_RATE
+    // Any limit makes TCP spread a window over the round trip, at its own rate; a burst would overflow the line's queue.
+    if (peer.is_long() && !getenv("NOPACE")) set(fd, SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 30);
+#endif
+#ifdef TCP_NOTSENT_LOWAT
+    set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? 1 << 14 : 1 << 19);
+#endif
+    auto c = std::make_unique<Connection>();
+    c->peer = &peer, c->fd = fd;
+    peer.connections.push_back(std::move(c));
+    ++peer.counts.connections;
+    pump(peer);
+    wake();
+}
+
+uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& receives) {
+    Lock lock(mutex_);
+    auto op = std::make_shared<Operation>();
+    op->id = next_operation_++;
+    op->left = sends.size() + receives.size() + 1;  // one more until all is posted
+    operations_[op->id] = op;
+    if (!failure_.empty()) {
+        op->error = failure_;
+        op->is_done = true;
+        finished_.push_back(op->id);
+        return op->id;
+    }
+    double at = now();
+    for (const Part& part : receives) {
+        Peer& peer = peers_.at(static_cast<size_t>(part.peer));
+        op->peers.push_back(part.peer);
+        Incoming& message = peer.incoming[part.number];
+        if (peer.expected.empty()) peer.heard = at;
+        peer.expected[part.number] = op;
+        if (!message.ranges.empty() && message.total != part.bytes) {
+            peer.gone = mismatch(peer.rank, message.total, part.bytes);
+            continue;
+        }
+        message.total = message.left = part.bytes;
+        message.data = part.data;
+        for (auto& [offset, range] : message.ranges) {
+            if (!range.early || !range.is_done) continue;
+            std::memcpy(part.data + offset, range.early.get(), range.length);
+            range.early.reset();
+            peer.early -= range.length;
+            message.left -= range.length;
+        }
+        if (message.left == 0) finish_message(peer, part.number);
+        for (auto& c : peer.connections) {
+            if (!c->is_paused || c->is_dead) continue;
+            c->is_paused = false;
+            wake();
+            parse(*c);
+            if (!failure_.empty()) return op->id;
+        }
+    }
+    for (const Part& part : sends) {
+        Peer& peer = peers_.at(static_cast<size_t>(part.peer));
+        op->peers.push_back(part.peer);
+        if (part.bytes == 0) {  // the receiver knows
+            --op->left;
+            continue;
+        }
+        if (!peer.has_work()) peer.moved = at;
+        if (part.bytes < kSmall) {
+            auto chunk = std::make_shared<Chunk>();
+            chunk->header = {kData, static_cast<uint32_t>(part.bytes), part.number, part.bytes, 0};
+            chunk->data = part.data;
+            chunk->op = op;
+            peer.small.push_back(std::move(chunk));
+        } else {
+            uint64_t chunk = peer.is_long() ? kFarChunk : kNearChunk;
+            peer.bulk.push_back({part, 0, chunk, op});
+            op->left += (part.bytes - 1) / chunk;  // chunks, not messages
+        }
+    }
+    for (const Part& part : sends) {
+        Peer& peer = peers_[static_cast<size_t>(part.peer)];
+        pump(peer);
+        if (peer.is_long()) wake();  // for the time of the next look
+    }
+    for (int rank : op->peers) check_gone(peers_[static_cast<size_t>(rank)]);
+    if (--op->left == 0) release(op);
+    return op->id;
+}
+
+bool Engine::wait(uint64_t id, double seconds) {
+    Lock lock(mutex_);
+    auto found = operations_.find(id);
+    if (found == operations_.end()) return true;
+    auto op = found->second;
+    if (!op->done.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return op->is_done; })) return false;
+    operations_.erase(id);
+    if (!op->error.empty()) throw std::runtime_error(op->error);
+    return true;
+}
+
+std::vector<uint64_t> Engine::finished() {
+    Lock lock(mutex_);
+    return std::exchange(finished_, {});
+}
+
+std::vector<Event> Engine::events(double seconds) {
+    Lock lock(mutex_);
+    events_ready_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return !events_.empty(); });
+    std::vector<Event> all(events_.begin(), events_.end());
+    events_.clear();
+    return all;
+}
+
+void Engine::lose(int rank, const std::string& reason) {
+    Lock lock(mutex_);
+    lose_one(peers_.at(static_cast<size_t>(rank)), reason);
+    wake();
+}
+
+void Engine::close(double seconds) {
+    Lock lock(mutex_);
+    closing_ = true;
+    auto until = after(seconds);
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections)
+            if (!c->is_dead) control(*c, kAsk, 0);
+    auto settled = [&] {
+        for (Peer& peer : peers_) {
+            if (!failure_.empty() || !peer.gone.empty()) continue;
+            if (peer.has_work()) return false;
+            for (auto& c : peer.connections)
+                if (!c->is_dead && !c->frames.empty()) return false;
+        }
+        return true;
+    };
+    wake();
+    flushed_.wait_until(lock, until, settled);
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections)
+            if (!c->is_dead) control(*c, kBye, 0), c->ends = true, flush(*c, true);
+    wake();
+    flushed_.wait_until(lock, std::min(until, after(2)), [&] {
+        for (Peer& peer : peers_)
+            for (auto& c : peer.connections)
+                if (!c->is_dead) return false;
+        return true;
+    });
+    if (failure_.empty()) failure_ = "the communicator was closed";
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections) drop(*c);
+    events_.push_back({Event::kFailed, -1, 0});
+    events_ready_.notify_all();
+    lock.unlock();
+    end_thread();
+}
+
+Counts Engine::counts(int rank) {
+    Lock lock(mutex_);
+    Peer& peer = peers_.at(static_cast<size_t>(rank));
+    peer.counts.round_trip_seconds = peer.round_trip < 1e8 ? peer.round_trip : 0;
+    return peer.counts;
+}
+
+// ---- the thread ----
+
+void Engine::run() {
+    std::vector<pollfd> polls;
+    std::vector<Connection*> polled;
+    Lock lock(mutex_);
+    while (!stop_) {
+        do {
+            died_ = false;
+            sweep();
+            for (Peer& peer : peers_) pump(peer);
+        } while (died_);
+        double pause = tick(now());
+        polls.assign(1, {wake_[0], POLLIN, 0});
+        polled.assign(1, nullptr);
+        for (Peer& peer : peers_)
+            for (auto& c : peer.connections) {
+                if (c->is_dead) continue;
+                short events = static_cast<short>((c->is_paused ? 0 : POLLIN) | (c->is_blocked ? POLLOUT : 0));
+                polls.push_back({c->fd, events, 0});
+                polled.push_back(c.get());
+            }
+        polling_ = true;
+        lock.unlock();
+        poll(polls.data(), static_cast<nfds_t>(polls.size()), static_cast<int>(1000 * pause) + 1);
+        lock.lock();
+        polling_ = false;
+        if (polls[0].revents) {
+            char bytes[64];
+            while (::read(wake_[0], bytes, sizeof bytes) == sizeof bytes) {}
+        }
+        for (size_t i = 1; i < polls.size(); ++i) {
+            Connection& c = *polled[i];
+            if (!polls[i].revents || c.is_dead) continue;
+            if (polls[i].revents & POLLOUT) c.is_blocked = false;
+            if (polls[i].revents & (POLLIN | POLLHUP | POLLERR)) read(c);
+        }
+        flushed_.notify_all();
+    }
+}
+
+std::string Engine::limit_text() const {
+    char text[40];
+    std::snprintf(text, sizeof text, "%g seconds", timeout_);
+    return text;
+}
+
+// Looks after time limits, stripes and late chunks; returns after how many seconds to do so again.
+double Engine::tick(double at) {
+    double pause = std::min(1.0, timeout_ / 8);
+    if (!failure_.empty()) return pause;
+    for (Peer& peer : peers_) {
+        if (!peer.gone.empty()) continue;
+        if (!peer.expected.empty() && at - peer.heard > timeout_) {
+            fail(peer.rank, "nothing came from rank " + std::to_string(peer.rank) + " in " + limit_text());
+            return pause;
+        }
+        if (peer.has_work() && at - peer.moved > timeout_) {
+            fail(peer.rank, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
+            return pause;
+        }
+        if (!peer.is_long()) continue;
+        bool is_busy = peer.has_work();
+        for (auto& c : peer.connections) is_busy = is_busy || c->frames.size() > 0;
+        if (!is_busy) continue;
+        if (at >= peer.next_look) {
+            watch_stripes(peer, at);
+            hedge(peer, at);
+            peer.next_look = at + peer.round_trip / 16;
+        }
+        pause = std::min(pause, peer.round_trip / 16);
+    }
+    return pause;
+}
+
+// Asks for more connections if work has waited for several round trips while the line had no queue, so was not full.
+void Engine::watch_stripes(Peer& peer, double at) {
+    if (peer.bulk.empty()) {
+        peer.backlog_since = 0;
+        return;
+    }
+    if (peer.backlog_since == 0) peer.backlog_since = at;
+    if (at - peer.backlog_since < 4 * peer.round_trip || peer.counts.connections > kMaxStripes) return;
+    std::vector<double> trips;
+    for (auto& c : peer.connections) {
+        if (c->is_dead || c->frames.empty()) continue;
+        Info info = info_of(c->fd);
+        if (info.least_round_trip > 0) peer.round_trip = std::min(peer.round_trip, info.least_round_trip);
+        trips.push_back(info.round_trip);
+    }
+    peer.backlog_since = at;
+    if (trips.empty()) return;
+    std::nth_element(trips.begin(), trips.begin() + static_cast<long>(trips.size() / 2), trips.end());
+    if (trips[trips.size() / 2] > 1.25 * peer.round_trip + 0.001) return;
+    int wanted = std::min(kMaxStripes + 1, 2 * peer.counts.connections);
+    if (wanted <= peer.counts.connections || peer.connections.empty()) return;
+    if (peer.rank < rank_) {
+        events_.push_back({Event::kWant, peer.rank, wanted});
+        events_ready_.notify_all();
+    } else {
+        control(*peer.connections.front(), kWant, static_cast<uint64_t>(wanted));
+    }
+}
+
+// Sends what is late once more over a connection that has room: a lost packet costs TCP a round trip or more.
+void Engine::hedge(Peer& peer, double at) {
+    if (peer.has_work() || peer.connections.size() < 3) return;
+    std::vector<std::shared_ptr<Chunk>> late;
+    std::vector<Connection*> idle;
+    for (auto& c : peer.connections) {
+        if (c->is_dead) continue;
+        Info info = info_of(c->fd);
+        if (info.unacked == 0 && !c->is_blocked) {
+            if (info.room >= 10) idle.push_back(c.get());
+            continue;
+        }
+        uint64_t arrived = c->written - std::min(c->written, info.unacked);
+        double limit = 1.25 * info.round_trip + 2 * info.variation + 0.005;
+        for (size_t i = 0; i < c->frames.size(); ++i) {
+            auto& frame = c->frames[i];
+            if (!frame.chunk || frame.end <= arrived || frame.chunk->is_acked) continue;
+            if (frame.chunk->copies < kMaxCopies && at - frame.chunk->sent_at > limit) late.push_back(frame.chunk);
+        }
+    }
+    for (size_t i = 0; i < late.size() && i < idle.size(); ++i) {
+        ++late[i]->copies;
+        ++peer.counts.hedged;
+        push(*idle[i], late[i]);
+        flush(*idle[i], true);
+    }
+}
+
+// ---- sending ----
+
+// Lets each connection send. On a long line they take chunks in turn, so that none of them has more to repair than others.
+void Engine::pump(Peer& peer) {
+    auto& all = peer.connections;
+    if (all.empty()) return;
+    flush(*all[0], !peer.is_long());
+    ++peer.turn;  // so that no connection cools down
+    for (bool again = true; again;) {
+        again = false;
+        for (size_t i = 1; i < all.size(); ++i) {
+            Connection& c = *all[1 + (peer.turn + i) % (all.size() - 1)];
+            again = flush(c, !peer.is_long()) || again;
+        }
+    }
+}
+
+void Engine::push(Connection& c, std::shared_ptr<Chunk> chunk) {
+    c.pushed += sizeof(Header) + chunk->header.length;
+    Header header = chunk->header;
+    c.frames.push_back({header, std::move(chunk), c.pushed});
+}
+
+void Engine::control(Connection& c, Kind kind, uint64_t number) {
+    c.pushed += sizeof(Header);
+    c.frames.push_back({{kind, 0, number, 0, 0}, nullptr, c.pushed});
+}
+
+// Gives a connection its next chunk, if there is one for it.
+bool Engine::take_work(Connection& c) {
+    Peer& peer = *c.peer;
+    bool is_first = peer.connections.front().get() == &c, is_alone = peer.connections.size() == 1;
+    if (is_first && !peer.small.empty()) {
+        push(c, std::move(peer.small.front()));
+        peer.small.pop_front();
+        return true;
+    }
+    if (is_first && !is_alone) return false;
+    while (!peer.again.empty() && peer.again.front()->is_acked) peer.again.pop_front();
+    if (peer.again.empty() && peer.bulk.empty()) return false;
+    // Near the end of what there is to send, a connection whose window is full leaves it to others.
+    bool is_end = peer.bulk.size() < 2 && peer.left_of_bulk() < 2 * kFarChunk * peer.connections.size();
+    if (peer.is_long() && is_end && info_of(c.fd).room < 1) return false;
+    if (!peer.again.empty()) {
+        push(c, std::move(peer.again.front()));
+        peer.again.pop_front();
+        ++peer.counts.resent;
+        return true;
+    }
+    Peer::Outgoing& out = peer.bulk.front();
+    auto chunk = std::make_shared<Chunk>();
+    chunk->header = {kData, static_cast<uint32_t>(std::min(out.chunk, out.part.bytes - out.next)), out.part.number,
+                     out.part.bytes, out.next};
+    chunk->data = out.part.data + out.next;
+    chunk->op = out.op;
+    out.next += chunk->header.length;
+    if (out.next == out.part.bytes) peer.bulk.pop_front();
+    push(c, std::move(chunk));
+    ++peer.counts.chunks;
+    return true;
+}
+
+// Sends what a connection has, then what it can get: one chunk, or all. Returns whether it could take more.
+bool Engine::flush(Connection& c, bool all) {
+    while (!c.is_dead && !c.is_blocked) {
+        bool is_new = c.unwritten == c.frames.size();
+        if (is_new && !take_work(c)) break;
+        iovec pieces[32];
+        int count = 0;
+        size_t asked = 0, skip = c.part;
+        for (size_t i = c.unwritten; i < c.frames.size() && count < 31; ++i) {
+            auto& frame = c.frames[i];
+            if (skip < sizeof(Header)) {
+                pieces[count++] = {reinterpret_cast<uint8_t*>(&frame.header) + skip, sizeof(Header) - skip};
+                asked += sizeof(Header) - skip;
+                skip = 0;
+            } else {
+                skip -= sizeof(Header);
+            }
+            if (frame.chunk) {
+                pieces[count++] = {const_cast<uint8_t*>(frame.chunk->data) + skip, frame.chunk->header.length - skip};
+                asked += frame.chunk->header.length - skip;
+            }
+            skip = 0;
+        }
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = static_cast<decltype(message.msg_iovlen)>(count);
+        ssize_t sent = sendmsg(c.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK) return drop(c), false;
+        if (sent < static_cast<ssize_t>(asked)) {
+            c.is_blocked = true;
+            wake();
+        }
+        if (sent > 0) advance(c, static_cast<size_t>(sent));
+        if (is_new && !all) return !c.is_blocked;
+    }
+    if (c.ends && !c.is_dead && c.unwritten == c.frames.size()) shutdown(c.fd, SHUT_WR), c.ends = false;
+    return false;
+}
+
+void Engine::advance(Connection& c, size_t count) {
+    c.written += count;
+    c.peer->moved = now();
+    while (c.unwritten < c.frames.size() && c.frames[c.unwritten].end <= c.written) {
+        auto chunk = c.frames[c.unwritten++].chunk;
+        if (!chunk) continue;
+        chunk->sent_at = c.peer->moved;
+        if (chunk->is_written) continue;
+        chunk->is_written = true;
+        if (--chunk->op->left == 0) release(chunk->op);
+    }
+    c.part = c.unwritten < c.frames.size()
+                 ? c.written - (c.frames[c.unwritten].end - sizeof(Header) - c.frames[c.unwritten].header.length)
+                 : 0;
+}
+
+void Engine::acknowledged(Connection& c, uint64_t position) {
+    while (c.unwritten > 0 && c.frames.front().end <= position) {
+        if (c.frames.front().chunk) c.frames.front().chunk->is_acked = true;
+        c.frames.pop_front();
+        --c.unwritten;
+    }
+}
+
+// The operation is done: its memory is given back, so what may have to be sent again is copied.
+void Engine::release(const std::shared_ptr<Operation>& op) {
+    std::sort(op->peers.begin(), op->peers.end());
+    op->peers.erase(std::unique(op->peers.begin(), op->peers.end()), op->peers.end());
+    for (int rank : op->peers)
+        for (auto& c : peers_[static_cast<size_t>(rank)].connections)
+            for (auto& frame : c->frames) {
+                Chunk* chunk = frame.chunk.get();
+                if (!chunk || chunk->op != op || chunk->is_acked || chunk->kept) continue;
+                chunk->kept.reset(new uint8_t[chunk->header.length]);
+                std::memcpy(chunk->kept.get(), chunk->data, chunk->header.length);
+                chunk->data = chunk->kept.get();
+            }
+    op->is_done = true;
+    finished_.push_back(op->id);
+    op->done.notify_all();
+}
+
+// ---- receiving ----
+
+void Engine::read(Connection& c) {
+    for (int turn = 0; turn < 8 && !c.is_dead && !c.is_paused; ++turn) {
+        if (c.ahead_begin == c.ahead_end) c.ahead_begin = c.ahead_end = 0;
+        size_t into = std::min(c.left, c.into ? c.left : scratch_.size());
+        iovec pieces[2] = {{c.into ? c.into : scratch_.data(), into}, {c.ahead.data() + c.ahead_end, kAhead - c.ahead_end}};
+        bool beyond = into == c.left;
+        msghdr message{};
+        message.msg_iov = into ? pieces : pieces + 1;
+        message.msg_iovlen = into && beyond ? 2 : 1;
+        size_t asked = into + (beyond ? kAhead - c.ahead_end : 0);
+        ssize_t got = recvmsg(c.fd, &message, MSG_DONTWAIT);
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return drop(c);
+        size_t count = static_cast<size_t>(got), direct = std::min(count, into);
+        c.taken += direct;
+        c.left -= direct;
+        if (c.into) c.into += direct;
+        if (direct) {
+            c.peer->heard = now();
+            if (c.left == 0) end(c);
+        }
+        c.ahead_end += count - direct;
+        if (c.ahead_end > c.ahead_begin) parse(c);
+        if (count < asked) break;
+    }
+    if (c.is_dead) return;
+    if (c.taken - c.told >= (c.peer->is_long() ? kAckFar : kAckNear)) {
+        c.told = c.taken;
+        control(c, kAck, c.taken);
+        flush(c, true);
+    }
+}
+
+void Engine::parse(Connection& c) {
+    while (!c.is_dead && !c.is_paused) {
+        size_t have = c.ahead_end - c.ahead_begin;
+        if (c.left) {
+            size_t count = std::min(have, c.left);
+            if (count == 0) break;
+            if (c.into) std::memcpy(c.into, c.ahead.data() + c.ahead_begin, count), c.into += count;
+            c.ahead_begin += count;
+            c.taken += count;
+            c.left -= count;
+            c.peer->heard = now();
+            if (c.left == 0) end(c);
+            continue;
+        }
+        if (have < sizeof(Header)) break;
+        std::memcpy(&c.header, c.ahead.data() + c.ahead_begin, sizeof(Header));
+        if (!begin(c)) break;
+        c.ahead_begin += sizeof(Header);
+        c.taken += sizeof(Header);
+    }
+    if (c.ahead_begin == c.ahead_end) c.ahead_begin = c.ahead_end = 0;
+    else if (c.ahead_begin > 0 && kAhead - c.ahead_end < kAhead / 2) {
+        std::memmove(c.ahead.data(), c.ahead.data() + c.ahead_begin, c.ahead_end - c.ahead_begin);
+        c.ahead_end -= c.ahead_begin, c.ahead_begin = 0;
+    }
+}
+
+// A header has come. False: it is not taken now, because its message is not expected yet and too much has come early.
+bool Engine::begin(Connection& c) {
+    Peer& peer = *c.peer;
+    const Header& h = c.header;
+    if (std::string wrong = check(h); !wrong.empty()) return leave(c, wrong), false;
+    if (h.kind == kAck) {
+        if (h.number > c.written) return leave(c, "acknowledged what was never sent"), false;
+        acknowledged(c, h.number);
+    } else if (h.kind == kAsk) {
+        c.told = c.taken + sizeof(Header);
+        control(c, kAck, c.told);
+        flush(c, true);
+    } else if (h.kind == kWant) {
+        events_.push_back({Event::kWant, peer.rank, static_cast<int>(std::min<uint64_t>(h.number, kMaxStripes + 1))});
+        events_ready_.notify_all();
+    } else if (h.kind == kBye || h.kind == kFail) {
+        leave(c, h.kind == kBye ? "has closed its communicator"
+                               : "has failed: it lost rank " + std::to_string(h.number));
+        return false;
+    }
+    if (h.kind != kData) return true;
+    c.message = nullptr, c.into = nullptr;
+    if (peer.knows(h.number)) {
+        ++peer.counts.duplicates;
+        c.left = h.length;
+        return true;
+    }
+    if (h.number > peer.done_below + kMaxAhead) return leave(c, "is too many messages ahead"), false;
+    auto found = peer.incoming.find(h.number);
+    bool is_expected = found != peer.incoming.end() && found->second.data;
+    if (!is_expected && peer.early + h.length > kEarly) return c.is_paused = true, false;
+    Incoming& message = found != peer.incoming.end() ? found->second : peer.incoming[h.number];
+    if (message.total == 0) message.total = message.left = h.total;
+    if (message.total != h.total)
+        return lose_one(peer, mismatch(peer.rank, h.total, message.total)), false;
+    Incoming::Range* range = message.range(h);
+    if (!range) return leave(c, "sent chunks that overlap"), false;
+    c.left = h.length;
+    if (range->is_done) {
+        ++peer.counts.duplicates;
+        return true;
+    }
+    if (!message.data && !range->early) {
+        range->early.reset(new uint8_t[h.length]);
+        peer.early += h.length;
+    }
+    c.message = &message;
+    c.into = range->early ? range->early.get() : message.data + h.offset;
+    return true;
+}
+
+// A chunk is whole.
+void Engine::end(Connection& c) {
+    Incoming* message = std::exchange(c.message, nullptr);
+    c.into = nullptr;
+    if (!message) return;
+    Peer& peer = *c.peer;
+    Incoming::Range& range = message->ranges.at(c.header.offset);
+    if (range.is_done) {
+        ++peer.counts.duplicates;
+        return;
+    }
+    range.is_done = true;
+    // Others may be in the middle of the same chunk, and in the memory that goes now.
+    for (auto& other : peer.connections)
+        if (other->message == message && other->header.offset == c.header.offset) other->message = nullptr, other->into = nullptr;
+    if (!message->data) return;
+    if (range.early) {
+        std::memcpy(message->data + c.header.offset, range.early.get(), range.length);
+        range.early.reset();
+        peer.early -= range.length;
+    }
+    message->left -= range.length;
+    if (message->left == 0) finish_message(peer, c.header.number);
+}
+
+void Engine::finish_message(Peer& peer, uint64_t number) {
+    peer.incoming.erase(number);
+    auto op = peer.expected.at(number);
+    peer.expected.erase(number);
+    peer.finish(number);
+    if (--op->left == 0) release(op);
+}
+
+// ---- failures ----
+
+// The connection has ended. What may not have arrived over it goes over others.
+void Engine::drop(Connection& c) {
+    if (c.is_dead) return;
+    Peer& peer = *c.peer;
+    c.is_dead = died_ = true;
+    c.message = nullptr;
+    ::close(c.fd);
+    --peer.counts.connections;
+    if (failure_.empty() && peer.gone.empty() && !closing_) {
+        if (!peer.has_work()) peer.moved = now();
+        for (auto& frame : c.frames) {
+            if (!frame.chunk || frame.chunk->is_acked) continue;
+            if (frame.chunk->is_written && !frame.chunk->op->is_done) ++frame.chunk->op->left;
+            frame.chunk->is_written = frame.chunk->op->is_done;
+            peer.again.push_back(frame.chunk);
+        }
+        events_.push_back({Event::kLost, peer.rank, peer.counts.connections});
+        events_ready_.notify_all();
+    }
+    wake();
+}
+
+// Only the engine's own thread frees connections: it may be waiting for them.
+void Engine::sweep() {
+    for (Peer& peer : peers_) {
+        auto& all = peer.connections;
+        all.erase(std::remove_if(all.begin(), all.end(), [](auto& c) { return c->is_dead; }), all.end());
+    }
+}
+
+// The peer says that it goes, or what it says cannot be true.
+void Engine::leave(Connection& c, const std::string& what) {
+    lose_one(*c.peer, "rank " + std::to_string(c.peer->rank) + " " + what);
+}
+
+void Engine::lose_one(Peer& peer, const std::string& reason) {
+    if (peer.gone.empty()) peer.gone = reason;
+    for (auto& c : peer.connections) drop(*c);
+    check_gone(peer);
+}
+
+// A peer that is gone fails the operations that need it.
+void Engine::check_gone(Peer& peer) {
+    if (peer.gone.empty() || !failure_.empty()) return;
+    bool is_needed = !peer.expected.empty() || !peer.small.empty() || !peer.bulk.empty();
+    for (auto& chunk : peer.again) is_needed = is_needed || !chunk->op->is_done;
+    if (is_needed) return fail(peer.rank, peer.gone);
+    peer.again.clear();
+}
+
+void Engine::fail(int culprit, const std::string& reason) {
+    if (!failure_.empty()) return;
+    failure_ = reason;
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections) {
+            if (c->is_dead) continue;
+            Header goodbye{kFail, 0, static_cast<uint64_t>(culprit), 0, 0};
+            if (c->part == 0 && ::send(c->fd, &goodbye, sizeof goodbye, MSG_NOSIGNAL | MSG_DONTWAIT) > 0) shutdown(c->fd, SHUT_WR);
+            drop(*c);
+        }
+    for (auto& [id, op] : operations_) {
+        if (op->is_done) continue;
+        op->error = failure_;
+        op->is_done = true;
+        finished_.push_back(id);
+        op->done.notify_all();
+    }
+    for (Peer& peer : peers_) {
+        peer.small.clear(), peer.again.clear(), peer.bulk.clear();
+        peer.incoming.clear(), peer.expected.clear();
+    }
+    events_.push_back({Event::kFailed, culprit, 0});
+    events_ready_.notify_all();
+}
+
+}  // namespace thinwire::wire

@@ -1,0 +1,111 @@
+// Messages between workers over several TCP connections a pair, by one thread.
+//
+// Who connects and who is whom is decided elsewhere: `attach` takes connected sockets. The engine cuts messages into chunks;
+// each connection takes the next chunk when it can send. Small messages go first, on a connection of their own where there are
+// two. A chunk that was sent over a connection that is lost is sent again over another one; the receiver drops what it has. So
+// connections may come and go, and nothing is lost or comes twice.
+//
+// Memory  Belongs to an operation until `wait` says that it is done. Chunks that are not acknowledged then are copied.
+// Errors  Fail everything: all operations, with the same words, and all peers are told.
+// Events  For who connects: a connection was lost; more connections would be faster; all has failed.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.hpp"
+
+namespace thinwire::wire {
+
+struct Part {  // one message
+    int peer;
+    uint64_t number;
+    uint8_t* data;
+    uint64_t bytes;
+};
+
+struct Event {
+    enum What { kLost, kWant, kFailed };
+    int what, peer, number;  // number: connections that are left, or that are wanted
+};
+
+struct Counts {  // of one peer
+    int connections = 0;
+    uint64_t chunks = 0, hedged = 0, resent = 0, duplicates = 0;  // chunks sent, sent again in time or after a loss, and dropped
+    double round_trip_seconds = 0;
+};
+
+class Engine {
+  public:
+    Engine(int rank, int size, double timeout_seconds);
+    ~Engine();  // does not wait for anything
+
+    void attach(int peer, int descriptor);                  // takes a connected socket, which then is the engine's
+    uint64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
+    bool wait(uint64_t operation, double seconds);          // whether it is done; throws std::runtime_error if it failed
+    std::vector<uint64_t> finished();                       // operations that ended since the last call
+    std::vector<Event> events(double seconds);              // waits for the first one
+    void lose(int peer, const std::string& reason);         // the peer is dead
+    void close(double seconds);                             // waits for acknowledgements, then says goodbye
+    Counts counts(int peer);
+
+  private:
+    struct Operation;
+    struct Chunk;
+    struct Connection;
+    struct Peer;
+    using Lock = std::unique_lock<std::mutex>;
+
+    void run();
+    void end_thread();
+    double tick(double now);
+    std::string limit_text() const;
+    void watch_stripes(Peer& peer, double now);
+    void hedge(Peer& peer, double now);
+    void pump(Peer& peer);
+    bool flush(Connection& c, bool all);
+    bool take_work(Connection& c);
+    void push(Connection& c, std::shared_ptr<Chunk> chunk);
+    void control(Connection& c, Kind kind, uint64_t number);
+    void advance(Connection& c, size_t count);
+    void acknowledged(Connection& c, uint64_t position);
+    void read(Connection& c);
+    void parse(Connection& c);
+    bool begin(Connection& c);
+    void end(Connection& c);
+    void finish_message(Peer& peer, uint64_t number);
+    void release(const std::shared_ptr<Operation>& op);
+    void drop(Connection& c);
+    void sweep();
+    void leave(Connection& c, const std::string& what);
+    void lose_one(Peer& peer, const std::string& reason);
+    void fail(int culprit, const std::string& reason);
+    void check_gone(Peer& peer);
+    void wake();
+
+    const int rank_;
+    const double timeout_;
+    const int process_;
+    std::mutex mutex_;
+    std::condition_variable events_ready_, flushed_;
+    std::vector<Peer> peers_;
+    std::unordered_map<uint64_t, std::shared_ptr<Operation>> operations_;
+    std::vector<uint64_t> finished_;
+    std::deque<Event> events_;
+    std::string failure_;
+    uint64_t next_operation_ = 0;
+    bool stop_ = false, closing_ = false, polling_ = false, died_ = false;
+    std::vector<uint8_t> scratch_;
+    int wake_[2];
+    std::thread thread_;
+};
+
+}  // namespace thinwire::wire

@@ -1,0 +1,74 @@
+// What crosses a connection between two workers: frames, each a header of 32 bytes and, for data, a piece of a message.
+//
+// Messages of one direction are numbered from 0. A message is cut into chunks, which travel over any of the connections, in
+// any order, and more than once if a connection was lost or is slow. So a chunk says which bytes of which message it has.
+// Everything in a header comes from the network: `check` bounds it before memory is taken or written.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+
+namespace thinwire::wire {
+
+enum Kind : uint32_t {
+    kData = 0x7457'0001,  // a chunk
+    kAck = 0x7457'0002,   // number: how many bytes of this connection the sender of the frame has taken
+    kAsk = 0x7457'0003,   // for an acknowledgement at once
+    kWant = 0x7457'0004,  // number: how many connections would fill the line
+    kBye = 0x7457'0005,   // all is said, and all that was sent has been acknowledged
+    kFail = 0x7457'0006,  // number: the rank that the sender of the frame has lost
+};
+
+struct Header {  // little-endian, as every machine that we run on
+    uint32_t kind, length;
+    uint64_t number, total, offset;
+};
+static_assert(sizeof(Header) == 32);
+
+constexpr uint32_t kMaxChunk = 1 << 20;
+constexpr uint32_t kMinChunk = 4096;        // but for the last of a message: so many small ones would cost memory
+constexpr uint64_t kMaxTotal = 1ull << 46;  // bytes of a message
+constexpr uint64_t kMaxAhead = 1 << 20;     // messages that a peer may be ahead of this worker
+
+// Empty if a header is possible at all; else what is wrong with it.
+inline std::string check(const Header& h) {
+    if (h.kind < kData || h.kind > kFail) return "sent what is no frame";
+    if (h.kind != kData) return h.length == 0 ? "" : "sent a control frame with a body";
+    if (h.total > kMaxTotal) return "announced a message of " + std::to_string(h.total) + " bytes";
+    if (h.length == 0 || h.length > kMaxChunk) return "sent a chunk of " + std::to_string(h.length) + " bytes";
+    if (h.offset >= h.total || h.length > h.total - h.offset) return "sent a chunk beyond the end of its message";
+    if (h.length < kMinChunk && h.offset + h.length != h.total) return "sent a chunk that is too small";
+    return "";
+}
+
+// The chunks of one message that have come, or are on their way in.
+struct Incoming {
+    struct Range {
+        uint32_t length = 0;
+        bool is_done = false;
+        std::unique_ptr<uint8_t[]> early;  // holds the bytes until the message's own memory is known
+    };
+    uint64_t total = 0, left = 0;
+    uint8_t* data = nullptr;  // null until the message is expected
+    std::map<uint64_t, Range> ranges;
+
+    // The range of a chunk, new or known; null if it overlaps another one, which no honest sender does.
+    Range* range(const Header& h) {
+        auto next = ranges.lower_bound(h.offset);
+        if (next != ranges.end() && next->first == h.offset)
+            return next->second.length == h.length ? &next->second : nullptr;
+        if (next != ranges.end() && next->first < h.offset + h.length) return nullptr;
+        if (next != ranges.begin()) {
+            auto before = std::prev(next);
+            if (before->first + before->second.length > h.offset) return nullptr;
+        }
+        Range& range = ranges.emplace_hint(next, h.offset, Range{})->second;
+        range.length = h.length;
+        return &range;
+    }
+};
+
+}  // namespace thinwire::wire

@@ -1,0 +1,287 @@
+"""A communicator on TCP connections of its own, for tensors in main memory.
+
+A C++ thread (`native/wire/engine.cpp`) moves messages over several connections with each peer; Python composes collectives
+from them:
+
+    exchange, all_gather, all_to_all   messages straight to their receivers
+    all_reduce, 2 workers              each sends the whole tensor, and both add them in rank order
+    all_reduce, more                   worker r gets shard r of all others, adds them in rank order, and sends the sum to all
+    broadcast                          a binomial tree
+
+Operations start in the thread that calls them. What follows on the first messages of an operation (the sums and the second
+half of an all_reduce, the tensors behind the sizes of an all_gather) runs in a thread of its own, so that operations go on
+while nobody waits for them. Messages between two workers are numbered in the order of the calls; the numbers of such later
+messages are taken at the call.
+
+A line that is cut is no error as long as it comes back within the time limit; see `connections.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import debug
+from .. import check
+from ..background import Background
+from ..base import Communicator, Start
+from ..buffers import as_bytes, flat_like
+from ..channel import Channel
+from ..connect import open_sockets
+from ..handle import CommunicationError
+from ..handshake import SECRET_BYTES
+from ..ledger import broadcast_tree
+from ..process_group import Group, ProcessGroupCommunicator
+from .connections import Connections
+
+if TYPE_CHECKING:
+    from ._engine import Counts
+
+PIECE_BYTES, MAX_PIECES = 1 << 20, 8  # of an all_reduce: one is added up while the next one is on its way
+CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
+
+
+class Message(NamedTuple):
+    """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
+
+    peer: int
+    number: int
+    memory: Tensor
+
+
+def is_available() -> bool:
+    """Whether the extension that moves the bytes was built: it needs a compiler and Linux or macOS."""
+    try:
+        from . import _engine  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class TcpCommunicator(Communicator):
+    """A communicator over the ranks of a process group, on connections of its own. It sends from main memory only.
+
+    Args:
+        group: whose ranks to connect; None for all. The addresses travel over it, and nothing else.
+        timeout_seconds: how long an operation may wait without getting a byte from a worker, and how long a line may be cut.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
+        CommunicationError: a worker could not be reached.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with TcpCommunicator() as comm:
+        ...     comm.all_reduce(torch.ones(2)).wait()
+        tensor([1., 1.])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0):
+        if not is_available():
+            raise ValueError(
+                "TcpCommunicator needs the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a "
+                "C++17 compiler, on Linux or macOS."
+            )
+        from ._engine import Engine
+
+        with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
+            super().__init__(meeting.rank, meeting.size)
+            self.global_ranks = meeting.global_ranks
+            self._timeout_seconds = timeout_seconds
+            self._engine = Engine(self.rank, self.size, timeout_seconds)
+            self._connections = Connections(self.rank, self.size, timeout_seconds)
+            secret = secrets.token_bytes(SECRET_BYTES).hex() if self.rank == 0 else ""
+            told = meeting.gather_objects([*self._connections.address, secret])
+            self._connections.open(self._engine, [(host, port) for host, port, _ in told], bytes.fromhex(told[0][2]))
+            self._sent, self._received = [0] * self.size, [0] * self.size  # messages, by peer
+            self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
+            self._alive_lock = threading.Lock()
+            self._later = Background("thinwire-comm")
+            try:
+                self.barrier()
+            except CommunicationError:
+                self.close()
+                raise
+            self.ledger = type(self.ledger)(self.size)
+            meeting.barrier()  # all are connected
+
+    def counts(self, peer: int) -> Counts:
+        """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
+        return self._engine.counts(peer)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._later.close()
+        self._later.join()
+        self._engine.close(min(CLOSE_SECONDS, self._timeout_seconds))
+        self._connections.close()
+        self._alive.clear()
+
+    # ---- issuing ----
+
+    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"rank {self.rank}: TcpCommunicator sends from main memory, got a tensor on {tensor.device}. Use "
+                    "ProcessGroupCommunicator for GPUs."
+                )
+        return start()
+
+    def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
+        return open_sockets(
+            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes
+        )
+
+    # ---- messages ----
+
+    def _sending(self, tensors: dict[int, Tensor]) -> list[Message]:
+        """The next messages to some peers, numbered; those without bytes are not sent."""
+        return self._numbered(self._sent, tensors)
+
+    def _receiving(self, tensors: dict[int, Tensor]) -> list[Message]:
+        return self._numbered(self._received, tensors)
+
+    def _numbered(self, counts: list[int], tensors: dict[int, Tensor]) -> list[Message]:
+        messages = []
+        for peer, tensor in tensors.items():
+            if tensor.numel():
+                messages.append(Message(peer, counts[peer], as_bytes(tensor)))
+                counts[peer] += 1
+        return messages
+
+    def _post(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
+        """Start an operation of the engine; returns a function that waits for it."""
+        if not sends and not receives:
+            return _nothing
+        described = [
+            [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)
+        ]
+        with self._alive_lock:
+            operation = self._engine.post(*described)
+            self._alive[operation] = [message.memory for message in (*sends, *receives)]
+        self._forget()
+        return partial(self._wait, operation)
+
+    def _wait(self, operation: int) -> None:
+        try:
+            while not self._engine.wait(operation, 1.0):  # now and then, Python looks for signals
+                pass
+        except RuntimeError as error:
+            raise CommunicationError(str(error)) from None
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._alive_lock:
+            for operation in self._engine.finished():
+                del self._alive[operation]
+
+    # ---- primitives ----
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        return self._post(self._sending(sends), self._receiving(receives))
+
+    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
+        return self._gather_by_exchange(gathered)
+
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
+        length = torch.tensor([tensor.numel()], device="cpu")
+        lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
+        wait = self._start_all_gather([as_bytes(part) for part in lengths])
+        # Numbers are taken now, and not in `_post_parts`, for the messages that follow, even if they turn out to be empty.
+        sends = [(peer, self._next(self._sent, peer)) for peer in self._others(lengths)]
+        receives = [(peer, self._next(self._received, peer)) for peer in self._others(lengths)]
+
+        def finish() -> Callable[[], None]:
+            wait()
+            sizes = check.announced_sizes(torch.cat(lengths).tolist(), limit)
+            result.extend(tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes))
+            own = as_bytes(tensor)
+            return self._post(
+                [Message(peer, number, own) for peer, number in sends],
+                [Message(peer, number, as_bytes(result[peer])) for peer, number in receives],
+            )
+
+        return self._continued(finish)
+
+    def _next(self, counts: list[int], peer: int) -> int:
+        counts[peer] += 1
+        return counts[peer] - 1
+
+    def _continued(self, call: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Run `call` after the earlier ones, in the thread for what comes later; it returns what to wait for."""
+        handle = self._later.submit(call)
+        return lambda: handle.wait()()
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+        parents, children = broadcast_tree(self.size, self.rank, root)
+        sends = self._sending(dict.fromkeys(children, tensor))
+        receives = self._receiving(dict.fromkeys(parents, tensor))
+        if not parents or not children:
+            return self._post(sends, receives)
+        received = self._post([], receives)
+
+        def finish() -> Callable[[], None]:
+            received()
+            return self._post(sends, [])
+
+        return self._continued(finish)
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        flat = tensor.view(-1)
+        if self.size == 1 or flat.numel() == 0:
+            return _nothing
+        pieces = flat.tensor_split(max(1, min(MAX_PIECES, check.num_bytes(flat) // PIECE_BYTES)))
+        start = self._start_pair_sum if self.size == 2 else self._start_sum
+        waits = [start(piece) for piece in pieces]
+        return lambda: [wait() for wait in waits]
+
+    def _start_pair_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Between two workers: both have the whole tensors, and whoever waits adds them."""
+        peer, theirs = 1 - self.rank, debug.empty_like(tensor)
+        wait = self._start_exchange({peer: tensor}, {peer: theirs})
+
+        def finish() -> None:
+            wait()
+            _add([tensor, theirs] if self.rank == 0 else [theirs, tensor], tensor)
+
+        return finish
+
+    def _start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Shard r is summed by worker r."""
+        shards = tensor.tensor_split(self.size)
+        own = shards[self.rank]
+        copies = [own if rank == self.rank else debug.empty_like(own) for rank in range(self.size)]
+        wait = self._start_exchange(self._others(list(shards)), self._others(copies))
+        sends = self._sending(dict.fromkeys(self._others(copies), own))
+        receives = self._receiving(self._others(list(shards)))
+
+        def finish() -> Callable[[], None]:
+            wait()
+            _add(copies, own)
+            return self._post(sends, receives)
+
+        return self._continued(finish)
+
+
+def _add(terms: Sequence[Tensor], out: Tensor) -> None:
+    """out = terms[0] + terms[1] + ..., from left to right, where `out` may be any one of them."""
+    total = terms[0]
+    for index, term in enumerate(terms[1:], 2):
+        # The sum goes where it can stay; before the last term, not into one that is still to be added.
+        total = torch.add(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -1,0 +1,197 @@
+"""The communicator on connections of our own: what its connections do between real processes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.program import programs, wait_until
+from helpers.spawn import retire, run_tcp
+from helpers.traffic import connections
+
+from thinwire.comm.tcp import TcpCommunicator, is_available
+from thinwire.testing import check_communicator
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the extension was not built")
+
+
+def conforms(comm) -> None:
+    check_communicator(lambda operation: operation(comm))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_it_fulfils_the_contract(size):
+    run_tcp(size, conforms)
+
+
+# ---- the bits of a sum ----
+
+
+def sums(comm) -> list[torch.Tensor]:
+    """Of tensors of one piece, of several, and of fewer elements than workers; the last one is not a number anywhere."""
+    results = []
+    for numel in (1, 2, 1000, 700_001):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank)) * 10.0 ** (4 * comm.rank)
+        results += [x.clone(), comm.all_reduce(x).wait()]
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_taken_in_rank_order(size):
+    workers = run_tcp(size, sums)
+    for terms in zip(*(worker[0::2] for worker in workers), strict=True):
+        expected = terms[0].clone()
+        for term in terms[1:]:
+            expected += term
+        for worker in workers:
+            assert any(torch.equal(expected, total) for total in worker[1::2])
+
+
+# ---- connections that are lost ----
+
+
+def loses_all_connections(comm) -> tuple[bool, int]:
+    """In the midst of an exchange, again and again, rank 1 shuts down every connection that its process has."""
+    retire()  # the outer process group is broken too
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = torch.arange(8_000_000, dtype=torch.int32) + comm.rank
+    received = torch.zeros_like(sent)
+    for round in range(5):
+        handle = comm.exchange({right: sent}, {left: received})
+        if comm.rank == 1:
+            time.sleep(0.003 * round)
+            for connection in connections():
+                connection.shutdown(socket.SHUT_RDWR)
+        handle.wait()
+        assert torch.equal(received, sent - comm.rank + left), round
+        received.zero_()
+    conforms(comm)
+    return True, comm.counts(right).resent
+
+
+def test_an_exchange_goes_on_after_all_connections_were_lost():
+    results = run_tcp(3, loses_all_connections, return_errors=True)
+    # The outer communicator of `spawn`, over Gloo, may complain that its connections are gone.
+    assert [result[0] for result in results] == [True] * 3, results
+    assert sum(result[1] for result in results) > 0
+
+
+# ---- strangers, and a machine that is full ----
+
+
+def meets_strangers(comm, folder: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    address = comm._connections.address
+    doors = [socket.create_connection(address) for _ in range(3)]
+    doors[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
+    doors[1].close()
+    wait_until(lambda: lines, "the line about the stranger")
+    conforms(comm)
+    return lines
+
+
+def test_strangers_are_sent_away_and_the_run_goes_on(tmp_path):
+    for lines in run_tcp(2, meets_strangers, str(tmp_path)):
+        assert all("does not know the run's secret" in line for line in lines) and lines
+
+
+def runs_out_of_descriptors(comm) -> tuple[int, float]:
+    """Rank 0 may open no more files while others knock."""
+    retire()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    host, port = comm.gather_objects(comm._connections.address)[0]
+    if comm.rank == 0:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        try:
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError as error:
+            assert error.errno == errno.EMFILE
+    comm.barrier()
+    doors = [socket.create_connection((host, port)) for _ in range(4)] if comm.rank == 1 else []
+    busy = time.process_time()
+    time.sleep(1.5)
+    busy = time.process_time() - busy
+    comm.barrier()
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in files:
+            os.close(file)
+    conforms(comm)
+    del doors
+    return sum("cannot take a connection: Too many open files" in line for line in lines), busy
+
+
+def test_a_machine_without_descriptors_says_so_and_does_not_spin():
+    (lines, busy), _ = run_tcp(2, runs_out_of_descriptors)
+    assert 1 <= lines <= 4  # one a second
+    assert busy < 0.5
+
+
+# ---- the end of a process ----
+
+
+def in_a_fork(comm) -> str:
+    retire()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        conforms(comm)
+        return str(os.waitstatus_to_exitcode(status))
+    code = 1
+    try:
+        comm.barrier()
+    except ValueError as error:
+        code = 42 if "this process is a fork of the worker" in str(error) else 2
+    os._exit(code)
+
+
+def test_a_fork_cannot_use_it():
+    assert run_tcp(2, in_a_fork) == ["42", "42"]
+
+
+def forgets_to_close(store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    comm = TcpCommunicator()
+    print(comm.all_gather(torch.ones(1)).wait())
+    sys.modules["forgotten"] = comm  # type: ignore[assignment]  # a script's names live on until the interpreter ends
+
+
+def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
+    with programs(forgets_to_close, [(str(tmp_path / "store"),)], tmp_path) as (program,):
+        assert (program.wait(60), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
+
+
+def leaves_nothing(comm) -> tuple[int, int]:
+    """Threads and descriptors that ten more communicators leave behind."""
+    for _ in range(2):
+        TcpCommunicator().close()
+    comm.barrier()
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with TcpCommunicator() as other:
+            other.barrier()
+            conforms(other)
+    return threading.active_count() - before[0], len(os.listdir("/proc/self/fd")) - before[1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_closed_one_leaves_no_threads_and_no_descriptors():
+    for threads, descriptors in run_tcp(2, leaves_nothing):
+        assert threads <= 0 and descriptors <= 0

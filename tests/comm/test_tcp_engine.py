@@ -1,0 +1,194 @@
+"""The engine that moves messages over several connections: what is lost comes again, and lies are refused."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.program import wait_until
+
+_engine = pytest.importorskip("thinwire.comm.tcp._engine")
+HEADER = struct.Struct("<IIQQQ")  # kind, length, number, total, offset; as in native/wire/frame.hpp
+DATA, ACK, ASK, WANT, BYE, FAIL = range(0x74570001, 0x74570007)
+
+
+def described(number: int, tensor: torch.Tensor, peer: int) -> tuple[int, int, int, int]:
+    return peer, number, tensor.data_ptr(), tensor.nbytes
+
+
+def connected(*engines) -> list[tuple[socket.socket, socket.socket]]:
+    """A connection between two engines; returned are handles on both ends, by which a test can cut it."""
+    ends = socket.socketpair()
+    handles = tuple(end.dup() for end in ends)
+    for rank, (engine, end) in enumerate(zip(engines, ends, strict=True)):
+        engine.attach(1 - rank, end.detach())
+    return handles
+
+
+def cut(handles) -> None:
+    for handle in handles:
+        handle.shutdown(socket.SHUT_RDWR)
+        handle.close()
+
+
+def finished(engine, operation: int, seconds: float = 60.0) -> None:
+    assert engine.wait(operation, seconds), "the operation did not end"
+
+
+@pytest.fixture
+def pair() -> Iterator:
+    engines = [_engine.Engine(rank, 2, 60.0) for rank in range(2)]
+    yield engines
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_survive_connections_that_are_cut_in_their_midst(pair, seed):
+    """Each byte of 60 messages of all sizes arrives once, while each connection lives for milliseconds."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([1, 900, 20_000, 700_000, 3_000_000]) for _ in range(60)]
+    sent = [noise(size, i) for i, size in enumerate(sizes)]
+    received = [torch.zeros_like(tensor) for tensor in sent]
+    live = [connected(*pair), connected(*pair)]
+    expected = [pair[1].post([], [described(i, tensor, 0)]) for i, tensor in enumerate(received[:30])]
+    operations = []
+    for i, tensor in enumerate(sent):
+        memory = tensor.clone()
+        operations.append((pair[0].post([described(i, memory, 1)], []), memory))
+    late = [pair[1].post([], [described(30 + i, tensor, 0)]) for i, tensor in enumerate(received[30:])]
+    for _ in range(25):
+        time.sleep(chance.random() * 0.004)
+        cut(live.pop(chance.randrange(len(live))))
+        live.append(connected(*pair))
+    for operation, memory in operations:
+        finished(pair[0], operation)
+        memory.zero_()  # the caller may write to it now, whatever has to be sent again
+        if chance.random() < 0.3:
+            cut(live.pop(0))
+            live.append(connected(*pair))
+    for operation in expected + late:
+        finished(pair[1], operation)
+    assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
+    assert pair[0].counts(1).resent > 0
+
+
+def test_a_lost_connection_is_reported_with_how_many_are_left(pair):
+    handles = [connected(*pair), connected(*pair)]
+    cut(handles[0])
+    for rank, engine in enumerate(pair):
+        events = []
+        wait_until(lambda engine=engine, events=events: events.extend(engine.events(1.0)) or events, "the event")
+        assert events[0] == (_engine.LOST, 1 - rank, 1)
+
+
+def test_closing_waits_until_all_has_arrived(pair):
+    connected(*pair)
+    sent, received = noise(5_000_000, 0), torch.zeros(5_000_000, dtype=torch.uint8)
+    finished(pair[0], pair[0].post([described(0, sent, 1)], []))
+    pair[0].close(30.0)
+    finished(pair[1], pair[1].post([], [described(0, received, 0)]))  # begun after the goodbye
+    assert torch.equal(sent, received)
+    with pytest.raises(RuntimeError, match="rank 0 has closed its communicator"):
+        pair[1].wait(pair[1].post([], [described(1, received, 0)]), 30.0)
+
+
+# ---- a peer that lies ----
+
+
+def said(*frames: bytes, expects: int = 100_000) -> tuple:
+    """An engine that expects one message from rank 1, which has said these frames."""
+    engine = _engine.Engine(0, 2, 60.0)
+    ours, theirs = socket.socketpair()
+    engine.attach(1, ours.detach())
+    memory = torch.zeros(expects, dtype=torch.uint8)
+    operation = engine.post([], [described(0, memory, 1)])
+    for frame in frames:
+        theirs.sendall(frame)
+    return engine, operation, memory, theirs
+
+
+def data(offset: int, length: int, number: int = 0, total: int = 100_000, fill: int = 1) -> bytes:
+    return HEADER.pack(DATA, length, number, total, offset) + bytes([fill]) * length
+
+
+LIES = {
+    "sent chunks that overlap": [data(0, 50_000), data(49_999, 50_001)],
+    "announced a message of 1152921504606846976 bytes": [HEADER.pack(DATA, 5000, 0, 1 << 60, 0)],
+    "sent a message of 99999 bytes, expected 100000": [data(0, 5000, total=99_999)],
+    "sent a chunk beyond the end": [HEADER.pack(DATA, 5000, 0, 100_000, 96_000)],
+    "sent a chunk of 1048577 bytes": [HEADER.pack(DATA, (1 << 20) + 1, 0, 1 << 30, 0)],
+    "sent a chunk of 0 bytes": [HEADER.pack(DATA, 0, 0, 100_000, 0)],
+    "sent a chunk that is too small": [data(0, 7)],
+    "is too many messages ahead": [HEADER.pack(DATA, 5000, 1 << 63, 100_000, 0)],
+    "acknowledged what was never sent": [HEADER.pack(ACK, 0, 1, 0, 0)],
+    "sent what is no frame": [b"GET / HTTP/1.1\r\nHost: rank 0\r\n\r\n\r\n"],
+    "sent a control frame with a body": [HEADER.pack(BYE, 1, 0, 0, 0)],
+    "has closed its communicator": [HEADER.pack(BYE, 0, 0, 0, 0)],
+    "has failed: it lost rank 2": [HEADER.pack(FAIL, 0, 2, 0, 0)],
+}
+
+
+@pytest.mark.parametrize("words", LIES)
+def test_a_peer_that_lies_is_named(words):
+    engine, operation, *_ = said(*LIES[words])
+    with pytest.raises(RuntimeError, match=f"rank 1 {words}"):
+        engine.wait(operation, 30.0)
+
+
+def test_a_message_of_another_size_that_came_early_is_refused():
+    engine, operation, _, theirs = said(data(0, 5000, number=1, total=5000))
+    wait_until(lambda: engine.counts(1).connections, "the connection")
+    time.sleep(0.05)
+    memory = torch.zeros(6000, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="rank 1 sent a message of 5000 bytes, expected 6000"):
+        engine.wait(engine.post([], [described(1, memory, 1)]), 30.0)
+
+
+def test_what_comes_twice_is_dropped_and_counted():
+    """The same chunk, over the same and over another connection, before and after its message is whole."""
+    engine, operation, memory, theirs = said(data(0, 50_000), data(0, 50_000, fill=9), data(50_000, 50_000, fill=2))
+    finished(engine, operation)
+    theirs.sendall(data(50_000, 50_000, fill=9))
+    wait_until(lambda: engine.counts(1).duplicates == 2, "both copies")
+    assert memory.tolist() == [1] * 50_000 + [2] * 50_000
+
+
+def test_a_late_copy_never_touches_memory_that_was_given_back():
+    """A connection is in the middle of a chunk when the same chunk is whole by another one."""
+    engine, operation, memory, first = said(data(0, 50_000), data(50_000, 50_000)[:30_000])
+    ours, second = socket.socketpair()
+    engine.attach(1, ours.detach())
+    second.sendall(data(50_000, 50_000, fill=2))
+    finished(engine, operation)
+    memory.fill_(7)
+    first.sendall(bytes([9]) * (50_032 - 30_000) + HEADER.pack(ASK, 0, 0, 0, 0))
+    assert HEADER.unpack(first.recv(HEADER.size))[0] == ACK  # all was read
+    assert memory.unique().tolist() == [7]
+
+
+def test_what_comes_too_early_takes_bounded_memory():
+    """Of messages that nobody expects, so much is taken; then the peer has to wait, until they are expected."""
+    engine, _, _, theirs = said()
+    theirs.setblocking(False)
+    chunk, taken = data(0, 1 << 20, total=1 << 20), 0
+    number, rest, since = 1, b"", time.monotonic()
+    while time.monotonic() - since < 1.0 and taken < 200 << 20:
+        if not rest:
+            rest, number = HEADER.pack(DATA, 1 << 20, number, 1 << 20, 0) + chunk[HEADER.size :], number + 1
+        try:
+            count = theirs.send(rest)
+            rest, taken, since = rest[count:], taken + count, time.monotonic()
+        except BlockingIOError:
+            time.sleep(0.001)
+    assert 63 << 20 < taken < 70 << 20
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    finished(engine, engine.post([], [described(1, memory, 1)]))
+    assert memory.unique().tolist() == [1]
