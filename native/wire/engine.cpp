@@ -28,8 +28,12 @@ constexpr size_t kAhead = 1 << 15;          // bytes read beyond the chunk that 
 constexpr uint64_t kSmall = 1 << 14;        // messages below go first
 constexpr uint64_t kEarly = 64 << 20;       // of one peer, kept for operations that this worker has not started
 constexpr double kLong = 0.003;             // round trip from which a line is a long one
+constexpr double kFar = 0.015;              // and a very long one, where a window of ten packets is the rule after a pause
 constexpr uint32_t kNearChunk = 1 << 18;    // on a short line: few system calls
-constexpr uint32_t kFarChunk = 14 * 1024;   // on a long one: ten packets, which leave at once even after a pause
+constexpr uint32_t kLongChunk = 1 << 16;
+constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
+constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
+constexpr int kHold = 1 << 14, kHoldDeep = 1 << 17, kHoldNear = 1 << 20;  // bytes beyond the window
 constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
 constexpr int kMaxStripes = 64;
 constexpr int kMaxCopies = 3;               // of a chunk that is late
@@ -146,12 +150,18 @@ struct Engine::Peer {
     double heard = 0, moved = 0;  // when the last payload came, and left
     double round_trip = 1e9, backlog_since = 0, next_look = 0;
     size_t turn = 0;
+    bool is_deep = false;
     std::string gone;
     Counts counts;
 
     bool is_long() const { return round_trip > kLong && round_trip < 1e8; }
+    uint64_t chunk_bytes() const { return !is_long() ? kNearChunk : round_trip > kFar ? kFarChunk : kLongChunk; }
     bool has_work() const { return !(small.empty() && again.empty() && bulk.empty()); }
-    uint64_t left_of_bulk() const { return bulk.empty() ? 0 : bulk.front().part.bytes - bulk.front().next; }
+    uint64_t left_of_bulk() const {
+        uint64_t left = 0;
+        for (const Outgoing& out : bulk) left += out.part.bytes - out.next;
+        return left;
+    }
     bool knows(uint64_t number) const { return number < done_below || done.count(number); }
     void finish(uint64_t number) {
         done.insert(number);
@@ -212,7 +222,7 @@ void Engine::attach(int rank, int fd) {
     double least = info.least_round_trip > 0 ? std::min(info.least_round_trip, info.round_trip) : info.round_trip;
     if (least > 0) peer.round_trip = std::min(peer.round_trip, least);
     // A line that is silent is given up after a while, and connected anew: TCP itself waits twice as long each time.
-    int patience = static_cast<int>(std::max(5.0, 20 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
+    int patience = static_cast<int>(std::max(10.0, 40 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
     set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
 #ifdef __linux__
     set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * patience);
@@ -225,7 +235,7 @@ void Engine::attach(int rank, int fd) {
     if (peer.is_long() && !getenv("NOPACE")) set(fd, SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 30);
 #endif
 #ifdef TCP_NOTSENT_LOWAT
-    set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? 1 << 14 : 1 << 19);
+    set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? kHold : kHoldNear);
 #endif
     auto c = std::make_unique<Connection>();
     c->peer = &peer, c->fd = fd;
@@ -291,7 +301,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             chunk->op = op;
             peer.small.push_back(std::move(chunk));
         } else {
-            uint64_t chunk = peer.is_long() ? kFarChunk : kNearChunk;
+            uint64_t chunk = peer.chunk_bytes();
             peer.bulk.push_back({part, 0, chunk, op});
             op->left += (part.bytes - 1) / chunk;  // chunks, not messages
         }
@@ -442,15 +452,16 @@ double Engine::tick(double at) {
             return pause;
         }
         if (!peer.is_long()) continue;
+        double look = std::clamp(peer.round_trip / 16, 0.002, 0.010);
         bool is_busy = peer.has_work();
         for (auto& c : peer.connections) is_busy = is_busy || c->frames.size() > 0;
         if (!is_busy) continue;
         if (at >= peer.next_look) {
             watch_stripes(peer, at);
             hedge(peer, at);
-            peer.next_look = at + peer.round_trip / 16;
+            peer.next_look = at + look;
         }
-        pause = std::min(pause, peer.round_trip / 16);
+        pause = std::min(pause, look);
     }
     return pause;
 }
@@ -553,8 +564,11 @@ bool Engine::take_work(Connection& c) {
     while (!peer.again.empty() && peer.again.front()->is_acked) peer.again.pop_front();
     if (peer.again.empty() && peer.bulk.empty()) return false;
     // Near the end of what there is to send, a connection whose window is full leaves it to others.
-    bool is_end = peer.bulk.size() < 2 && peer.left_of_bulk() < 2 * kFarChunk * peer.connections.size();
-    if (peer.is_long() && is_end && info_of(c.fd).room < 1) return false;
+    if (peer.is_long()) {
+        uint64_t left = peer.left_of_bulk();
+        deepen(peer, left);
+        if (left < 2 * peer.chunk_bytes() * peer.connections.size() && info_of(c.fd).room < 1) return false;
+    }
     if (!peer.again.empty()) {
         push(c, std::move(peer.again.front()));
         peer.again.pop_front();
@@ -572,6 +586,17 @@ bool Engine::take_work(Connection& c) {
     push(c, std::move(chunk));
     ++peer.counts.chunks;
     return true;
+}
+
+// How much connections hold beyond their windows: little near the end, so that none of them keeps what others could send.
+void Engine::deepen(Peer& peer, uint64_t left) {
+    bool is_deep = left > (peer.is_deep ? kDeep / 2 : kDeep);
+    if (is_deep == peer.is_deep) return;
+    peer.is_deep = is_deep;
+#ifdef TCP_NOTSENT_LOWAT
+    for (auto& c : peer.connections)
+        if (!c->is_dead) set(c->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, is_deep ? kHoldDeep : kHold);
+#endif
 }
 
 // Sends what a connection has, then what it can get: one chunk, or all. Returns whether it could take more.

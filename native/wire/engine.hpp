@@ -72,6 +72,7 @@ class Engine {
     void hedge(Peer& peer, double now);
     void pump(Peer& peer);
     bool flush(Connection& c, bool all);
+    void deepen(Peer& peer, uint64_t left);
     bool take_work(Connection& c);
     void push(Connection& c, std::shared_ptr<Chunk> chunk);
     void control(Connection& c, Kind kind, uint64_t number);

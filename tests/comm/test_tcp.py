@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.program import programs, wait_until
-from helpers.spawn import retire, run_tcp
+from helpers.spawn import retire, run_tcp, spawn
 from helpers.traffic import connections
 
 from thinwire.comm.tcp import TcpCommunicator, is_available
+from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the extension was not built")
@@ -195,3 +196,27 @@ def leaves_nothing(comm) -> tuple[int, int]:
 def test_a_closed_one_leaves_no_threads_and_no_descriptors():
     for threads, descriptors in run_tcp(2, leaves_nothing):
         assert threads <= 0 and descriptors <= 0
+
+
+# ---- which communicator carries a run ----
+
+
+def chosen(comm, transport: str) -> str:
+    with connect(transport, timeout_seconds=60.0) as own:
+        assert own.ledger.bytes_sent == 0
+        conforms(own)
+        return type(own).__name__
+
+
+CHOSEN = {"auto": "ProcessGroupCommunicator", "gloo": "ProcessGroupCommunicator", "tcp": "TcpCommunicator"}
+
+
+@pytest.mark.parametrize("transport", CHOSEN)
+def test_the_transport_chooses_the_communicator(transport):
+    """The loopback is no long line."""
+    assert spawn(2, chosen, transport) == [CHOSEN[transport]] * 2
+
+
+def test_gpus_are_not_for_our_own_connections():
+    with pytest.raises(ValueError, match="transport 'tcp' sends from main memory, got device cuda"):
+        connect("tcp", device=torch.device("cuda"))

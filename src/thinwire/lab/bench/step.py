@@ -33,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...algorithm import require
 from ...allocator import keep_freed_memory
-from ...comm import Communicator, ProcessGroupCommunicator
+from ...comm import Communicator
 from ...comm.ledger import ring_all_reduce_bytes
 from ...comm.process_world import worker_context
+from ...comm.transport import Transport, connect
 from ...kernels import set_threads
 from . import timeline
 from .floor import Floor, Machine, passes_of
@@ -86,6 +87,9 @@ class StepBench:
     """Value of the column `rate`; by default NETLAB_LINE of the environment, or "loopback"."""
     json: Path | None = None
     """Write the rows to this file."""
+    transport: Transport = "auto"
+    """What carries the strategies' messages; DDP's own go over Gloo or NCCL. "tcp" are connections of our own, which "auto"
+    takes on long lines."""
     timeline: Path | None = None
     """Draw one step of each method on rank 0, thread by thread, to this file (.svg or .png)."""
 
@@ -131,7 +135,7 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     set_threads(bench.threads)
     keep_freed_memory()
     device = _own_device(bench)
-    with joined(rendezvous, device) as comm:
+    with joined(rendezvous, device, bench.transport) as comm:
         machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()), device)
         rows = [_row(bench, comm, machine, method, device) for method in _methods(bench)]
         return _report(bench, rows) if comm.rank == 0 else []
@@ -149,12 +153,14 @@ def _own_device(bench: StepBench) -> torch.device:
 
 
 @contextmanager
-def joined(rendezvous: str = "env://", device: torch.device = CPU) -> Iterator[Communicator]:
+def joined(
+    rendezvous: str = "env://", device: torch.device = CPU, transport: Transport = "auto"
+) -> Iterator[Communicator]:
     """Join the workers that the launcher's environment names: over Gloo, and tensors on GPUs over NCCL if each has its own."""
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     dist.init_process_group(_backend(device), init_method=rendezvous, rank=rank, world_size=size)
     try:
-        with ProcessGroupCommunicator() as comm:
+        with connect(transport, device=device) as comm:
             yield comm
             dist.barrier()  # no worker exits while others wait for its messages
     finally:

@@ -92,7 +92,7 @@ TRAIN = {
     "optimizer_compressor": "--strategy.averager.codec",
     "optimizer_keep_ratio": "--strategy.averager.codec.ratio",
     "use_decentralized_data": "--split by-class",
-    "distributed_backend": "--backend",
+    "distributed_backend": "--transport",
     "distributed_lr_warmup_epoch": "--optimizer.schedule.warmup-fraction",
     "lr_schedule_milestones": "--optimizer.schedule.drops",
 }

@@ -11,6 +11,7 @@ import tyro
 
 from ...algorithm import require
 from ...attaching import strategy_of
+from ...comm.transport import Transport
 from ...plan import Link, Network
 from ...strategy import AveragerAttachment, Averaging
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
@@ -120,11 +121,12 @@ class RunConfig:
     """With network, the number of consecutive ranks that share a node, and its line to the other nodes."""
     compute: float | None = None
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Communication backend. "auto" is NCCL if every worker has a GPU of its own, else Gloo; with elastic, it is Gloo. "mpi"
-    needs a PyTorch that was built with MPI; the others work under mpirun too."""
+    transport: Transport = "auto"
+    """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") if
+    machines are more than 3 ms apart and tensors in main memory; else, and with elastic, Gloo. "mpi" needs a PyTorch that was
+    built with MPI; the others work under mpirun too."""
     interface: str | None = None
-    """Network interface that reaches the other nodes, such as eth0; None leaves it to the backend."""
+    """Network interface that reaches the other nodes, such as eth0; None leaves it to the transport."""
     port: int = 0
     """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
     timeout: float = 180.0
@@ -187,7 +189,7 @@ class RunConfig:
             "network": self.network is not None,
             "split": self.split != "even",
             "data.in_order": bool(getattr(self.data, "in_order", False)),
-            "backend mpi": self.backend == "mpi",
+            f"transport {self.transport}": self.transport in ("mpi", "tcp"),
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(

@@ -52,10 +52,10 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
     ):
         with pytest.raises(ValueError, match="needs a fixed number of workers; leave --elastic out"):
             RunConfig("digits", strategy, elastic=True).parsed_strategy()
-    with pytest.raises(ValueError, match="leave out backend mpi"):
-        RunConfig("digits", elastic=True, backend="mpi")
-    with pytest.raises(ValueError, match="worker 1 has none; choose --backend gloo"):
-        communicator(RunConfig("digits", elastic=True, backend="nccl", device="cpu"), "http://127.0.0.1:1", 1, 2)
+    with pytest.raises(ValueError, match="leave out transport mpi"):
+        RunConfig("digits", elastic=True, transport="mpi")
+    with pytest.raises(ValueError, match="worker 1 has none; choose --transport gloo"):
+        communicator(RunConfig("digits", elastic=True, transport="nccl", device="cpu"), "http://127.0.0.1:1", 1, 2)
 
 
 def test_an_interface_is_for_elastic_runs_too(tmp_path):

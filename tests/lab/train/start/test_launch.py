@@ -182,8 +182,8 @@ def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monk
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has MPI")
 def test_mpi_needs_a_pytorch_that_has_it(tmp_path):
-    with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --backend gloo"):
-        train(RunConfig("digits", backend="mpi", output=tmp_path))
+    with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --transport gloo"):
+        train(RunConfig("digits", transport="mpi", output=tmp_path))
 
 
 def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own():
@@ -239,6 +239,6 @@ def test_a_worker_without_its_gpu_says_so(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(
-        ValueError, match="^backend 'nccl' needs a GPU of its own for every worker, and rank 0 has none"
+        ValueError, match="^transport 'nccl' needs a GPU of its own for every worker, and rank 0 has none"
     ):
-        train(RunConfig("digits", workers=2, backend="nccl", output=tmp_path))
+        train(RunConfig("digits", workers=2, transport="nccl", output=tmp_path))

@@ -29,7 +29,7 @@ FREE = (
         "log_every",
         "variance",
     ),
-    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "backend", "requeue", "timeout"),
+    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "transport", "requeue", "timeout"),
     *("elastic", "min_workers", "lighthouse", "first_worker"),
     "data.num_loaders",
 )

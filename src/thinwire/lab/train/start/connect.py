@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ....algorithm import require
-from ....comm import CommunicationError, Communicator, ProcessGroupCommunicator
+from ....comm import CommunicationError, Communicator
 from ....comm.store import listening_store
+from ....comm.transport import connect
 from ..config import RunConfig
 from ..device import choose_device
 from ..run.interrupt import Interrupted
@@ -47,16 +48,16 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         torch.cuda.set_device(device)
     rank, size = environment.rank, environment.size
     presence = None
-    if config.backend == "mpi":
+    if config.transport == "mpi":
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
     else:
         if store is None:
             store = fresh(meeting_store(environment), rank, size)
             presence = Presence(store, rank, size)
         with same_error_on_all():
-            backend = choose_backend(config.backend, device, environment, store)
+            backend = choose_backend(config.transport, device, environment, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
-    with blaming(presence), ProcessGroupCommunicator(timeout_seconds=config.timeout) as comm:
+    with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
         yield comm
     dist.destroy_process_group()
 
@@ -153,12 +154,14 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
         ValueError: NCCL was asked for, and a worker has no GPU of its own.
         TimeoutError: a worker did not connect.
     """
+    if name == "tcp":
+        return "gloo"  # by which workers meet
     store.set(f"thinwire/no-gpu/{environment.rank}", str(int(not has_own_gpu(device, environment.local_size))))
     without = [rank for rank in range(environment.size) if _answer(store, rank) == b"1"]
     require(
         name != "nccl" or not without,
-        f"backend 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
-        "--backend gloo, or fewer workers",
+        f"transport 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
+        "--transport gloo, or fewer workers",
     )
     return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
 
@@ -183,7 +186,7 @@ def check_mpi() -> None:
     """
     require(
         dist.is_mpi_available(),
-        "backend 'mpi' needs a PyTorch that was built with MPI, and this one was not; choose --backend gloo, which works "
+        "transport 'mpi' needs a PyTorch that was built with MPI, and this one was not; choose --transport gloo, which works "
         "under mpirun too",
     )
 

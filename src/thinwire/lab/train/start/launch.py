@@ -59,7 +59,7 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
         not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"
     )
     check_installed(config)
-    if config.backend == "mpi":
+    if config.transport == "mpi":
         check_mpi()
     environment = set_variables()
     if finished := finished_run(config):

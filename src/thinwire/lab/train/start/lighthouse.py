@@ -57,12 +57,12 @@ def communicator(
     with same_error_on_all():
         device = choose_device(config)
         require(
-            config.backend != "nccl" or has_own_gpu(device, local_size),
-            f"backend 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
-            "--backend gloo, or fewer workers",
+            config.transport != "nccl" or has_own_gpu(device, local_size),
+            f"transport 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
+            "--transport gloo, or fewer workers",
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seconds = max(120.0, 2 * config.timeout)
-    on_gpus: Literal["gloo", "nccl"] = "nccl" if config.backend == "nccl" else "gloo"
+    on_gpus: Literal["gloo", "nccl"] = "nccl" if config.transport == "nccl" else "gloo"
     return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ....algorithm import require
-from ....comm import Communicator, ProcessGroupCommunicator
+from ....comm import Communicator
+from ....comm.transport import connect
 from ....membership import mean_of
 from ....plan import TracedCommunicator
 from ....strategy import AveragerAttachment
@@ -214,7 +215,7 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
-    own_comm = _communicator(config) if comm is None else None
+    own_comm = _communicator(config, device) if comm is None else None
     in_use = scaler if scaler.is_enabled() else None
     try:
         strategy = config.parsed_strategy().attach(
@@ -229,9 +230,10 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
     return Training(config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual)
 
 
-def _communicator(config: RunConfig) -> Communicator:
+def _communicator(config: RunConfig, device: torch.device) -> Communicator:
     """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
-    comm, network = ProcessGroupCommunicator(timeout_seconds=config.timeout), config.parsed_network()
+    comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
+    network = config.parsed_network()
     return comm if network is None else TracedCommunicator(comm, network, measures=config.compute is None)
 
 

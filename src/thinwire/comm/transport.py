@@ -1,0 +1,61 @@
+"""Which communicator carries a run's messages: over PyTorch's backends, or over our own connections."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+
+import torch
+
+from .base import Communicator
+from .connect import own_address
+from .process_group import Group, ProcessGroupCommunicator
+from .tcp import TcpCommunicator, is_available
+
+Transport = Literal["auto", "tcp", "gloo", "nccl", "mpi"]
+LONG_SECONDS = 0.003
+"""Round trip from which our own connections are faster than Gloo's single one, which waits for each lost packet."""
+
+
+def connect(
+    transport: Transport,
+    group: Group | None = None,
+    timeout_seconds: float = 300.0,
+    device: torch.device | None = None,
+) -> Communicator:
+    """A communicator over the ranks of a process group. All of them call it.
+
+    Args:
+        transport: "tcp" for connections of our own; a name of a backend for those of the group. "auto" takes our own if
+            tensors are in main memory, the extension was built on all workers, and two of them are a long line apart.
+        group, timeout_seconds, device: see `ProcessGroupCommunicator`.
+
+    Raises:
+        ValueError: "tcp" was asked for, and tensors are on a GPU or the extension was not built.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with connect("auto") as comm:
+        ...     type(comm).__name__
+        'ProcessGroupCommunicator'
+        >>> dist.destroy_process_group()
+    """
+    on_cpu = device is None or device.type == "cpu"
+    if transport == "tcp":
+        if not on_cpu:
+            raise ValueError(f"transport 'tcp' sends from main memory, got device {device}; choose 'auto'")
+        return TcpCommunicator(group, timeout_seconds)
+    comm = ProcessGroupCommunicator(group, timeout_seconds, device)
+    if transport != "auto" or comm.size == 1:
+        return comm
+    can_be_long = on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback
+    chosen: Communicator = comm
+    if comm.all_true(can_be_long):
+        own = TcpCommunicator(group, timeout_seconds)
+        longest = max(own.counts(peer).round_trip_seconds for peer in range(own.size) if peer != own.rank)
+        is_long = max(own.gather_objects(longest)) > LONG_SECONDS
+        chosen, other = (own, comm) if is_long else (comm, own)
+        other.close()
+    chosen.ledger = type(chosen.ledger)(chosen.size)
+    return chosen
