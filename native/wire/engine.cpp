@@ -148,7 +148,7 @@ struct Engine::Peer {
     std::set<uint64_t> done;  // of those above
     uint64_t early = 0;       // bytes
     double heard = 0, moved = 0;  // when the last payload came, and left
-    double round_trip = 1e9, backlog_since = 0, next_look = 0;
+    double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false;
     std::string gone;
@@ -468,12 +468,9 @@ double Engine::tick(double at) {
 
 // Asks for more connections if work has waited for several round trips while the line had no queue, so was not full.
 void Engine::watch_stripes(Peer& peer, double at) {
-    if (peer.bulk.empty()) {
-        peer.backlog_since = 0;
-        return;
-    }
-    if (peer.backlog_since == 0) peer.backlog_since = at;
-    if (at - peer.backlog_since < 4 * peer.round_trip || peer.counts.connections > kMaxStripes) return;
+    if (!peer.bulk.empty()) peer.backlog += std::min(at - peer.looked, 0.02);  // over several messages, and not in between
+    peer.looked = at;
+    if (peer.backlog < 4 * peer.round_trip || peer.counts.connections > kMaxStripes) return;
     std::vector<double> trips;
     for (auto& c : peer.connections) {
         if (c->is_dead || c->frames.empty()) continue;
@@ -481,7 +478,7 @@ void Engine::watch_stripes(Peer& peer, double at) {
         if (info.least_round_trip > 0) peer.round_trip = std::min(peer.round_trip, info.least_round_trip);
         trips.push_back(info.round_trip);
     }
-    peer.backlog_since = at;
+    peer.backlog = 0;
     if (trips.empty()) return;
     std::nth_element(trips.begin(), trips.begin() + static_cast<long>(trips.size() / 2), trips.end());
     if (trips[trips.size() / 2] > 1.25 * peer.round_trip + 0.001) return;
