@@ -74,6 +74,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m nanobind.stubgen -q -m thinwire.kernels._native -o src/thinwire/kernels/_native.pyi
+	$(BIN)/python -m nanobind.stubgen -q -m thinwire.comm.tcp._engine -o src/thinwire/comm/tcp/_engine.pyi
 	$(BIN)/mypy
 
 wheel: $(READY)

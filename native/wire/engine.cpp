@@ -232,7 +232,7 @@ void Engine::attach(int rank, int fd) {
 #endif
 #ifdef SO_MAX_PACING_RATE
     // Any limit makes TCP spread a window over the round trip, at its own rate; a burst would overflow the line's queue.
-    if (peer.is_long() && !getenv("NOPACE")) set(fd, SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 30);
+    if (peer.is_long()) set(fd, SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 30);
 #endif
 #ifdef TCP_NOTSENT_LOWAT
     set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? kHold : kHoldNear);
