@@ -17,8 +17,10 @@ from thinwire.kernels import backend, cpu
 
 
 def without_the_extension():
-    for name in [name for name in sys.modules if name.partition(".")[0] == "thinwire"]:
-        del sys.modules[name]  # it was imported with the extension
+    ours = [name for name in sys.modules if name.partition(".")[0] == "thinwire"]
+    for name in ours:
+        if not name.endswith("._engine"):  # an extension is loaded once in a process
+            del sys.modules[name]  # it was imported with the kernels' extension
     sys.modules["thinwire.kernels._native"] = None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
