@@ -127,6 +127,13 @@ def test_codecs_whose_messages_depend_on_values_are_refused():
         record(tw.Mean(tw.TernGrad(shared=True)), SHAPES, [0], 4)
 
 
+def test_a_rule_costs_an_all_gather():
+    codec = tw.QSGD(bits=4)
+    plain, robust = tw.Mean(codec, exchange="all_gather"), tw.Mean(codec, rule=tw.average.Krum(faulty=1))
+    assert record(robust, SHAPES, [0], 8) == record(plain, SHAPES, [0], 8)
+    assert record(on_nodes(robust, 4), SHAPES, [0], 8, workers_per_node=4) == record(plain, SHAPES, [0], 8)
+
+
 def test_sparse_wins_on_a_slow_network_and_bytes_follow():
     network = Network(4, outer=Link.of("100mbit", "0.5ms"))
     by_name = {p.method: p for p in predict(20_000_000, 0.25, network)}

@@ -15,11 +15,20 @@ from .low_rank.power_sgd import PowerSGD
 from .mean.clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .mean.dgc import dgc
 from .mean.mean import Mean
+from .robust.base import Rule
+from .robust.bucketing import Bucketing
+from .robust.centered_clipping import CenteredClipping
+from .robust.coordinates import Median, TrimmedMean
+from .robust.geometric_median import GeometricMedian
+from .robust.krum import Krum
+from .robust.median_norm import MedianNorm
 
 __all__ = [
     "Averager",
+    "Bucketing",
     "ByName",
     "ByNameState",
+    "CenteredClipping",
     "Choco",
     "Clip",
     "ClipByNorm",
@@ -27,9 +36,13 @@ __all__ = [
     "ClipValueByGlobalNorm",
     "DeepSqueeze",
     "Dion",
+    "GeometricMedian",
     "GossipAverager",
     "GossipState",
+    "Krum",
     "Mean",
+    "Median",
+    "MedianNorm",
     "Mix",
     "Moniqua",
     "Pairwise",
@@ -37,5 +50,7 @@ __all__ = [
     "PowerGossip",
     "PowerSGD",
     "PushSum",
+    "Rule",
+    "TrimmedMean",
     "dgc",
 ]

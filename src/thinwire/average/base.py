@@ -86,6 +86,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def leaves_out_nonfinite(self) -> bool:
+        """Whether a round goes on without a worker that is not finite; if not, no worker commits it."""
+        return False
+
+    @property
     def mixes_plainly(self) -> bool:
         """Whether a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds."""
         return False

@@ -17,7 +17,8 @@ def parts_of(averager: Averager) -> dict[str, Any]:
 
 def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
     """Whether it is chosen when workers connect ("auto"), and the exchange that its configuration names, if any."""
-    word = parts_of(averager).get("exchange", "")
+    parts = parts_of(averager)
+    word = "all_gather" if parts.get("rule") is not None else parts.get("exchange", "")
     return word == "auto", EXCHANGES.get(word)
 
 

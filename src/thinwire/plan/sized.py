@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algorithm import require
-from ..average import Averager
+from ..average import Averager, Rule
 from ..average.mean.clip import Clip
 from ..codec import Codec, Selection, SparseParts, Traits
 from ..codec.sparse.base import Sparsifier
@@ -54,6 +54,8 @@ def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Aver
             changes[name] = SizedCodec(part, actions, adds)
         elif isinstance(part, Clip):
             changes[name] = None  # takes hardly any time, and reads values
+        elif isinstance(part, Rule):  # it reads values; its own arithmetic is not part of the plan
+            changes |= {name: None, "exchange": "all_gather"}
     return replace(late, **changes)
 
 

@@ -16,7 +16,7 @@ says how many (`SparseParts.topk_counts`), memory returns the selection (`compen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +25,20 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
-from ...codec import Codec, Identity, Selection
+from ...codec import Codec, Identity, Key, Selection
 from ...codec.adaptive.base import adapted
 from ...comm import Communicator, Handle
 from ...membership import check_state
 from ...memory import Memory
 from ...schedule import Progress, resolve
 from ..base import Averager, NamedTensors, check_agreement, copy_changed
+from ..robust.base import Rule
+from ..robust.record import RuleState
 from .clip import Clip, clip_gradients, clip_means
 from .exchange import (
     EXCHANGES,
     OWNER_MEMORY,
+    AllGather,
     AllReduce,
     Job,
     Load,
@@ -45,6 +48,7 @@ from .exchange import (
     agree_on_nodes,
     cheapest,
     check_divisor,
+    check_rule,
     flatten,
     launched_nodes,
     result_buffers,
@@ -73,6 +77,9 @@ class Mean(Averager):
             the launcher's LOCAL_WORLD_SIZE; "auto" uses it if all nodes have equally many workers.
         clip: of each worker's own gradients before they are encoded, and of the means of what travels dense; or None.
         divide_by: "workers", or "senders": only those that sent an element, as DeMo's released code does, by "all_gather".
+        rule: what takes the place of the mean where some workers may be wrong, such as `Krum(faulty=1)`; None is the mean.
+            It needs every worker's message, so the exchange is "all_gather", and a worker keeps the decoded messages of
+            all: 4W bytes an element. `docs/robust.md` says which rule suits which codec.
 
     Raises:
         ValueError: an unknown word, or an all-reduce of payloads that cannot be added. In `init`: workers that cannot
@@ -99,6 +106,7 @@ class Mean(Averager):
     workers_per_node: int | None = None
     clip: Clip | None = None
     divide_by: str = "workers"
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
@@ -130,6 +138,13 @@ class Mean(Averager):
             f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
         )
         check_divisor(self.divide_by, self.exchange, self.codec, self.memory)
+        if self.rule is not None:
+            check_rule(self.rule, self.codec, self.memory, self.clip)
+            require(
+                self.exchange in ("auto", AllGather.word) and nodes is None and self.divide_by == "workers",
+                f"Mean: {self.rule} needs every worker's message; use exchange='all_gather', without workers_per_node and "
+                f"divide_by, got exchange={self.exchange!r}",
+            )
         require(
             self._may_use_nodes or (nodes is None and (exchange is None or exchange.tells_support)),
             f"Mean: with exchange='hierarchical' a worker does not learn which coordinates its node sent, and "
@@ -145,7 +160,7 @@ class Mean(Averager):
 
     @property
     def whole_model(self) -> bool:
-        return self.granularity == "model" or (self.clip is not None and self.clip.needs_norms)
+        return self.granularity == "model" or self.rule is not None or (self.clip is not None and self.clip.needs_norms)
 
     @property
     def has_momentum(self) -> bool:
@@ -174,6 +189,9 @@ class Mean(Averager):
         state.owner_memory = self._owner_memory(state, comm)
         part = self.codec.traits.adaptive
         state.codec = None if part is None else check_state(part.init_state(), part)
+        if self.rule is not None:
+            self.rule.check_size(comm.rank, comm.size)
+            state.rule = RuleState.of(self.rule, tensors, comm.size)
         return state
 
     def _choose(self, tensors: NamedTensors, comm: Communicator, must_fit: bool = True) -> tuple[str, int]:
@@ -189,6 +207,8 @@ class Mean(Averager):
         if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
             needs_nodes = False
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
+        if self.rule is not None:
+            return AllGather.word, nodes
         if self.exchange != "auto":
             return self.exchange, nodes
         if self.codec.traits.agreement is not None:
@@ -238,8 +258,9 @@ class Mean(Averager):
             selection=selection,
             by_senders=self.divide_by == "senders",
             observe=observe,
+            combine=self._rule_of_round(state, encoded, dense, comm, scale),
         )
-        word = AllReduce.word if self._is_dense_round(codec) else state.exchange
+        word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
         flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
         for earlier in state.flights:
             earlier.advance()
@@ -250,13 +271,25 @@ class Mean(Averager):
         codec: Codec = resolve(self.codec, state.progress)
         return codec if state.codec is None else adapted(codec, state.codec)
 
+    @property
+    def leaves_out_nonfinite(self) -> bool:
+        return self.rule is not None
+
+    def diagnostics(self, state: MeanState) -> dict[str, float]:
+        """What a rule found out in the last round: "clipped/2", the norm of what it dropped of rank 2's message;
+        "not_finite/2" and "set_aside/2", which are 1.0 where rank 2 was left out. Empty without a rule."""
+        return {} if state.rule is None else state.rule.diagnostics()
+
     def commit(self, state: MeanState) -> bool:
         finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
-            if finite:
+            if finite and not state.was_not_finite:
                 memory.commit(memory_state)
             else:
                 memory.discard(memory_state)
+        if self.rule is not None and state.rule is not None and finite:
+            state.rule.commit(self.rule)
+        state.was_not_finite = False
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite, state.codec_before = True, None
         return finite
@@ -264,8 +297,10 @@ class Mean(Averager):
     def discard(self, state: MeanState) -> None:
         for memory, memory_state in self._memories(state):
             memory.discard(memory_state)
+        if state.rule is not None:
+            state.rule.judgement = None
         state.flights.clear()
-        state.finite = True
+        state.finite, state.was_not_finite = True, False
         state.restore_codec()
 
     # ---- when workers come and go ----
@@ -275,6 +310,9 @@ class Mean(Averager):
     ) -> None:
         """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
         super().regroup(state, tensors, comm, before)
+        if self.rule is not None and state.rule is not None:
+            self.rule.check_size(comm.rank, comm.size)
+            state.rule.regroup(before, comm.size)
         old = state.owner_memory
         remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
         if not remembers:
@@ -292,6 +330,25 @@ class Mean(Averager):
         """Each memory with its state: that of the gradients, and that of the second encoding."""
         own = [] if self.memory is None else [(self.memory, state.memory)]
         return own if state.owner_memory is None else [*own, (OWNER_MEMORY, state.owner_memory)]
+
+    def _rule_of_round(
+        self, state: MeanState, encoded: NamedTensors, dense: NamedTensors, comm: Communicator, scale: float
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What makes the messages of all workers, (W, n) and multiplied by the loss scale, the result; None for the mean."""
+        rule, rule_state = self.rule, state.rule
+        if rule is None or rule_state is None:
+            return None
+        names, numels = [name for name, _ in [*encoded, *dense]], [t.numel() for _, t in [*encoded, *dense]]
+        seed = Key(state.seed, 0, state.progress.step).mixed()
+
+        def combine(rows: Tensor) -> Tensor:
+            rows = rows if scale == 1.0 else rows / scale
+            result = rule_state.combine(rule, names, numels, rows, seed, is_scaled=scale != 1.0)
+            found = rule_state.judgement
+            state.was_not_finite = found is not None and comm.rank in found.not_finite
+            return result if scale == 1.0 else result * scale
+
+        return combine
 
     def _is_dense_round(self, codec: Codec) -> bool:
         """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""

@@ -16,6 +16,7 @@ from ...comm import Communicator
 from ...kernels import Flag
 from ...membership import State, agreed, config, nested, pending, shared
 from ...schedule import Progress
+from ..robust.record import RuleState
 from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Whole
 
 
@@ -35,6 +36,8 @@ class MeanState(State):
         flights: the exchanges that were begun and not yet finished, in their order.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
+        rule: what `Mean.rule` remembers; None without a rule.
+        was_not_finite: whether this worker's message was left out of the round, so that its memory must not change.
     """
 
     seed: int = config()
@@ -48,6 +51,8 @@ class MeanState(State):
     flights: list[PendingExchange] = pending(default_factory=list)
     progress: Progress = shared(default=Progress())
     finite: Flag = pending(default=True)
+    rule: RuleState | None = nested(default=None)
+    was_not_finite: bool = pending(default=False)
     clock: Clock = config(default_factory=Clock)
 
     def key(self, name: str, rank: int) -> Key:

@@ -25,7 +25,7 @@ Each exchange is an object that has these formulas; `words.py` finds it by its w
 
 from __future__ import annotations
 
-from .all_gather import check_divisor
+from .all_gather import AllGather, check_divisor, check_rule
 from .all_reduce import AllReduce
 from .base import Finish, Job, Observe, PendingExchange, Stages, flatten, result_buffers, split_like
 from .contract import Exchange, Load
@@ -37,6 +37,7 @@ __all__ = [
     "EXCHANGES",
     "OWNER_MEMORY",
     "OwnerMemory",
+    "AllGather",
     "AllReduce",
     "Exchange",
     "Finish",
@@ -50,6 +51,7 @@ __all__ = [
     "agree_on_nodes",
     "cheapest",
     "check_divisor",
+    "check_rule",
     "flatten",
     "launched_nodes",
     "result_buffers",

@@ -11,6 +11,8 @@ from ....algorithm import require
 from ....codec import Codec
 from ....kernels import Flag
 from ....memory import Memory
+from ...robust.base import Rule
+from ..clip import Clip
 from .base import Finish, Job, pack
 from .contract import Exchange, Load
 
@@ -64,3 +66,20 @@ def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | 
     require(exchange == "all_gather", f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {exchange!r}")
     user = codec if codec.traits.votes else memory if memory is not None and memory.needs_mean else None
     require(user is None, f"Mean: {user} needs the mean over all workers; use divide_by='workers'")
+
+
+def check_rule(rule: object, codec: Codec, memory: Memory | None, clip: Clip | None) -> None:
+    """Raise ValueError unless a rule can take the place of the mean for what workers send."""
+    if not isinstance(rule, Rule):
+        raise ValueError(f"Mean: rule must be a rule such as Krum(faulty=1) or None, got {rule!r}")
+    require(
+        not codec.traits.votes and codec.traits.agreement is None and codec.traits.adaptive is None,
+        f"Mean: under {codec} workers vote, or agree on numbers that one wrong worker can choose, before {rule} sees their "
+        "messages; use a codec such as QSGD",
+    )
+    require(memory is None or not memory.needs_mean, f"Mean: {memory} needs the mean over all workers, not {rule}")
+    require(
+        clip is None or not clip.needs_norms,
+        f"Mean: one wrong worker can choose the norm in {clip}; use ClipByNorm with {rule}",
+    )
+    rule.check_codec(codec)

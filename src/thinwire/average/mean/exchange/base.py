@@ -66,6 +66,8 @@ class Job:
         masked: empty, or for each tensor a contiguous float32 buffer to be zeroed wherever something was sent.
         selection: what the codec selects of `tensors`, if memory has selected already.
         by_senders: whether each element is divided by the number of workers that sent it, rather than by W.
+        combine: makes the result of what all workers sent, decoded, (W, n): encoded tensors first, then the dense vector, both
+            multiplied by the loss scale. None for the mean.
         observe: receives codec, segments and keys before they are encoded, so that an adaptive codec can learn.
     """
 
@@ -84,6 +86,7 @@ class Job:
     masked: list[Tensor] = field(default_factory=list)
     selection: Selection | None = None
     by_senders: bool = False
+    combine: Callable[[Tensor], Tensor] | None = None
     observe: Observe | None = None
 
     def encode(self, parts: Sequence[Tensor], keys: Sequence[Key], masked: Sequence[Tensor] = ()) -> Tensor:
@@ -161,10 +164,28 @@ class Job:
 
     def decode_messages(self, messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
         """The `finish` of an exchange in which every worker gets all messages, one of each worker, in rank order."""
+        if self.combine is not None:
+            return self._combine_messages(self.combine, messages, totals, dense_total)
         parts = [unpack(message, self.dense.numel()) for message in messages]
         for dense, _ in parts:
             dense_total.add_(dense, alpha=1.0 / self.comm.size)
         return self.decode([payload for _, payload in parts], totals, self.scale / self.comm.size, self.keys)
+
+    def _combine_messages(
+        self, combine: Callable[[Tensor], Tensor], messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor
+    ) -> Flag:
+        outs = [*totals, dense_total]
+        rows = debug.empty(len(messages), sum(out.numel() for out in outs), device=self.dense.device)
+        for message, row in zip(messages, rows, strict=True):
+            *parts, dense_part = split_like(row, outs)
+            try:
+                dense, payload = unpack(message, self.dense.numel())
+                dense_part.copy_(dense)
+                self.decode([payload], parts, self.scale, self.keys)
+            except ValueError:  # of one wrong worker, which must not stop the others
+                row.fill_(float("nan"))
+        torch._foreach_copy_(outs, split_like(combine(rows), outs))
+        return kernels.all_finite(totals)
 
     def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
         """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""

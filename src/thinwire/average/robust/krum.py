@@ -1,0 +1,59 @@
+"""Krum: the messages that lie closest to many others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import Combined, Messages, Rule, check_positive_integers, gram, weighted_sum
+
+
+@dataclass(frozen=True, repr=False)
+class Krum(Rule):
+    """The mean of the `selected` messages with the smallest scores; Multi-Krum if `selected` is above 1.
+
+    The score of a message is the sum of its `k - m - 2` smallest squared distances to others. Ties go to the lower rank.
+
+    Args:
+        faulty: m, the number of wrong workers to bear; needs 2m + 2 < W.
+        selected: how many messages are averaged, at most W - m. More => less noise; with W - m or fewer, none of the
+            messages far away from the others is among them.
+        patience: as of `Rule`.
+
+    Raises:
+        ValueError: faulty is not an integer, 0 or more, or selected not a positive integer. In `init`: too few workers.
+
+    Source: Blanchard et al. 2017, Machine Learning with Adversaries, arXiv 1703.02757.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> from thinwire.average.robust.base import Messages
+        >>> rows = torch.tensor([[1.0], [2.0], [2.5], [3.0], [100.0]])
+        >>> tw.average.Krum(faulty=1, selected=2).combine(Messages(rows, numels=[1])).result
+        tensor([2.2500])
+    """
+
+    faulty: int = 1
+    selected: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive_integers(self, "faulty", least=0)
+        check_positive_integers(self, "selected")
+
+    @property
+    def min_workers(self) -> int:
+        return max(2 * self.faulty + 3, self.faulty + self.selected)
+
+    def combine(self, messages: Messages) -> Combined:
+        rows, faulty = messages.rows, messages.faulty(self.faulty)
+        products = gram(rows)
+        squares = products.diagonal()
+        distances = (squares[:, None] + squares[None] - 2 * products).clamp(min=0)
+        distances.fill_diagonal_(float("inf"))
+        nearest = distances.sort(1).values[:, : max(1, min(len(rows) - 1, len(rows) - faulty - 2))]
+        scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64)
+        chosen = scores.sort(stable=True).indices[: min(self.selected, len(rows) - faulty)].sort().values
+        weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+        return Combined(weighted_sum(rows[chosen.to(rows.device)], weights))
