@@ -122,6 +122,7 @@ def expected_traffic(averager, rank, n):
     shapes = [torch.Size(shape) for shape in SHAPES.values()]
     payload = {
         tw.Mix: lambda a: 4 * n,
+        tw.average.ClippedGossip: lambda a: 4 * n,
         tw.PushSum: lambda a: 4 * n + 8,
         tw.Choco: lambda a: a.codec.nbytes(shapes) + 8 * (a.step_size is None),
         tw.DeepSqueeze: lambda a: a.codec.nbytes(shapes) + 8 * (a.step_size is None),

@@ -8,6 +8,8 @@ RING = tw.Ring()
 GOSSIP = [
     tw.Mix(),
     tw.Mix(tw.Exponential()),
+    tw.average.ClippedGossip(tau=0.5),
+    tw.average.ClippedGossip(tw.Exponential(), tau=float("inf")),
     tw.PushSum(),
     tw.PushSum(tw.topology.Linear()),
     tw.Choco(),

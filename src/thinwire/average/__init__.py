@@ -4,6 +4,7 @@ from .base import Averager
 from .by_name import ByName, ByNameState
 from .gossip.base import GossipAverager, GossipState
 from .gossip.choco import Choco
+from .gossip.clipped_gossip import ClippedGossip
 from .gossip.deepsqueeze import DeepSqueeze
 from .gossip.mix import Mix
 from .gossip.moniqua import Moniqua
@@ -31,6 +32,7 @@ __all__ = [
     "CenteredClipping",
     "Choco",
     "Clip",
+    "ClippedGossip",
     "ClipByNorm",
     "ClipByValue",
     "ClipValueByGlobalNorm",

@@ -86,6 +86,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def keeps_mean(self) -> bool:
+        """Whether gossip keeps the mean over workers; clipping does not."""
+        return True
+
+    @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether a round goes on without a worker that is not finite; if not, no worker commits it."""
         return False

@@ -4,6 +4,7 @@ Each suite checks one algorithm, and raises `AssertionError` with a message if t
 need only PyTorch, so they work with any test runner. `gossip_in_lockstep` runs thousands of rounds of a gossip averager.
 """
 
+from .attacks import check_robust
 from .averager import check_averager
 from .codec import check_codec, check_encoding, check_traits
 from .communicator import check_communicator
@@ -17,6 +18,7 @@ __all__ = [
     "check_communicator",
     "check_encoding",
     "check_memory",
+    "check_robust",
     "check_traits",
     "fuzz_codec",
     "gossip_in_lockstep",
