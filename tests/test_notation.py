@@ -109,3 +109,8 @@ def test_mistakes_point_at_their_column(text, message, default_recursion_limit):
     with pytest.raises(ValueError, match=message) as caught:
         tw.parse(text)
     assert "\n" not in str(caught.value)
+
+
+def test_infinity_is_read_back():
+    rule = tw.average.CenteredClipping(tau=float("inf"))
+    assert tw.parse(repr(rule)) == rule

@@ -191,6 +191,8 @@ class _Reader:
                 return self._call(node, name, depth)
             case ast.Constant(value=None | bool() | int() | float() | str() as value):
                 return value
+            case ast.Name(id="inf"):  # what `repr` makes of infinity
+                return float("inf")
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
             case ast.Tuple(elts=items):
