@@ -175,7 +175,7 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 def mean_of_rows(rows: Tensor) -> Tensor:
     """The mean of the rows, added in their order."""
-    return weighted_sum(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64))
+    return weighted_sum(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64, device="cpu"))
 
 
 def clip_factors(norms: Tensor, tau: float | Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Bucketing(Rule):
 
     def combine(self, messages: Messages) -> Combined:
         generator = torch.Generator().manual_seed(messages.seed)
-        order = torch.randperm(len(messages.rows), generator=generator).to(messages.rows.device)
+        order = torch.randperm(len(messages.rows), generator=generator, device="cpu").to(messages.rows.device)
         means = torch.stack([mean_of_rows(messages.rows[group]) for group in order.split(self.s)])
         result, *clipped = self.rule.combine(replace(messages, rows=means))
         return Combined(result, *(self._per_row(each, order) for each in clipped))

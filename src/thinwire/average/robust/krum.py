@@ -53,7 +53,7 @@ class Krum(Rule):
         distances = (squares[:, None] + squares[None] - 2 * products).clamp(min=0)
         distances.fill_diagonal_(float("inf"))
         nearest = distances.sort(1).values[:, : max(1, min(len(rows) - 1, len(rows) - faulty - 2))]
-        scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64)
+        scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64, device="cpu")
         chosen = scores.sort(stable=True).indices[: min(self.selected, len(rows) - faulty)].sort().values
-        weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+        weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64, device="cpu")
         return Combined(weighted_sum(rows[chosen.to(rows.device)], weights))
