@@ -110,8 +110,15 @@ def run_all(comm: Communicator, configs: dict[str, RunConfig], output: Path, is_
 @contextmanager
 def without_tensorboard() -> Iterator[None]:
     """TensorBoard's files are not compared, and its import takes longer than a run."""
-    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": mock.MagicMock()}):
+    name = "torch.utils.tensorboard"
+    before = sys.modules.get(name)
+    sys.modules[name] = mock.MagicMock()
+    try:
         yield
+    finally:  # `mock.patch.dict` would also forget what a run imports, and an extension is loaded once in a process
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 @pytest.fixture(scope="module")
