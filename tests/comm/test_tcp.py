@@ -18,6 +18,7 @@ from helpers.program import programs, wait_until
 from helpers.spawn import retire, run_tcp, spawn
 from helpers.traffic import connections
 
+from thinwire.comm import CommunicationError
 from thinwire.comm.tcp import TcpCommunicator, is_available
 from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
@@ -32,6 +33,48 @@ def conforms(comm) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_it_fulfils_the_contract(size):
     run_tcp(size, conforms)
+
+
+# ---- where workers meet ----
+
+
+def meets_in_a_store(rank: int, folder: str) -> None:
+    """Twice over the same store; no process group is there."""
+    store = dist.FileStore(f"{folder}/store", 3)
+    for round in range(2):
+        with TcpCommunicator.from_store(store, rank, 3, timeout_seconds=60.0, interface="lo") as comm:
+            assert comm.all_gather(torch.tensor([rank + 10 * round])).wait() == [
+                10 * round,
+                10 * round + 1,
+                10 * round + 2,
+            ]
+            assert comm.ledger.bytes_sent == 16
+    assert not dist.is_initialized()
+
+
+def test_workers_meet_in_any_store(tmp_path):
+    with programs(meets_in_a_store, [(rank, str(tmp_path)) for rank in range(3)], tmp_path) as started:
+        assert [program.wait(60) for program in started] == [0] * 3, [program.stderr for program in started]
+
+
+def test_who_does_not_come_to_the_store_is_named():
+    with pytest.raises(
+        CommunicationError, match=r"rank 1: ranks \[0, 2\] did not come to the store within 0.2 seconds"
+    ):
+        TcpCommunicator.from_store(dist.HashStore(), 1, 3, timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rank": 2}, "expected a rank in 0..1, got 2"),
+        ({"interface": "no-such0"}, "interface 'no-such0' does not exist here"),
+        ({"credentials": "mine"}, "connections with credentials are not supported yet"),
+    ],
+)
+def test_wrong_arguments_of_a_meeting_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TcpCommunicator.from_store(dist.HashStore(), **{"rank": 0, "size": 2, **options})
 
 
 # ---- the bits of a sum ----

@@ -145,16 +145,27 @@ def _listen() -> socket.socket:
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
-def own_address() -> tuple[socket.AddressFamily, str]:
+def own_address(interface: str | None = None, meeting: str | None = None) -> tuple[socket.AddressFamily, str]:
     """The address at which other workers reach this machine.
 
-    It is that of the interface in GLOO_SOCKET_IFNAME; else the one that reaches MASTER_ADDR; else, as in Gloo, the one that
-    the machine's own name resolves to.
+    It is that of the interface; else the one that reaches the host where workers meet; else, as in Gloo, the one that the
+    machine's own name resolves to.
+
+    Args:
+        interface: its name; None takes GLOO_SOCKET_IFNAME.
+        meeting: the host; None takes MASTER_ADDR.
+
+    Raises:
+        ValueError: the interface was named as an argument and has no address.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface and (found := _interface_address(interface)):
+    name = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name and (found := _interface_address(name)):
         return found
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    if interface:
+        raise ValueError(
+            f"interface {interface!r} does not exist here, or has no IPv4 address; `ip address` lists them"
+        )
+    master = meeting or os.environ.get("MASTER_ADDR") or socket.gethostname()
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,11 +1,17 @@
-"""A store of `torch.distributed`, where workers meet. It has no authentication, so it should listen at one address only."""
+"""Stores of `torch.distributed`, where workers meet. They have no authentication, so one should listen at one address only."""
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from .agreement import parsed
+from .handle import CommunicationError
 
 
 def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -33,3 +39,43 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
+
+
+def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:
+    """A function that returns what all workers passed in, in rank order, after a round trip through JSON.
+
+    Args:
+        store: that all workers reach.
+        rank, size: this worker, and the number of workers.
+        timeout_seconds: how long to wait for the others.
+
+    Raises:
+        CommunicationError: by the function; the store failed, or workers did not come in time.
+    """
+
+    def gather(value: Any) -> list[Any]:
+        try:
+            meeting = store.add(f"thinwire/{rank}", 1)  # of those over this store; all workers count alike
+            keys = [f"thinwire/{meeting}/{other}" for other in range(size)]
+            store.set(keys[rank], json.dumps(value))
+            try:
+                store.wait(keys, timedelta(seconds=timeout_seconds))
+            except RuntimeError:
+                if missing := [other for other, key in enumerate(keys) if not store.check([key])]:
+                    came = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds"
+                    raise CommunicationError(f"rank {rank}: {came}") from None
+                raise
+            return [parsed(store.get(key), other) for other, key in enumerate(keys)]
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(f"rank {rank}: the store failed: {error}") from error
+
+    return gather
+
+
+def host_of(store: dist.Store) -> str | None:
+    """The host of a `TCPStore`, behind any prefixes; None for others."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None

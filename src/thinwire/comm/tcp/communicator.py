@@ -19,12 +19,14 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ... import debug
@@ -33,11 +35,12 @@ from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import as_bytes, flat_like
 from ..channel import Channel
-from ..connect import open_sockets
+from ..connect import open_sockets, own_address
 from ..handle import CommunicationError
 from ..handshake import SECRET_BYTES
 from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
+from ..store import gathering, host_of
 from .connections import Connections
 
 if TYPE_CHECKING:
@@ -67,9 +70,14 @@ def is_available() -> bool:
 class TcpCommunicator(Communicator):
     """A communicator over the ranks of a process group, on connections of its own. It sends from main memory only.
 
+    `from_store` connects workers that have no process group.
+
     Args:
-        group: whose ranks to connect; None for all. The addresses travel over it, and nothing else.
+        group: whose ranks to connect; None for all. The addresses and the run's secret travel over it, and nothing else.
         timeout_seconds: how long an operation may wait without getting a byte from a worker, and how long a line may be cut.
+        interface: the network interface that reaches the other workers, such as eth0; None takes GLOO_SOCKET_IFNAME, or the
+            one that reaches MASTER_ADDR.
+        credentials: who may connect; None for all that know the run's secret.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
@@ -84,7 +92,69 @@ class TcpCommunicator(Communicator):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0):
+    def __init__(
+        self,
+        group: Group | None = None,
+        timeout_seconds: float = 300.0,
+        *,
+        interface: str | None = None,
+        credentials: object | None = None,
+    ):
+        with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
+            own = own_address(interface)
+            self._join(meeting.rank, meeting.size, meeting.gather_objects, timeout_seconds, own, credentials)
+            self.global_ranks = meeting.global_ranks
+            meeting.barrier()  # all are connected
+
+    @classmethod
+    def from_store(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float = 300.0,
+        interface: str | None = None,
+        credentials: object | None = None,
+    ) -> TcpCommunicator:
+        """Connect the workers that meet in a store. No process group is needed; all of them call it.
+
+        The addresses travel through the store, and the secret by which workers know each other. So without credentials, who
+        can read the store can take part. Workers that connect several times over one store do so in the same order.
+
+        Args:
+            store: any store of torch.distributed that all workers reach.
+            rank: this worker, 0..size-1.
+            size: number of workers.
+            timeout_seconds, interface, credentials: as above; a `TCPStore` stands in for MASTER_ADDR.
+
+        Raises:
+            ValueError: `rank` is not below `size`, or the extension was not built.
+            CommunicationError: a worker did not come to the store in time, or could not be reached.
+
+        Example:
+            >>> import torch, torch.distributed as dist
+            >>> with TcpCommunicator.from_store(dist.HashStore(), rank=0, size=1) as comm:
+            ...     comm.all_reduce(torch.ones(2)).wait()
+            tensor([1., 1.])
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}")
+        gather, own = gathering(store, rank, size, timeout_seconds), own_address(interface, host_of(store))
+        comm = cls.__new__(cls)
+        comm._join(rank, size, gather, timeout_seconds, own, credentials)
+        return comm
+
+    def _join(
+        self,
+        rank: int,
+        size: int,
+        gather: Callable[[list[Any]], list[Any]],
+        timeout_seconds: float,
+        own: tuple[socket.AddressFamily, str],
+        credentials: object | None,
+    ) -> None:
+        """Connect with all others; `gather` returns what all workers passed in, in rank order."""
         if not is_available():
             raise ValueError(
                 "TcpCommunicator needs the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a "
@@ -92,26 +162,23 @@ class TcpCommunicator(Communicator):
             )
         from ._engine import Engine
 
-        with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
-            super().__init__(meeting.rank, meeting.size)
-            self.global_ranks = meeting.global_ranks
-            self._timeout_seconds = timeout_seconds
-            self._engine = Engine(self.rank, self.size, timeout_seconds)
-            self._connections = Connections(self.rank, self.size, timeout_seconds)
-            secret = secrets.token_bytes(SECRET_BYTES).hex() if self.rank == 0 else ""
-            told = meeting.gather_objects([*self._connections.address, secret])
+        super().__init__(rank, size)
+        self._timeout_seconds = timeout_seconds
+        self._connections = Connections(rank, size, timeout_seconds, own, credentials)
+        self._engine = Engine(rank, size, timeout_seconds)
+        self._sent, self._received = [0] * size, [0] * size  # messages, by peer
+        self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
+        self._alive_lock = threading.Lock()
+        self._later = Background("thinwire-comm")
+        secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
+        try:
+            told = gather([*self._connections.address, secret])
             self._connections.open(self._engine, [(host, port) for host, port, _ in told], bytes.fromhex(told[0][2]))
-            self._sent, self._received = [0] * self.size, [0] * self.size  # messages, by peer
-            self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
-            self._alive_lock = threading.Lock()
-            self._later = Background("thinwire-comm")
-            try:
-                self.barrier()
-            except CommunicationError:
-                self.close()
-                raise
-            self.ledger = type(self.ledger)(self.size)
-            meeting.barrier()  # all are connected
+            self.barrier()
+        except CommunicationError:
+            self.close()
+            raise
+        self.ledger = type(self.ledger)(size)
 
     def counts(self, peer: int) -> Counts:
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""

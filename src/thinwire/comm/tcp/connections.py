@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..connect import name_of, own_address
+from ..connect import name_of
 from ..handshake import Greeting, introduce
 
 if TYPE_CHECKING:
@@ -46,11 +46,25 @@ class Connections:
         rank: this worker.
         size: number of workers.
         timeout_seconds: how long a peer may be out of reach.
+        own: the address family, and the address to listen at; see `own_address`.
+        credentials: None; nothing else is supported yet.
+
+    Raises:
+        ValueError: credentials were given.
     """
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        own: tuple[socket.AddressFamily, str],
+        credentials: object | None = None,
+    ):
+        if credentials is not None:
+            raise ValueError(f"rank {rank}: connections with credentials are not supported yet; leave credentials out")
         self._rank, self._peers, self._timeout = rank, [peer for peer in range(size) if peer != rank], timeout_seconds
-        family, host = own_address()
+        family, host = own
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._closed = threading.Event()
