@@ -22,7 +22,7 @@ from .codec import (
     TopK,
     chain,
 )
-from .comm import LocalWorld
+from .comm import Credentials, LocalWorld
 from .memory import ErrorFeedback, MomentumCorrection
 from .notation import parse
 from .strategy import (
@@ -98,6 +98,7 @@ __all__ = [
     "Exponential",
     # communication
     "LocalWorld",
+    "Credentials",
     # notation
     "parse",
     # packages

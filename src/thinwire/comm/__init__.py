@@ -3,6 +3,7 @@
 from .background import Background
 from .base import Communicator
 from .channel import Channel, Message
+from .credentials import Credentials
 from .elastic import ElasticCommunicator
 from .handle import CommunicationError, Handle
 from .ledger import Ledger
@@ -17,6 +18,7 @@ __all__ = [
     "Channel",
     "CommunicationError",
     "Communicator",
+    "Credentials",
     "ElasticCommunicator",
     "Group",
     "Handle",

@@ -1,4 +1,7 @@
-"""Stores of `torch.distributed`, where workers meet. They have no authentication, so one should listen at one address only."""
+"""Stores of `torch.distributed`, where workers meet.
+
+PyTorch's has no authentication, so it should listen at one address only; the one of runs with credentials is a `TlsStore`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,27 @@ from typing import Any
 import torch.distributed as dist
 
 from .agreement import parsed
+from .credentials import Credentials
 from .handle import CommunicationError
+from .tls_store import TlsStore
 
 
-def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+def listening_store(
+    address: str, port: int, timeout: timedelta, credentials: Credentials | None = None
+) -> dist.TCPStore | TlsStore:
     """A store that listens at one address; PyTorch's own listens on all interfaces.
 
     Args:
         address: of this machine.
         port: TCP port; 0 takes a free one.
         timeout: how long to wait for a key.
+        credentials: of this worker; with them the store is a `TlsStore`.
 
     Raises:
         OSError: the port is taken, or this machine does not have the address.
     """
+    if credentials is not None:
+        return TlsStore(address, port, timeout, credentials, listens=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,6 +49,24 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
+
+
+def connected_store(
+    address: str, port: int, timeout: timedelta, credentials: Credentials | None = None
+) -> dist.TCPStore | TlsStore:
+    """A client of the store that `listening_store` has made, which it waits for.
+
+    Args:
+        address, port: of the store.
+        timeout: how long to wait for the store, and then for a key.
+        credentials: of this worker.
+
+    Raises:
+        RuntimeError: the store does not answer, or refuses this worker.
+    """
+    if credentials is not None:
+        return TlsStore(address, port, timeout, credentials)
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:
@@ -75,7 +103,7 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
 
 
 def host_of(store: dist.Store) -> str | None:
-    """The host of a `TCPStore`, behind any prefixes; None for others."""
+    """The host of a `TCPStore` or `TlsStore`, behind any prefixes; None for others."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else None
+    return store.host if isinstance(store, (dist.TCPStore, TlsStore)) else None

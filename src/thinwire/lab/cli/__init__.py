@@ -1,4 +1,4 @@
-"""The command line: `thinwire train`, `sweep`, `report`, `demo`, `consensus`, `topology` and `bench`.
+"""The command line: `thinwire train`, `sweep`, `report`, `keys`, `demo`, `plan`, `consensus`, `topology` and `bench`.
 
 A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
 needs, after it has read its options, so that `--help` does not wait for PyTorch.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .extras import EXTRAS, advice, missing_packages
+from .keys import keys_command
 from .options import fail, named
 from .plan import plan_command
 from .report import report_command
@@ -30,6 +31,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   train --list    show the recipes
   sweep FILE      start many runs from one file, on this machine or a SLURM cluster
   report RUNS     make tables, figures and an HTML page from finished runs
+  keys            make the keys of an encrypted run between machines, and let machines join it
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
   consensus       average without training: the error against the bits sent
@@ -100,6 +102,7 @@ COMMANDS = {
     "demo": demo_command,
     "sweep": sweep_command,
     "report": report_command,
+    "keys": keys_command,
     "plan": plan_command,
     "consensus": consensus_command,
     "topology": topology_command,

@@ -1,0 +1,161 @@
+"""Who a worker is, and whom it believes: a folder of keys that the run's own certificate authority (CA) has signed.
+
+    certificate.pem   this worker's certificate, and key.pem, its private key
+    authority.pem     the certificate of the run's CA: whoever it has signed belongs to the run
+    revoked.pem       certificates that the CA has taken back (a CRL); absent while there are none
+    address           "host:port" at which the run's workers meet; absent on a run of one machine
+
+`thinwire keys` makes these files; see `keys.py`. Reading them needs Python's `ssl` alone. Both sides of a connection show
+their certificates, in TLS 1.3 only. Names of hosts play no part: a worker is who its certificate says, wherever it is.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..algorithm import require
+
+CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
+REVOKED, ADDRESS = "revoked.pem", "address"
+WRONG = {
+    9: "its certificate is not valid yet; set this machine's clock",
+    10: "its certificate has expired; ask for a new token, and join again",
+    23: "its certificate was revoked",
+    **dict.fromkeys((7, 18, 19, 20, 21), "its certificate is of another run"),
+}
+"""What OpenSSL's numbers (X509_V_ERR_*) mean here."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The keys with which a worker proves that it belongs to a run, and checks that others do.
+
+    Args:
+        folder: that `thinwire keys new` or `thinwire keys join` has made.
+
+    Attributes:
+        name: of this worker, from its certificate.
+        run: name of the run, from the same.
+
+    Raises:
+        ValueError: a file is missing or damaged, others may read the key, or the certificate has expired, was revoked, or is
+            of another run.
+
+    Example:
+        >>> Credentials("nowhere")
+        Traceback (most recent call last):
+        ValueError: nowhere has no certificate.pem; make keys with: thinwire keys new nowhere
+    """
+
+    folder: str | os.PathLike[str]
+    name: str = field(init=False, compare=False)
+    run: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        for path in (self.certificate, self.key, self.authority):
+            require(
+                path.is_file(), f"{self.folder} has no {path.name}; make keys with: thinwire keys new {self.folder}"
+            )
+        mode = self.key.stat().st_mode
+        require(os.name != "posix" or mode & 0o077 == 0, f"others may read {self.key}; run: chmod 600 {self.key}")
+        shown = self._shown()
+        object.__setattr__(self, "name", name_in(shown))
+        object.__setattr__(self, "run", dict(pair for part in shown["issuer"] for pair in part).get("commonName", ""))
+
+    @property
+    def certificate(self) -> Path:
+        """This worker's certificate, PEM."""
+        return Path(self.folder) / CERTIFICATE
+
+    @property
+    def key(self) -> Path:
+        """The private key of the certificate, PEM."""
+        return Path(self.folder) / KEY
+
+    @property
+    def authority(self) -> Path:
+        """The certificate of the run's CA, PEM."""
+        return Path(self.folder) / AUTHORITY
+
+    @property
+    def revoked(self) -> Path | None:
+        """The list of certificates that were revoked, PEM; None while there are none."""
+        path = Path(self.folder) / REVOKED
+        return path if path.is_file() else None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port at which the run's workers meet; None if no token has named them.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path = Path(self.folder) / ADDRESS
+        return parsed_address(path.read_text().strip()) if path.is_file() else None
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        """The settings of one side of a connection: TLS 1.3, and the other side must show a certificate of the run.
+
+        Args:
+            server: the side that listens.
+
+        Raises:
+            ValueError: a file is damaged, or the key belongs to another certificate.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            context.num_tickets = 0  # no session is resumed without its certificate
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            context.load_verify_locations(self.authority)
+            if (revoked := self.revoked) is not None:
+                context.load_verify_locations(revoked)
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(
+                f"the keys in {self.folder} cannot be used: {error}; make new ones, or join again"
+            ) from None
+        return context
+
+    def _shown(self) -> dict[str, Any]:
+        """This worker's certificate, as a worker of the run reads it in a handshake, which happens here in memory."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = self.context(True).wrap_bio(to_server, to_client, server_side=True)
+        client = self.context(False).wrap_bio(to_client, to_server)
+        for side in (client, server, client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                reason = WRONG.get(error.verify_code, error.verify_message)
+                raise ValueError(f"{self.certificate} cannot be used: {reason}") from None
+        return server.getpeercert() or {}
+
+
+def name_in(shown: dict[str, Any]) -> str:
+    """The name of the worker in a certificate, as `getpeercert` gives it."""
+    return str(dict(pair for part in shown.get("subject", ()) for pair in part).get("commonName", ""))
+
+
+def parsed_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port".
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> parsed_address("[2001:db8::1]:29500")
+        ('2001:db8::1', 29500)
+    """
+    host, _, port = address.rpartition(":")
+    require(bool(host) and port.isdecimal() and int(port) < 1 << 16, f"expected an address HOST:PORT, got {address!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,475 @@
+"""Makes the keys of a run: its own certificate authority (CA), join tokens, and the list of revoked certificates.
+
+`new_run` makes a folder with a CA and a first worker. Another worker gets its certificate with a *join token*: the run's
+name, an address, the SHA-256 of the CA's certificate, a secret that is good for one worker, and when it ends. The token
+travels by hand; whoever has it can join the run once. Then, over TLS:
+
+    worker -> CA    its name, a request for a certificate (CSR), and HMAC-SHA-256 of both, keyed by the secret
+    CA -> worker    its certificate, the CA's certificate, and the list of revoked ones
+
+The CA takes a secret away before it signs, so that none is used twice. The worker compares the CA's certificate with the
+token, and its own with the CA's key; so nobody on the way can be the CA. Private keys stay on the machine that made them.
+
+Needs the package `cryptography` (`pip install thinwire[secure]`); runs themselves do not.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import ssl
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..algorithm import require
+from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials, parsed_address
+from .tls import Listener, Refused, connect_tls, read_frame, send_frame
+
+AUTHORITY_KEY, ISSUED = "authority-key.pem", "issued"
+BACK = timedelta(minutes=5)
+"""Certificates begin so long before they are made, because clocks differ."""
+AUTHORITY_LIFE = timedelta(days=3650)
+SECRET_BYTES, SUM_BYTES = 32, 4
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+PREFIX = "thinwire."
+MAX_TEXT = 1 << 14
+"""Characters of a request for a certificate."""
+
+
+class Token(NamedTuple):
+    """What lets one worker join a run.
+
+    Args:
+        run: its name.
+        host, port: where the CA answers.
+        authority: SHA-256 of the CA's certificate, hexadecimal.
+        secret: hexadecimal.
+        until: seconds since 1970.
+    """
+
+    run: str
+    host: str
+    port: int
+    authority: str
+    secret: str
+    until: int
+
+    def text(self) -> str:
+        """The token as one word, to be sent to the worker by hand.
+
+        Example:
+            >>> token = Token("home", "example.org", 29500, 64 * "0", 64 * "1", 1_800_000_000)
+            >>> parsed_token(token.text()) == token
+            True
+        """
+        data = json.dumps(self, separators=(",", ":")).encode()
+        return PREFIX + base64.urlsafe_b64encode(hashlib.sha256(data).digest()[:SUM_BYTES] + data).decode().rstrip("=")
+
+
+def parsed_token(text: str) -> Token:
+    """The token of a text.
+
+    Raises:
+        ValueError: the text is no token, or a damaged one.
+    """
+    try:
+        word = text.strip().removeprefix(PREFIX)
+        data = base64.urlsafe_b64decode(word + "=" * (-len(word) % 4))
+        if hashlib.sha256(data[SUM_BYTES:]).digest()[:SUM_BYTES] != data[:SUM_BYTES]:
+            raise ValueError
+        return Token(*json.loads(data[SUM_BYTES:]))
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"this is no join token, or a part of it is missing; copy the whole word that begins with {PREFIX}"
+        ) from None
+
+
+# ---- the run's CA ----
+
+
+def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 30.0) -> None:
+    """Make a folder with a new CA, and the keys of the first worker.
+
+    Args:
+        folder: which does not exist, or is empty.
+        run: name of the run.
+        name: of the worker.
+        days: that its certificate lives.
+
+    Raises:
+        ValueError: the folder has files, or a name has other characters than letters, digits, ".", "_" and "-".
+    """
+    x509, ec, hashes, serialization = _crypto()
+    place = Path(folder)
+    require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
+    for what in (run, name):
+        _check_name(what)
+    place.mkdir(parents=True, exist_ok=True)
+    os.chmod(place, 0o700)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject, public = _subject(x509, run), key.public_key()
+    usage = dict.fromkeys(
+        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+    )
+    made = (
+        _dated(x509, AUTHORITY_LIFE)
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(public)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False),
+            critical=True,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write(place / AUTHORITY_KEY, _private(key), secret=True)
+    _write(place / AUTHORITY, made.public_bytes(serialization.Encoding.PEM))
+    own, request = new_request(name)
+    _write(place / KEY, own, secret=True)
+    _write(place / CERTIFICATE, Issuer(place).sign(request, days))
+    Credentials(place)  # it can be used
+
+
+class Issuer:
+    """The CA in a folder: signs requests of workers, and revokes certificates.
+
+    Args:
+        folder: that `new_run` has made.
+
+    Raises:
+        ValueError: the folder has no CA.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        x509, _, _, serialization = _crypto()
+        self._folder = Path(folder)
+        path = self._folder / AUTHORITY_KEY
+        require(
+            path.is_file(),
+            f"{folder} has no {AUTHORITY_KEY}: the CA is in the folder that `thinwire keys new` made, on the machine of the "
+            "run's first worker",
+        )
+        self._key: Any = serialization.load_pem_private_key(path.read_bytes(), None)
+        self.certificate = (self._folder / AUTHORITY).read_bytes()
+        self._own = x509.load_pem_x509_certificate(self.certificate)
+        self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the CA's certificate, hexadecimal."""
+        return _fingerprint(self.certificate)
+
+    def sign(self, request: bytes, days: float) -> bytes:
+        """The certificate for a request.
+
+        Args:
+            request: CSR, PEM.
+            days: that the certificate lives.
+
+        Raises:
+            ValueError: the request is damaged, or a worker of this name has a certificate.
+        """
+        x509, _, hashes, serialization = _crypto()
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        csr = x509.load_pem_x509_csr(request)
+        require(csr.is_signature_valid, "the request for a certificate is not signed by its own key")
+        name = str(csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+        _check_name(name)
+        with self._lock:
+            path = self._folder / ISSUED / f"{name}.pem"
+            require(
+                not path.exists(),
+                f"a worker named {name} has a certificate already; choose another --name, or revoke it",
+            )
+            made = (
+                _dated(x509, timedelta(days=days))
+                .subject_name(_subject(x509, name))  # and nothing else that the request asks for
+                .issuer_name(self._own.subject)
+                .public_key(csr.public_key())
+                .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+                .add_extension(
+                    x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+                )
+                .add_extension(x509.SubjectKeyIdentifier.from_public_key(csr.public_key()), critical=False)
+                .add_extension(
+                    x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
+                    critical=False,
+                )
+                .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+                .sign(self._key, hashes.SHA256())
+            )
+            pem: bytes = made.public_bytes(serialization.Encoding.PEM)
+            path.parent.mkdir(exist_ok=True)
+            _write(path, pem)
+            return pem
+
+    def revoke(self, name: str) -> Path:
+        """Take a worker's certificate back; returns the file with the list of all that were revoked.
+
+        Raises:
+            ValueError: no worker of this name has a certificate.
+        """
+        x509, _, hashes, serialization = _crypto()
+        names = sorted(path.stem for path in (self._folder / ISSUED).glob("*.pem"))
+        require(name in names, f"no worker named {name!r} has a certificate; these have: {', '.join(names) or 'none'}")
+        path, listed = self._folder / ISSUED / f"{name}.pem", self._folder / REVOKED
+        now = datetime.now(timezone.utc)
+        crl = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self._own.subject)
+            .last_update(now - BACK)
+            .next_update(now + AUTHORITY_LIFE)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+        )
+        if listed.exists():
+            for entry in x509.load_pem_x509_crl(listed.read_bytes()):
+                crl = crl.add_revoked_certificate(entry)
+        serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+        made = crl.add_revoked_certificate(entry).sign(self._key, hashes.SHA256())
+        _write(listed, made.public_bytes(serialization.Encoding.PEM))
+        path.unlink()
+        return listed
+
+
+class Admission:
+    """Lets workers with a join token into the run, each token once.
+
+    Args:
+        folder: of the CA.
+        address: "host:port" at which workers reach this machine; port 0 takes a free one.
+        count: number of tokens.
+        hours: that they are good for.
+        days: that the certificates live.
+
+    Attributes:
+        tokens: for the workers.
+        joined: names of the workers that have joined.
+
+    Raises:
+        ValueError: the folder has no CA, or the address cannot be used.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], address: str, count: int = 1, hours: float = 24.0, days: float = 30.0
+    ):
+        require(count >= 1 and hours > 0, f"tokens are 1 or more for some hours, got {count} for {hours:g}")
+        self._issuer, self._days, self._folder = Issuer(folder), days, Path(folder)
+        credentials = Credentials(folder)
+        host, port = parsed_address(address)
+        self.joined: list[str] = []
+        self._lock, self._changed = threading.Lock(), threading.Event()
+        self._open: list[Token] = []
+        try:
+            self._listener = Listener(host, port, credentials, self._answer, asks_all=True)
+        except OSError as error:
+            raise ValueError(f"cannot listen at {address}: {error.strerror or error}; choose another") from None
+        until = int(time.time() + 3600 * hours)
+        self.tokens = [
+            Token(
+                credentials.run,
+                host,
+                self._listener.port,
+                self._issuer.fingerprint,
+                secrets.token_hex(SECRET_BYTES),
+                until,
+            )
+            for _ in range(count)
+        ]
+        self._open += self.tokens
+        _write(self._folder / ADDRESS, f"{address.rpartition(':')[0]}:{self._listener.port}\n".encode())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the next worker to join, or until the tokens have expired; returns whether any token is left."""
+        self._changed.wait(seconds if seconds is not None else max(0.0, self.tokens[0].until - time.time()))
+        self._changed.clear()
+        return bool(self._open) and time.time() < self.tokens[0].until
+
+    def close(self) -> None:
+        """Let nobody in any more: tokens that are left are void."""
+        self._listener.close(seconds=5.0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        try:
+            request, proof = question
+            require(len(request) <= MAX_TEXT, "a request for a certificate is shorter")
+            with self._lock:  # a token is taken away before anything is signed with it
+                token = next((t for t in self._open if hmac.compare_digest(_proof(t, request), proof)), None)
+                if token is not None:
+                    self._open.remove(token)
+        except ValueError as error:
+            raise Refused(f"it asks for a certificate in a wrong way: {error}") from None
+        if token is None:
+            raise Refused("it has no token of this run, or one that was used")
+        if time.time() > token.until:
+            raise Refused("its token has expired")
+        try:
+            certificate = self._issuer.sign(request, self._days)
+        except ValueError as error:  # such as a name that is taken: another may be tried
+            with self._lock:
+                self._open.append(token)
+            return [b"refused", str(error).encode()]
+        crl = self._folder / REVOKED
+        self.joined.append(_name_of(certificate))
+        self._changed.set()
+        return [b"signed", certificate, self._issuer.certificate, crl.read_bytes() if crl.exists() else b""]
+
+
+# ---- the worker that joins ----
+
+
+def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float = 30.0) -> None:
+    """Make this worker's key, let the CA sign it, and write a folder of keys.
+
+    Args:
+        folder: which does not exist, or is empty.
+        token: from the CA's machine.
+        name: of this worker; no other worker of the run has it.
+        seconds: to wait for the CA.
+
+    Raises:
+        ValueError: the token has expired or was used, the name is taken, or who answers is not the run's CA.
+    """
+    place = Path(folder)
+    require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
+    _check_name(name)
+    require(
+        time.time() < token.until, f"the token expired at {_when(token.until)}; ask for a new one: thinwire keys token"
+    )
+    key, request = new_request(name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it shows below what it has signed with
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    where = f"[{token.host}]:{token.port}" if ":" in token.host else f"{token.host}:{token.port}"
+    try:
+        with connect_tls(token.host, token.port, context, seconds) as connection:
+            send_frame(connection, request, _proof(token, request))
+            answer = read_frame(connection)
+    except ConnectionResetError:
+        raise ValueError(f"{where} refuses the token: it was used, or has expired; ask for a new one") from None
+    except OSError as error:
+        raise ValueError(
+            f"{where} does not answer ({error}); the machine that gave the token must wait there with: thinwire keys token"
+        ) from None
+    require(answer[0] == b"signed" and len(answer) == 4, f"{where} says: {answer[-1].decode(errors='replace')[:300]}")
+    _, certificate, authority, revoked = answer
+    _check_answer(certificate, authority, revoked, request, token)
+    place.mkdir(parents=True, exist_ok=True)
+    os.chmod(place, 0o700)
+    _write(place / KEY, key, secret=True)
+    for file, content in ((CERTIFICATE, certificate), (AUTHORITY, authority), (REVOKED, revoked)):
+        if content:
+            _write(place / file, content)
+    _write(place / ADDRESS, f"{where}\n".encode())
+    Credentials(place)
+
+
+def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request: bytes, token: Token) -> None:
+    """Raise a ValueError unless the run's CA has signed this request."""
+    x509, _, _, _ = _crypto()
+    wrong = f"who answers at {token.host}:{token.port} is not the CA of the run {token.run}"
+    require(_fingerprint(authority) == token.authority, wrong)
+    own = x509.load_pem_x509_certificate(authority)
+    try:
+        made, asked = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_csr(request)
+        made.verify_directly_issued_by(own)
+        is_ours = made.public_key() == asked.public_key() and made.subject == asked.subject
+        is_ours &= not revoked or x509.load_pem_x509_crl(revoked).is_signature_valid(own.public_key())
+    except Exception as error:
+        raise ValueError(f"{wrong}: {error}") from None
+    require(is_ours, wrong)
+
+
+def new_request(name: str) -> tuple[bytes, bytes]:
+    """A new private key, and a request to sign it for a worker of this name; both PEM."""
+    x509, ec, hashes, serialization = _crypto()
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_subject(x509, name)).sign(key, hashes.SHA256())
+    return _private(key), request.public_bytes(serialization.Encoding.PEM)
+
+
+# ---- parts of the above ----
+
+
+def own_name() -> str:
+    """A worker's default name: that of the machine."""
+    return (re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-") or "worker")[:63]
+
+
+def _check_name(name: str) -> None:
+    require(
+        NAME.fullmatch(name) is not None,
+        f"a name has 1 to 63 letters, digits, '.', '_' and '-', the first one a letter or digit; got {name[:80]!r}",
+    )
+
+
+def _proof(token: Token, request: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(token.secret), b"join" + request, "sha256")
+
+
+def _fingerprint(certificate: bytes) -> str:
+    x509, _, hashes, _ = _crypto()
+    try:
+        digest: bytes = x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
+    except ValueError:
+        return ""
+    return digest.hex()
+
+
+def _name_of(certificate: bytes) -> str:
+    x509, _, _, _ = _crypto()
+    return str(x509.load_pem_x509_certificate(certificate).subject.rfc4514_string()).removeprefix("CN=")
+
+
+def _dated(x509: ModuleType, life: timedelta) -> Any:
+    now = datetime.now(timezone.utc)
+    builder = x509.CertificateBuilder().serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - BACK).not_valid_after(now + life)
+
+
+def _subject(x509: ModuleType, name: str) -> Any:
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _private(key: Any) -> bytes:
+    _, _, _, serialization = _crypto()
+    pem: bytes = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return pem
+
+
+def _write(path: Path, content: bytes, secret: bool = False) -> None:
+    """Write a file at once, so that nobody reads half of it; nobody else may read a secret one."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+        file.write(content)
+    os.replace(new, path)
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _crypto() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
+    """The parts of `cryptography` that are used here."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return x509, ec, hashes, serialization

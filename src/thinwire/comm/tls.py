@@ -1,0 +1,355 @@
+"""Questions and answers over TLS, for the small messages of stores, of the Lighthouse and of `thinwire keys`.
+
+A listener gives a caller without a certificate of the run a handshake, and nothing more. Each connection has a thread of its
+own, because Python's `ssl` cannot use one from two threads at once. A client learns only with the first byte that it was
+accepted: in TLS 1.3 its handshake ends before the listener has seen its certificate.
+
+    listener  -> client     ACCEPTED
+    client    -> listener   a frame: the question
+    listener  -> client     a frame: the answer; and so on
+
+A frame is its length (4 bytes, at most `MAX_FRAME_BYTES`), then fields: the length of each (4 bytes), and its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from .credentials import WRONG, Credentials, name_in
+
+MAX_FRAME_BYTES = 1 << 22
+MAX_STRANGERS = 64
+"""Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
+MAX_CONNECTIONS = 4096
+HANDSHAKE_SECONDS = 10.0
+LOG_SECONDS = 1.0  # between two lines about refused connections
+LOOK_SECONDS = 0.5  # between two looks at the list of revoked certificates
+SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
+ACCEPTED = b"\x01"
+LENGTH = struct.Struct("!I")
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+Answer = Callable[[list[bytes]], list[bytes]]
+log = logging.getLogger("thinwire")
+
+
+class Refused(ConnectionError):
+    """The other side is not of the run, or says that this worker is not."""
+
+
+# ---- frames ----
+
+
+def send_frame(connection: ssl.SSLSocket, *fields: bytes) -> None:
+    """Send some fields as one frame."""
+    body = b"".join(LENGTH.pack(len(field)) + field for field in fields)
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def read_frame(connection: ssl.SSLSocket) -> list[bytes]:
+    """The fields of the next frame.
+
+    Raises:
+        OSError: the connection has ended, or what came is no frame.
+    """
+    (size,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise Refused(f"a frame of {size} bytes was announced, expected at most {MAX_FRAME_BYTES}")
+    return list(_fields(_read(connection, size)))
+
+
+def _fields(body: bytes) -> Iterator[bytes]:
+    while body:
+        size = LENGTH.unpack_from(body)[0] if len(body) >= LENGTH.size else MAX_FRAME_BYTES
+        if size > len(body) - LENGTH.size:
+            raise Refused("a frame ends within a field")
+        yield body[LENGTH.size : LENGTH.size + size]
+        body = body[LENGTH.size + size :]
+
+
+def _read(connection: ssl.SSLSocket, size: int) -> bytes:
+    read = bytearray()
+    while len(read) < size:
+        part = connection.recv(size - len(read))
+        if not part:
+            raise ConnectionResetError("end of the connection")
+        read += part
+    return bytes(read)
+
+
+# ---- the side that listens ----
+
+
+class Listener:
+    """Answers the workers of a run at one address. Certificates that are revoked meanwhile end their connections.
+
+    Args:
+        host: address of this machine; where it is translated on the way, so that this machine does not have it, the listener
+            takes all addresses.
+        port: TCP port; 0 takes a free one.
+        credentials: of this worker.
+        answer: the answer to a question; it is called in many threads.
+        asks_all: whether it also answers callers without a certificate, as only `thinwire keys token` does.
+
+    Raises:
+        OSError: the port is taken, or the host has no address.
+    """
+
+    def __init__(self, host: str, port: int, credentials: Credentials, answer: Answer, asks_all: bool = False):
+        self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
+        self._listener = listening_socket(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
+        self._open: set[socket.socket] = set()
+        self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
+        self._list, self._context = self._revoked(), self._new_context()
+        threading.Thread(target=self._accept, name="thinwire-tls", daemon=True).start()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+        deadline = time.monotonic() + seconds
+        while self._open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self._lock:
+            for connection in (*self._open, *self._greeting):
+                _end(connection)
+
+    def _new_context(self) -> ssl.SSLContext:
+        context = self._credentials.context(server=True)
+        if self._asks_all:
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def _revoked(self) -> tuple[int, int] | None:
+        path = self._credentials.revoked
+        found = path and path.stat()
+        return (found.st_mtime_ns, found.st_size) if found else None
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # closed
+            poll.register(self._listener, select.POLLIN)
+            while not self._is_closed:
+                is_ready = poll.poll(1000 * LOOK_SECONDS)
+                self._look_at_the_list()
+                if is_ready:
+                    self._greet()
+
+    def _look_at_the_list(self) -> None:
+        """If certificates were revoked, end all connections: the others connect again."""
+        with contextlib.suppress(OSError, ValueError):  # it is being written
+            if (now := self._revoked()) != self._list:
+                self._context, self._list = self._new_context(), now
+                with self._lock:
+                    for connection in (*self._open, *self._greeting):
+                        _end(connection)
+
+    def _greet(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._log("cannot take a connection", error.strerror)
+                time.sleep(1.0)  # it would be tried again at once, and again
+            elif self._is_closed or error.errno == errno.EINVAL:
+                raise
+            return
+        with self._lock:
+            self._greeting[connection] = address[0]
+            crowd = list(self._greeting.values())
+        if len(crowd) > MAX_STRANGERS:
+            busiest = Counter(crowd).most_common(1)[0][0]
+            oldest = next((c for c, host in list(self._greeting.items()) if host == busiest), None)
+            if oldest is not None:
+                _end(oldest)
+        threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
+
+    def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
+        """The life of one connection."""
+        caller, connection = f"{address[0]}:{address[1]}", None
+        try:
+            with contextlib.suppress(OSError):
+                patient(raw)
+            # It goes over a duplicate of the socket, so that others may end it by `raw`: `ssl` takes over the other one.
+            copy = raw.dup()
+            copy.settimeout(HANDSHAKE_SECONDS)
+            connection = self._context.wrap_socket(copy, server_side=True, do_handshake_on_connect=False)
+            connection.do_handshake()
+            with self._lock:
+                self._greeting.pop(raw)
+                if len(self._open) >= MAX_CONNECTIONS:
+                    raise Refused(f"there are {MAX_CONNECTIONS} connections already")
+                self._open.add(raw)
+            caller = f"{name_in(connection.getpeercert() or {})} at {caller}"
+            connection.sendall(ACCEPTED)
+            if not self._asks_all:
+                connection.settimeout(None)
+            while not self._is_closed:
+                send_frame(connection, *self._answered(read_frame(connection)))
+        except ssl.SSLCertVerificationError as error:
+            self._log(caller, WRONG.get(error.verify_code, error.verify_message))
+        except (Refused, ssl.SSLError) as error:
+            if not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+                self._log(caller, getattr(error, "reason", None) or str(error))
+        except (OSError, ValueError):  # it has hung up, or this listener is being closed
+            pass
+        finally:
+            with self._lock:
+                self._greeting.pop(raw, None)
+                self._open.discard(raw)
+            _end(raw)
+            raw.close()
+            if connection is not None:
+                connection.close()
+
+    def _answered(self, question: list[bytes]) -> list[bytes]:
+        try:
+            return self._answer(question)
+        except (ValueError, IndexError) as error:
+            raise Refused(f"it asks what has no answer ({error})") from error
+
+    def _log(self, caller: str, why: str | None) -> None:
+        """Name who was refused; a flood of them gets a line a second."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._last_line + LOG_SECONDS:
+                self._unsaid += 1
+                return
+            more = f" (and {self._unsaid} others before)" if self._unsaid else ""
+            self._last_line, self._unsaid = now, 0
+        log.warning("thinwire: closed a connection from %s: %s%s", caller, why, more)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine, or at all if this machine does not have that one.
+
+    Raises:
+        OSError: the port is taken, or the host has no address.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        if error.errno not in NOT_HERE:
+            raise
+        return socket.create_server(("", port), family=family, backlog=1024)
+
+
+def patient(connection: socket.socket) -> None:
+    """Send small messages at once, and notice a peer that is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that another thread may be waiting for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# ---- the side that connects ----
+
+
+def connect_tls(host: str, port: int, context: ssl.SSLContext, seconds: float) -> ssl.SSLSocket:
+    """Connect with a listener, and wait until it has accepted this worker.
+
+    Raises:
+        Refused: one side does not believe the other's certificate.
+        OSError: nobody answers.
+    """
+    deadline = time.monotonic() + seconds
+    raw = socket.create_connection((host, port), seconds)
+    connection = None
+    try:
+        patient(raw)
+        raw.settimeout(max(0.001, deadline - time.monotonic()))
+        connection = context.wrap_socket(raw)
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if connection.recv(1) != ACCEPTED:
+            raise ConnectionResetError("it hung up")
+        return connection
+    except BaseException as error:
+        (connection or raw).close()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise Refused(f"{host}:{port} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+            raise Refused(f"{host}:{port} refuses this worker: {_alert(error.reason)}") from None
+        raise
+
+
+def _alert(reason: str) -> str:
+    """An alert of the other side, in words."""
+    word = reason.rpartition("ALERT_")[2].lower()
+    known = {"unknown_ca": 20, "decrypt_error": 7, "certificate_expired": 10, "certificate_revoked": 23}
+    return WRONG[known[word]] if word in known else word.replace("_", " ")
+
+
+class Client:
+    """Asks one listener. Threads may ask at once: each has a connection of its own, which the next question may take.
+
+    Args:
+        host, port: of the listener.
+        credentials: of this worker.
+    """
+
+    def __init__(self, host: str, port: int, credentials: Credentials):
+        self._host, self._port, self._credentials = host, port, credentials
+        self._idle: list[ssl.SSLSocket] = []
+
+    def ask(self, *fields: bytes, seconds: float, is_repeatable: bool = True) -> list[bytes]:
+        """The answer to a question.
+
+        Args:
+            fields: the question.
+            seconds: to wait for the answer.
+            is_repeatable: whether it does no harm to ask twice, if the connection was lost meanwhile.
+
+        Raises:
+            Refused: one side does not believe the other's certificate.
+            OSError: the listener does not answer.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            is_new = not self._idle
+            try:
+                connection = (
+                    connect_tls(self._host, self._port, self._credentials.context(server=False), seconds)
+                    if is_new
+                    else self._idle.pop()
+                )
+            except IndexError:  # another thread took it
+                continue
+            try:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                send_frame(connection, *fields)
+                answer = read_frame(connection)
+            except OSError:
+                connection.close()
+                if is_new or not is_repeatable or time.monotonic() > deadline:
+                    raise
+                continue
+            self._idle.append(connection)
+            return answer
+
+    def close(self) -> None:
+        """Close the connections that wait for questions."""
+        while self._idle:
+            self._idle.pop().close()

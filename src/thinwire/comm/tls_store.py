@@ -1,0 +1,188 @@
+"""A store of `torch.distributed` over TLS, where the workers of a run with credentials meet.
+
+One worker has the keys and values, and answers the others; see `tls.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .credentials import Credentials
+from .tls import Client, Listener, Refused
+
+MAX_TABLE_BYTES = 1 << 26
+"""Keys and values together; meeting takes some hundred bytes a worker."""
+WAIT_SECONDS = 1.0
+"""How long one question waits for a key, before it is asked again: a listener waits for no worker that is gone."""
+OK, MISSING, FULL = b"ok", b"missing", b"full"
+
+
+class TlsStore(dist.Store):
+    """A store whose clients show certificates of the run, and which shows its own.
+
+    Args:
+        address: of the worker that listens.
+        port: TCP port; with `listens`, 0 takes a free one.
+        timeout: how long to wait for the store, and then for a key.
+        credentials: of this worker.
+        listens: whether this worker has the keys and values, and the others ask it.
+
+    Attributes:
+        host, port: of the worker that listens.
+
+    Raises:
+        OSError: the port is taken.
+        RuntimeError: the store does not answer, or refuses this worker.
+
+    Example:
+        >>> import tempfile
+        >>> from datetime import timedelta
+        >>> from thinwire.comm import keys
+        >>> folder = f"{tempfile.mkdtemp()}/keys"
+        >>> keys.new_run(folder, "example", "first")
+        >>> ours = TlsStore("127.0.0.1", 0, timedelta(seconds=10), Credentials(folder), listens=True)
+        >>> theirs = TlsStore("127.0.0.1", ours.port, timedelta(seconds=10), Credentials(folder))
+        >>> theirs.set("rank 1", "is here")
+        >>> ours.get("rank 1")
+        b'is here'
+    """
+
+    def __init__(self, address: str, port: int, timeout: timedelta, credentials: Credentials, listens: bool = False):
+        super().__init__()
+        self.set_timeout(timeout)
+        self.host = address
+        self._listener: Listener | None = None
+        self._table = Table() if listens else None
+        if self._table is not None:
+            self._listener = Listener(address, port, credentials, self._table.answer)
+            self.port = self._listener.port
+            return
+        self.port, self._client = port, Client(address, port, credentials)
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
+        while True:
+            try:
+                self._ask(b"count", seconds=max(0.1, deadline - time.monotonic()))
+                return
+            except dist.DistNetworkError as error:  # it may not listen yet
+                if time.monotonic() + pause > deadline or isinstance(error.__cause__, Refused):
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    def close(self) -> None:
+        """Close the connections; the keys go with the worker that listens."""
+        if self._listener is not None:
+            self._listener.close()
+        else:
+            self._client.close()
+
+    def _ask(self, *question: bytes, seconds: float | None = None, is_repeatable: bool = True) -> list[bytes]:
+        if self._table is not None:
+            answer = self._table.answer([*question])
+        else:
+            seconds = self._seconds() if seconds is None else seconds
+            try:
+                answer = self._client.ask(*question, seconds=seconds + WAIT_SECONDS, is_repeatable=is_repeatable)
+            except OSError as error:
+                raise dist.DistNetworkError(f"the store does not answer: {error}") from error
+        if answer[0] == FULL:
+            raise dist.DistStoreError(f"the store is full: it holds at most {MAX_TABLE_BYTES} bytes")
+        return answer
+
+    def _seconds(self) -> float:
+        """How long to wait for a key, as `set_timeout` has it."""
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]  # PyTorch's types lack it
+        return limit.total_seconds()
+
+    # ---- what torch.distributed asks for ----
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask(b"get", key.encode())[1]
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask(b"add", key.encode(), str(number).encode(), is_repeatable=False)[1])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        values = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
+        return self._ask(b"compare", key.encode(), *values, is_repeatable=False)[1]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(b"wait", b"0", *(key.encode() for key in keys))[0] == OK
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = self._seconds() if timeout is None else timeout.total_seconds()
+        deadline, names = time.monotonic() + limit, [key.encode() for key in keys]
+        while True:
+            left = deadline - time.monotonic()
+            milliseconds = math.ceil(1000 * max(0.0, min(left, WAIT_SECONDS)))
+            if self._ask(b"wait", str(milliseconds).encode(), *names, seconds=max(left, 0.1))[0] == OK:
+                return
+            if left <= 0:
+                raise dist.DistStoreError(f"wait timeout after {limit:g} seconds, keys: {', '.join(keys)}")
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"delete", key.encode())[0] == OK
+
+    def num_keys(self) -> int:
+        return int(self._ask(b"count")[1])
+
+    deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
+
+
+class Table:
+    """The keys and values of a `TlsStore`, and the answers to what is asked about them."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._num_bytes, self._changed = 0, threading.Condition()
+
+    def answer(self, question: list[bytes]) -> list[bytes]:
+        """The answer to a question.
+
+        Raises:
+            ValueError: it is none.
+        """
+        what, *fields = question
+        with self._changed:
+            if what == b"wait":
+                seconds = min(int(fields[0]) / 1000, WAIT_SECONDS)
+                return [
+                    OK if self._changed.wait_for(lambda: self._values.keys() >= {*fields[1:]}, seconds) else MISSING
+                ]
+            if what == b"count":
+                return [OK, str(len(self._values)).encode()]
+            key, *values = fields
+            before = self._values.get(key)
+            if what == b"set":
+                return self._put(key, values[0])
+            if what == b"get":
+                return [MISSING, b""] if before is None else [OK, before]
+            if what == b"add":
+                return self._put(key, str(int(before or b"0") + int(values[0])).encode())
+            if what == b"compare":
+                fits = before == values[0] if before is not None else not values[0]
+                return self._put(key, values[1]) if fits else [OK, values[0] if before is None else before]
+            if what == b"delete":
+                self._num_bytes -= len(key) + len(self._values.pop(key, b"")) if before is not None else 0
+                return [MISSING if before is None else OK]
+        raise ValueError(f"unknown question {what!r}")
+
+    def _put(self, key: bytes, value: bytes) -> list[bytes]:
+        before = self._values.get(key)
+        added = len(value) + len(key) if before is None else len(value) - len(before)
+        if self._num_bytes + added > MAX_TABLE_BYTES:
+            return [FULL]
+        self._values[key] = value
+        self._num_bytes += added
+        self._changed.notify_all()
+        return [OK, value]

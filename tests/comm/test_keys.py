@@ -1,0 +1,179 @@
+"""Who gets a certificate of a run, and which are good."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+
+import pytest
+from helpers.keys import another, keys_of
+
+import thinwire as tw
+from thinwire.comm import keys
+from thinwire.comm.tls import Listener, Refused, connect_tls, read_frame, send_frame
+
+
+def admission(folder, **options):
+    return keys.Admission(folder, "127.0.0.1:0", **options)
+
+
+def test_a_worker_joins_with_a_token_once(tmp_path):
+    keys.new_run(tmp_path / "a", "homes", "first")
+    admitted = admission(tmp_path / "a")
+    (token,) = admitted.tokens
+    keys.join(tmp_path / "b", keys.parsed_token(token.text()), "second")
+    assert admitted.joined == ["second"] and not admitted.wait(10)
+    joined = tw.Credentials(tmp_path / "b")
+    assert (joined.name, joined.run, joined.address) == ("second", "homes", ("127.0.0.1", token.port))
+    assert tw.Credentials(tmp_path / "a").address == joined.address
+    assert (tmp_path / "b" / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "b" / "authority-key.pem").exists()
+    with pytest.raises(ValueError, match=r"refuses the token: it was used, or has expired"):
+        keys.join(tmp_path / "c", token, "third")
+    assert not (tmp_path / "c").exists()
+    admitted.close()
+    with pytest.raises(ValueError, match="does not answer .* must wait there with: thinwire keys token"):
+        keys.join(tmp_path / "c", token, "third")
+
+
+def test_one_secret_signs_once_though_many_use_it_at_the_same_time(tmp_path):
+    keys.new_run(tmp_path / "a", "run", "first")
+    admitted = admission(tmp_path / "a")
+    outcomes = []
+
+    def join(number):
+        try:
+            keys.join(tmp_path / f"joiner-{number}", admitted.tokens[0], f"joiner-{number}")
+            outcomes.append(number)
+        except ValueError:
+            pass
+
+    threads = [threading.Thread(target=join, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    admitted.close()
+    assert len(outcomes) == 1 and admitted.joined == [f"joiner-{outcomes[0]}"]
+    assert sorted(path.stem for path in (tmp_path / "a" / "issued").iterdir()) == ["first", f"joiner-{outcomes[0]}"]
+
+
+def test_an_expired_token_is_refused_by_both_sides(tmp_path, monkeypatch, caplog):
+    keys.new_run(tmp_path / "a", "run", "first")
+    admitted = admission(tmp_path / "a", hours=1e-6)
+    expired = admitted.tokens[0]
+    with pytest.raises(ValueError, match="the token expired at .*; ask for a new one"):
+        keys.join(tmp_path / "b", expired, "second")
+    with pytest.raises(ValueError, match="refuses the token: it was used, or has expired"):
+        keys.join(tmp_path / "b", expired._replace(until=2**40), "second")  # its own clock is late
+    admitted.close()
+    assert any("its token has expired" in line for line in caplog.messages)
+
+
+def test_what_is_sent_without_a_token_gets_no_answer(tmp_path, caplog):
+    keys.new_run(tmp_path / "a", "run", "first")
+    admitted = admission(tmp_path / "a")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    _, request = keys.new_request("intruder")
+    for question in ([request, b"p" * 32], [request], [b"x" * (keys.MAX_TEXT + 1), b"p" * 32], []):
+        with (
+            connect_tls("127.0.0.1", admitted.tokens[0].port, context, 10) as connection,
+            pytest.raises(OSError),
+        ):
+            send_frame(connection, *question)
+            read_frame(connection)
+    keys.join(tmp_path / "b", admitted.tokens[0], "second")
+    admitted.close()
+    assert admitted.joined == ["second"]
+
+
+def test_a_name_is_taken_once_and_the_token_stays_good(tmp_path):
+    keys.new_run(tmp_path / "a", "run", "first")
+    admitted = admission(tmp_path / "a")
+    with pytest.raises(ValueError, match="says: a worker named first has a certificate already; choose another --name"):
+        keys.join(tmp_path / "b", admitted.tokens[0], "first")
+    keys.join(tmp_path / "b", admitted.tokens[0], "second")
+    admitted.close()
+    for name in ("", "../up", "two words", "x" * 64):
+        with pytest.raises(ValueError, match="a name has 1 to 63 letters"):
+            keys.new_run(tmp_path / "c", "run", name)
+
+
+def test_another_ca_that_answers_for_the_runs_is_found_out(tmp_path):
+    """It has the secret even; the token's fingerprint is that of the true one."""
+    keys.new_run(tmp_path / "true", "run", "first")
+    keys.new_run(tmp_path / "false", "run", "first")
+    true, false = admission(tmp_path / "true"), admission(tmp_path / "false")
+    false._open.append(false.tokens[0]._replace(secret=true.tokens[0].secret))
+    with pytest.raises(ValueError, match="is not the CA of the run run"):
+        keys.join(tmp_path / "b", true.tokens[0]._replace(port=false.tokens[0].port), "second")
+    assert not (tmp_path / "b").exists()
+    true.close()
+    false.close()
+
+
+def test_a_damaged_token_says_so():
+    text = keys.Token("run", "host", 1, 64 * "0", 64 * "1", 2**31).text()
+    for damaged in ("", "thinwire.", text[:-3], text.replace("0", "1", 1) + "A", "thinwire.{}"):
+        with pytest.raises(ValueError, match="this is no join token, or a part of it is missing"):
+            keys.parsed_token(damaged)
+
+
+def test_keys_that_cannot_be_used_say_why(tmp_path):
+    ours, second = keys_of(tmp_path, "first", "second")
+    with pytest.raises(ValueError, match=r"has no certificate.pem; make keys with: thinwire keys new"):
+        tw.Credentials(tmp_path)
+    ours.key.chmod(0o640)
+    with pytest.raises(ValueError, match=r"others may read .*key.pem; run: chmod 600"):
+        tw.Credentials(ours.folder)
+    ours.key.chmod(0o600)
+    good = second.key.read_bytes()
+    second.key.write_bytes(ours.key.read_bytes())
+    with pytest.raises(ValueError, match="cannot be used: .*KEY_VALUES_MISMATCH.* make new ones, or join again"):
+        tw.Credentials(second.folder)
+    second.key.write_bytes(good)
+    (other,) = keys_of(tmp_path / "other", "first")
+    second.authority.write_bytes(other.authority.read_bytes())
+    with pytest.raises(ValueError, match="cannot be used: its certificate is of another run"):
+        tw.Credentials(second.folder)
+    with pytest.raises(ValueError, match="its certificate has expired; ask for a new token, and join again"):
+        another(tmp_path / "first", tmp_path / "old", "old", days=-1e-3)
+    keys.Issuer(tmp_path / "first").revoke("first")
+    with pytest.raises(ValueError, match="its certificate was revoked"):
+        tw.Credentials(tmp_path / "first")
+    with pytest.raises(ValueError, match="no worker named 'first' has a certificate; these have: old, second"):
+        keys.Issuer(tmp_path / "first").revoke("first")
+    with pytest.raises(ValueError, match="the CA is in the folder that `thinwire keys new` made"):
+        keys.Issuer(second.folder)
+    with pytest.raises(ValueError, match="has files already"):
+        keys.new_run(tmp_path / "first", "run", "again")
+
+
+def echo(question):
+    return question
+
+
+def test_a_revoked_certificate_ends_its_connections_and_gets_no_new_one(tmp_path):
+    ours, good, bad = keys_of(tmp_path, "first", "good", "bad")
+    listener = Listener("127.0.0.1", 0, ours, echo)
+
+    def connect(credentials):
+        return connect_tls("127.0.0.1", listener.port, credentials.context(server=False), 10)
+
+    held = connect(bad)
+    send_frame(held, b"hello")
+    assert read_frame(held) == [b"hello"]
+    keys.Issuer(tmp_path / "first").revoke("bad")
+    with pytest.raises(OSError):
+        for _ in range(200):  # the listener looks twice a second
+            time.sleep(0.05)
+            send_frame(held, b"hello")
+            read_frame(held)
+    with pytest.raises(Refused, match="refuses this worker: its certificate was revoked"):
+        connect(bad)
+    connection = connect(good)
+    send_frame(connection, b"still here")
+    assert read_frame(connection) == [b"still here"]
+    listener.close()

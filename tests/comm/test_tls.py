@@ -1,0 +1,293 @@
+"""Listeners over TLS, and the store on one, against callers that do not belong to the run, lie, or change what is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+import ssl
+import struct
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.keys import keys_of
+from helpers.program import wait_until
+
+from thinwire.comm import tls
+from thinwire.comm.store import connected_store, listening_store
+from thinwire.comm.tls import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls_store import MAX_TABLE_BYTES
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture(scope="module")
+def credentials(tmp_path_factory):
+    return keys_of(tmp_path_factory.mktemp("keys"), "first", "second")
+
+
+@pytest.fixture(scope="module")
+def of_another_run(tmp_path_factory):
+    return keys_of(tmp_path_factory.mktemp("other"), "first", "second")[1]
+
+
+@pytest.fixture
+def listener(credentials):
+    made = Listener("127.0.0.1", 0, credentials[0], lambda question: [b"to", *question])
+    yield made
+    made.close()
+
+
+def said_to(port, words=b"", seconds=5.0):
+    """What a plain socket gets to read after it has sent these words, and no more."""
+    with socket.create_connection(("127.0.0.1", port), seconds) as connection:
+        connection.sendall(words)
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # it has hung up
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(4096):
+                got += part
+        return got
+
+
+def test_a_stranger_gets_no_more_than_a_handshake(listener, of_another_run, caplog):
+    """Plain HTTP, random bytes, TLS without a certificate, with one of another run, and an older TLS."""
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        for words in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x40\x00",
+            bytes(5000),
+            b"POST /replica/ID/kill HTTP/1.1\r\n\r\n",
+        ):
+            answer = said_to(listener.port, words)
+            assert len(answer) <= 7 and answer[:1] in (b"", b"\x15"), answer  # an alert of TLS, if anything
+        nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+        with pytest.raises(Refused, match="refuses this worker: certificate required"):
+            connect_tls("127.0.0.1", listener.port, nobody, 10)
+        theirs = of_another_run.context(server=False)
+        with pytest.raises(Refused, match="is refused: its certificate is of another run"):
+            connect_tls("127.0.0.1", listener.port, theirs, 10)
+        theirs.verify_mode = ssl.CERT_NONE
+        with pytest.raises(Refused, match="refuses this worker: its certificate is of another run"):
+            connect_tls("127.0.0.1", listener.port, theirs, 10)
+        nobody.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(Refused, match="protocol version"):
+            connect_tls("127.0.0.1", listener.port, nobody, 10)
+    assert any("closed a connection from 127.0.0.1:" in line for line in caplog.messages)
+    assert len(caplog.messages) < 5  # a line a second
+
+
+def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_run):
+    theirs = Listener("127.0.0.1", 0, of_another_run, list)
+    with pytest.raises(Refused, match="is refused: its certificate is of another run"):
+        connect_tls("127.0.0.1", theirs.port, credentials[1].context(server=False), 10)
+    with pytest.raises(dist.DistNetworkError, match="the store does not answer: .* its certificate is of another run"):
+        connected_store("127.0.0.1", theirs.port, SOON, credentials[1])
+    theirs.close()
+
+
+def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listener, credentials):
+    """Silent ones, from the same address even; the oldest have to go."""
+    crowd = []
+    before = threading.active_count()
+    for _ in range(4 * tls.MAX_STRANGERS):
+        crowd.append(socket.create_connection(("127.0.0.1", listener.port)))
+    wait_until(lambda: len(listener._greeting) <= tls.MAX_STRANGERS, "strangers are sent away", 20)
+    assert threading.active_count() - before <= tls.MAX_STRANGERS + 2
+    connection = connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 20)
+    send_frame(connection, b"hello")
+    assert read_frame(connection) == [b"to", b"hello"]
+    for one in crowd:
+        one.close()
+    wait_until(lambda: not listener._greeting, "all are gone", 20)
+
+
+class Between:
+    """A line between a client and a listener that changes what goes over it.
+
+    Args:
+        port: of the listener.
+        changed: is given each chunk that the client sends, and its number; returns what goes on; after less, the
+            line is cut.
+    """
+
+    def __init__(self, port, changed):
+        self.sent = b""
+        self._port, self._changed = port, changed
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        client = self._listener.accept()[0]
+        server = socket.create_connection(("127.0.0.1", self._port))
+        threading.Thread(target=self._carry_back, args=(server, client), daemon=True).start()
+        number = 0
+        with contextlib.suppress(OSError):
+            while chunk := client.recv(1 << 16):
+                self.sent += chunk
+                goes_on = self._changed(chunk, number)
+                server.sendall(goes_on)
+                if len(goes_on) < len(chunk):
+                    break
+                number += 1
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+    def _carry_back(self, server, client):
+        with contextlib.suppress(OSError):
+            while chunk := server.recv(1 << 16):
+                client.sendall(chunk)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+
+def altered(chunk, number):
+    return chunk[:-1] + bytes([chunk[-1] ^ 1]) if number >= 2 else chunk
+
+
+def twice(chunk, number):
+    return chunk + chunk if number >= 2 else chunk
+
+
+def cut(chunk, number):
+    return chunk[: len(chunk) // 2] if number == 2 else chunk
+
+
+@pytest.mark.parametrize("change", [altered, twice, cut], ids=["altered", "replayed", "truncated"])
+def test_records_that_were_changed_on_the_way_never_arrive(change, credentials):
+    heard = []
+    listener = Listener("127.0.0.1", 0, credentials[0], lambda question: heard.append(question) or [b"done"])
+    line = Between(listener.port, change)
+    connection = connect_tls("127.0.0.1", line.port, credentials[1].context(server=False), 10)
+    with pytest.raises(OSError):
+        for number in range(3):
+            send_frame(connection, b"word", str(number).encode())
+            read_frame(connection)
+    # A record that came twice is refused the second time; one that was altered or cut, the first.
+    assert heard == ([[b"word", b"0"]] if change is twice else [])
+    listener.close()
+
+
+def test_a_recorded_conversation_is_of_no_use_to_others(credentials):
+    heard = []
+    listener = Listener("127.0.0.1", 0, credentials[0], lambda question: heard.append(question) or [b"done"])
+    line = Between(listener.port, lambda chunk, number: chunk)
+    with connect_tls("127.0.0.1", line.port, credentials[1].context(server=False), 10) as connection:
+        send_frame(connection, b"once")
+        assert read_frame(connection) == [b"done"]
+    answer = said_to(listener.port, line.sent)
+    assert ACCEPTED not in answer or len(answer) > 100  # a handshake with new keys, which the recording cannot finish
+    assert heard == [[b"once"]]
+    listener.close()
+
+
+LIES = {
+    "a frame of 2^32 bytes": b"\xff\xff\xff\xff",
+    "a field of 2^32 bytes": struct.pack("!II", 8, 2**32 - 1) + b"four",
+    "half a length": struct.pack("!I", 2) + b"ab",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_lies_is_dropped_and_named_and_the_others_go_on(lie, credentials, caplog):
+    store = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    connection = connect_tls("127.0.0.1", store.port, credentials[1].context(server=False), 10)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with caplog.at_level(logging.WARNING, "thinwire"), contextlib.suppress(ConnectionResetError):
+        connection.sendall(LIES[lie])
+        assert connection.recv(1) == b""
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kilobytes
+    wait_until(
+        lambda: any("closed a connection from second at 127.0.0.1:" in m for m in caplog.messages), "its name", 10
+    )
+    theirs = connected_store("127.0.0.1", store.port, SOON, credentials[1])
+    theirs.set("key", "value")
+    assert store.get("key") == b"value"
+    store.close()
+
+
+@pytest.mark.parametrize("question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"get"], [b"wait", b"soon"]])
+def test_a_question_that_has_no_answer_ends_the_connection(question, credentials):
+    store = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    store.set("word", "no number")
+    connection = connect_tls("127.0.0.1", store.port, credentials[1].context(server=False), 10)
+    send_frame(connection, *question)
+    with pytest.raises(OSError):
+        read_frame(connection)
+    assert store.get("word") == b"no number"
+    store.close()
+
+
+def test_a_store_holds_so_many_bytes(credentials, monkeypatch):
+    monkeypatch.setattr("thinwire.comm.tls_store.MAX_TABLE_BYTES", 1000)
+    store = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", store.port, SOON, credentials[1])
+    theirs.set("a", "x" * 900)
+    with pytest.raises(dist.DistStoreError, match="the store is full"):
+        theirs.set("b", "x" * 200)
+    theirs.set("a", "x" * 100)
+    theirs.set("b", "x" * 200)
+    assert theirs.delete_key("b") and not theirs.delete_key("b")
+    theirs.set("c", "x" * 800)
+    assert MAX_TABLE_BYTES == 1 << 26
+    store.close()
+
+
+def test_the_store_does_what_pytorchs_does(credentials):
+    """The same calls on both, directly and with a prefix, by the worker that listens and by another one."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    plain = listening_store("127.0.0.1", 0, SOON)
+    for store in (plain, ours, theirs, dist.PrefixStore("before", theirs)):
+        assert store.add("count", 2) == 2 and store.add("count", -5) == -3
+        store.set("text", "words")
+        store.set("none", "")
+        assert store.get("text") == b"words" and store.get("none") == b"" and store.check(["text", "none"])
+        assert not store.check(["text", "other"])
+        assert store.delete_key("text") and not store.check(["text"]) and store.delete_key("count")
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["text"], timedelta(seconds=0.2))
+        assert store.compare_set("set", "", "one") == b"one" and store.compare_set("set", "two", "three") == b"one"
+        assert store.compare_set("set", "one", "two") == b"two" and store.compare_set("no", "one", "two") == b"one"
+        assert store.delete_key("set") and store.num_keys() >= 1
+    waits = threading.Thread(target=lambda: waited.append(theirs.get("late")))
+    waited = []
+    waits.start()
+    time.sleep(0.1)
+    theirs.set("early", "from the same client, while it waits")
+    ours.set("late", "came")
+    waits.join(10)
+    assert waited == [b"came"] and ours.get("early")
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 0.1 seconds, keys: never"):
+        theirs.wait(["never"], timedelta(seconds=0.1))
+    ours.close()
+    with pytest.raises(dist.DistNetworkError, match="the store does not answer"):
+        theirs.get("early")
+
+
+def test_gloo_meets_in_it(credentials):
+    store = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    found = []
+
+    def worker(rank):
+        own = store if rank == 0 else connected_store("127.0.0.1", store.port, SOON, credentials[1])
+        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, 2, SOON)
+        tensor = torch.ones(2)
+        group.allreduce([tensor]).wait()
+        found.append(tensor.tolist())
+
+    threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [[2.0, 2.0]] * 2
+    store.close()
