@@ -177,7 +177,7 @@ def test_survivors_do_not_wait_for_the_data_of_a_worker_that_is_started_again(mo
         while not (committed(comm) and comm.size == 3):
             pass
         if world.rank == 2:
-            comm._hang_up()
+            comm._groups.hang_up()
             is_dead.set()
         else:
             assert is_back.wait(60)

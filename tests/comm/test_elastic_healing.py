@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import json
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from thinwire.comm.handle import Handle
 from thinwire.comm.healing import TRIES, Healing
 from thinwire.comm.history import History
 from thinwire.comm.members import LeftOut, LostRounds, Members, Version
+from thinwire.comm.state_bytes import packed, unpacked
 
 
 class Peers:
@@ -32,14 +34,9 @@ class Peers:
 
 
 def state_of(history, **parts):
-    buffer = io.BytesIO()
-    torch.save(
-        {"strategy": {"x": torch.ones(3)}, "shared": {}, "rounds": {"committed": 0, "digests": [""]}}
-        | {"rounds": {"committed": history.committed, "digests": history.digests}}
-        | parts,
-        buffer,
-    )
-    return buffer.getvalue()
+    state = {"strategy": {"x": torch.ones(3)}, "shared": {}}
+    rounds = {"committed": history.committed, "digests": history.digests}
+    return packed(state | {"rounds": rounds} | parts).numpy().tobytes()
 
 
 def after(rounds, place="one"):
@@ -82,7 +79,8 @@ class Harm:
     "sent",
     [
         b"garbage",
-        state_of(after(5), strategy=Harm()),
+        pickle.dumps(Harm()),
+        pickle.dumps({"strategy": Harm(), "shared": {}, "rounds": {"committed": 5, "digests": ["x"]}}),
         state_of(after(4)),
         state_of(after(5), rounds={"committed": 2**63, "digests": ["x"]}),
         state_of(after(5), rounds=None),
@@ -134,3 +132,60 @@ def test_committed_rounds_are_not_lost_without_an_error(caplog):
     with pytest.raises(LostRounds, match="worker 7 has committed 3 rounds since round 2 that the newest state"):
         heal(Healing(), Peers(state_of(theirs)), own, Version(7), loaded)
     assert len(loaded) == 1 and own.committed == 5
+
+
+STATE = {
+    "tensors": [
+        torch.arange(7, dtype=torch.int16),
+        torch.randn(2, 3).bfloat16(),
+        torch.tensor(True),
+        torch.zeros(0, 4),
+    ],
+    3: {"betas": (0.9, -0.0), "limit": float("inf"), "none": None, "big": 2**80, "text": "\u00e9"},
+    (1, "a"): torch.randn(5, 4).t(),
+}
+
+
+def test_a_state_keeps_its_bits_and_its_shape():
+    read = unpacked(packed(STATE))
+    assert read.keys() == STATE.keys() and read[3] == STATE[3] and str(read[3]["betas"]) == "(0.9, -0.0)"
+    for ours, theirs in zip((*STATE["tensors"], STATE[1, "a"]), (*read["tensors"], read[1, "a"]), strict=True):
+        assert theirs.dtype == ours.dtype and torch.equal(theirs, ours)
+    for thing in (Harm(), {"x": {1, 2}}, print, torch.zeros(2).to_sparse()):
+        with pytest.raises(TypeError, match="a state has"):
+            packed([thing])
+
+
+def test_bytes_that_are_no_state_are_a_value_error_and_take_no_memory():
+    """Each byte of a small one is changed, and it is cut at each place; then lies about shapes and places."""
+    good = packed({"x": torch.ones(3), "rounds": [1, ("a", None)]})
+    generator = torch.Generator().manual_seed(0)
+    for place in range(len(good)):
+        damaged = good.clone()
+        damaged[place] = int(torch.randint(256, (1,), generator=generator))
+        for payload in (damaged, good[:place]):
+            try:
+                unpacked(payload)
+            except ValueError:
+                pass
+    lies = (
+        *(["tensor", "float32", shape, 0] for shape in ([2**40], [2**62, 4], [-1], [1.0], "a", None, [[]])),
+        *(["tensor", "float32", [1], place] for place in (-16, 8, 2**60, None, "0")),
+        *(
+            ["tensor", "object", [1], 0],
+            ["tensor"],
+            ["dict", ["a"]],
+            ["dict", [["list"], 1]],
+            ["call", "print"],
+            {"a": 1},
+            [],
+        ),
+    )
+    for lie in lies:
+        text = json.dumps(lie).encode()
+        with pytest.raises(ValueError):
+            unpacked(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + bytes(64)), dtype=torch.uint8))
+    deep = b"[" * 100_000
+    for text in (deep, b'["list",' * 500 + b"1" + b"]" * 500):
+        with pytest.raises(ValueError):
+            unpacked(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))

@@ -114,7 +114,7 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
     def worker(number):
         comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60)
         others = {}
-        form, connect = comm._forming.connect, comm._process_group.connect
+        form, connect = comm._forming.connect, comm._groups.connect
 
         def connect_members(claims):
             others.update((claim.store, claim.number) for claim in claims)
@@ -126,7 +126,7 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
                 raise RuntimeError("Gloo connectFullMesh failed")
             connect(*args)
 
-        comm._forming.connect, comm._process_group.connect = connect_members, connect_group
+        comm._forming.connect, comm._groups.connect = connect_members, connect_group
         reached[threading.get_ident()] = (number, others)
         try:
             return train(comm, rounds=30, among=2)

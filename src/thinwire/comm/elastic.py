@@ -1,4 +1,4 @@
-"""Workers that come and go: rounds on torchft's Lighthouse and process groups (`pip install thinwire[elastic]`).
+"""Workers that come and go: rounds on torchft's Lighthouse and process groups (`pip install thinwire[elastic]`), or on our own.
 
 Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
 over Gloo, anew whenever the workers change. A round is a transaction:
@@ -46,12 +46,12 @@ from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .claims import MAX_ROUNDS, members_of
-from .elastic_groups import Groups
+from .credentials import Credentials
+from .elastic_groups import GlooGroups, Groups, TcpGroups
 from .forming import Forming
 from .handle import CommunicationError
 from .healing import Healing
 from .history import History
-from .lighthouse import torchft
 from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from .patience import Patience
 from .side_streams import SideStreams
@@ -76,6 +76,7 @@ class ElasticCommunicator(Communicator):
             worker, and notices a dead one only after `timeout_seconds`.
         is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
             data before. Otherwise workers that start together begin together.
+        credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
 
     Attributes:
         members: the workers of the last round that was opened; None before the first.
@@ -84,8 +85,9 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
 
     Raises:
-        ValueError: torchft is not installed, or there is no GPU for NCCL. When a round forms: the number is taken, the
-            configuration differs from that of the others, or healing would lose rounds that it has committed (`LostRounds`).
+        ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
+            forms: the number is taken, the configuration differs from that of the others, or healing would lose rounds that
+            it has committed (`LostRounds`).
         LeftOut: when a round forms: this worker and another one do not reach each other, or it could not be healed.
         CommunicationError: the Lighthouse does not answer.
     """
@@ -101,7 +103,12 @@ class ElasticCommunicator(Communicator):
         quorum_seconds: float = 120.0,
         backend: Literal["gloo", "nccl"] = "gloo",
         is_late: bool = False,
+        credentials: Credentials | None = None,
     ):
+        require(
+            credentials is None or backend == "gloo",
+            f"worker {number}: NCCL does not encrypt; leave backend out, or credentials",
+        )
         require(
             backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
             f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
@@ -119,10 +126,12 @@ class ElasticCommunicator(Communicator):
         self._streams = SideStreams(self._issuer)
         self._history, self._known_place = History(), ""
         self._patience, self._healing = Patience(timeout_seconds), Healing()
-        ft = torchft()
-        self._groups = Groups(ft.nccl_group(self._timeout) if backend == "nccl" else None, self._timeout)
-        self._process_group = ft.reconfigurable_group(self._timeout, self._groups.nccl)
-        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._process_group, self._hang_up)
+        self._groups: Groups = (
+            GlooGroups(self._timeout, backend == "nccl")
+            if credentials is None
+            else TcpGroups(self._timeout, credentials)
+        )
+        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._groups, credentials)
         self._asker = self._forming.asker
         if not is_late:
             self._asker.expect(timeout_seconds)  # the others wait for those that send heartbeats
@@ -166,7 +175,6 @@ class ElasticCommunicator(Communicator):
             except (ValueError, LeftOut):
                 self._asker.close()
                 raise
-            self._groups.gloo = None
             try:
                 self.rank, self.size = self._forming.connect(claims), len(claims)
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
@@ -175,7 +183,7 @@ class ElasticCommunicator(Communicator):
                 self._error = error
                 self._give_up()
                 continue
-            self._groups.gloo, self.ledger.size = self._process_group.parent, self.size
+            self.ledger.size = self.size
             return None if self._known_place == self._forming.place else members_of(claims)
 
     def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
@@ -229,16 +237,13 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
-        self._hang_up()
+        self._groups.hang_up()
         self._forming.give_up()
         self._asker.expect(self._patience.seconds)
 
-    def _hang_up(self) -> None:
-        self._groups.hang_up(self.rank, self.size)
-
     def _has_arrived(self) -> bool:
         """Whether all operations on the GPU had success; over Gloo, `wait` has said so."""
-        error = self._process_group.errored()
+        error = self._groups.errored()
         self._error = self._error or error
         return error is None
 
@@ -290,6 +295,8 @@ class ElasticCommunicator(Communicator):
             self._closed = True
         self._issuer.shutdown(wait=False, cancel_futures=True)
         self._asker.close()
+        self._groups.close()
+        self._forming.close()
 
     # ---- operations on the process group of the round ----
 
@@ -326,7 +333,7 @@ class ElasticCommunicator(Communicator):
         except Exception as error:
             if self._error is None:
                 self._error = error
-                self._hang_up()
+                self._groups.hang_up()
             raise
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:

@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 from .agreement import ABSENT, excerpt, fingerprint, parsed
 from .claims import Claim, choose, place_of
 from .connect import own_address
+from .credentials import Credentials
+from .elastic_groups import Groups
 from .handle import CommunicationError, reason_of
-from .lighthouse import HEARTBEAT_SECONDS, RESTART_SECONDS, Asker, Missing, meet, reach, torchft
+from .lighthouse import HEARTBEAT_SECONDS, RESTART_SECONDS, Asker, Missing, client_of, meet, reach, store_at
 from .members import LeftOut, Version
 from .store import listening_store
+from .tls_store import TlsStore
 
 CONNECT_SECONDS = 5.0
 """How long workers of a new round wait for each other; longer after some failures in a row."""
@@ -39,8 +41,8 @@ class Forming:
         lighthouse: address of the Lighthouse.
         min_workers: fewer do not begin a round.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse.
-        process_group: of torchft, which is connected anew whenever the workers change.
-        hang_up: closes the live connections, so that workers that wait for this one fail at once.
+        groups: the round's connections, which are made anew whenever the workers change.
+        credentials: of this worker; None for runs without.
 
     Attributes:
         asker: asks the Lighthouse, and sends it heartbeats.
@@ -57,19 +59,22 @@ class Forming:
         lighthouse: str,
         min_workers: int,
         quorum_seconds: float,
-        process_group: Any,
-        hang_up: Callable[[], None],
+        groups: Groups,
+        credentials: Credentials | None = None,
     ):
+        self._credentials = credentials
         self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
-        self._quorum_seconds, self._process_group, self._hang_up = quorum_seconds, process_group, hang_up
+        self._quorum_seconds, self._groups = quorum_seconds, groups
         self.settings: dict[str, str] = {}
         self.place, self._size, self._failures = "", 1, 0
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
         self._host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
-        self._store = listening_store(self._host, 0, timedelta(seconds=quorum_seconds))
+        self._store = listening_store(self._host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
-            self.asker = Asker(partial(torchft().client, lighthouse), self._id, min(quorum_seconds, 30.0))
+            self.asker = Asker(partial(client_of, lighthouse, credentials), self._id, min(quorum_seconds, 30.0))
+        except ValueError:
+            raise
         except Exception as error:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
@@ -131,6 +136,11 @@ class Forming:
         """Connections are lost: the next round connects anew."""
         self.place = ""
 
+    def close(self) -> None:
+        """Stop answering the others of this run."""
+        if isinstance(self._store, TlsStore):
+            self._store.close()
+
     # ---- parts of the above ----
 
     def _claim(self, version: Version, history: str, rank: int, can_heal: bool) -> Claim:
@@ -166,7 +176,7 @@ class Forming:
                         f"Lighthouse at {self._lighthouse} ({reason})"
                     ) from error
                 if self.place:  # others may have had an answer, and wait for this worker in a round
-                    self._hang_up()
+                    self._groups.hang_up()
                     self.give_up()
                 time.sleep(RETRY_SECONDS)
 
@@ -174,7 +184,7 @@ class Forming:
         """How this worker's configuration differs from another one's."""
         start = f"its configuration differs from that of worker {other.number}"
         try:
-            store = torchft().store(f"{other.store}/own", timedelta(seconds=CONNECT_SECONDS))
+            store = store_at(f"{other.store}/own", timedelta(seconds=CONNECT_SECONDS), self._credentials)
             theirs = {str(key): str(value) for key, value in parsed(store.get("settings"), other.number).items()}
         except Exception as error:
             return f"{start}, which does not say how ({reason_of(error)})"
@@ -192,10 +202,10 @@ class Forming:
         place, self.place, self._size = place_of(claims), "", len(claims)
         limit = timedelta(seconds=CONNECT_SECONDS * (1 + self._failures // 2))
         try:
-            meet(claims[0].store, place, rank, len(claims), limit)
+            meet(claims[0].store, place, rank, len(claims), limit, self._credentials)
             if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
                 reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
-            self._process_group.connect(f"{claims[0].store}/{place}", rank, len(claims), limit)
+            self._groups.connect(f"{claims[0].store}/{place}", rank, len(claims), limit)
         except Exception as error:
             missing = {claims[rank].number for rank in error.ranks} if isinstance(error, Missing) else set[int]()
             self._count_failure(missing - {self._number})

@@ -1,13 +1,12 @@
 """How a worker that joins or fell behind gets the state of one that is up to date.
 
-State travels over the round's connections, as tensors and plain values only (`weights_only`). Its size is bounded by that of
+State travels over the round's connections, as tensors and plain values only (`state_bytes.py`). Its size is bounded by that of
 the worker's own state before memory is taken. A failure on any side gives up the round, and no process ends for it: a worker
 that cannot save its state heals nobody any more, and one that cannot be healed is left out after `TRIES`.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from .forming import TRIES
 from .handle import CommunicationError, reason_of
 from .history import History
 from .members import LeftOut, LostRounds, Members, Shared
+from .state_bytes import packed, unpacked
 
 if TYPE_CHECKING:
     from .base import Communicator
@@ -90,9 +90,7 @@ class Healing:
     def _saved(self, history: History, save: Callable[[], Any]) -> Tensor:
         extra = {name: shared.save() for name, shared in self.shared.items()}
         rounds = {"committed": history.committed, "digests": history.digests}
-        buffer = io.BytesIO()
-        torch.save({"strategy": save(), "shared": extra, "rounds": rounds}, buffer)
-        return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+        return packed({"strategy": save(), "shared": extra, "rounds": rounds})
 
     def _received(self, comm: Communicator, members: Members, size: int, limit: int) -> Tensor:
         assert members.source is not None
@@ -110,7 +108,7 @@ class Healing:
         assert members.source is not None
         source = members.numbers[members.source]
         try:
-            state = torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True)
+            state = unpacked(received)
             theirs = History(state["rounds"]["committed"], state["rounds"]["digests"])
             if theirs.committed != members.version.committed or not all(isinstance(d, str) for d in theirs.digests):
                 raise ValueError(f"worker {source} sent {theirs.committed} rounds, not {members.version.committed}")

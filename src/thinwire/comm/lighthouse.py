@@ -1,6 +1,7 @@
-"""What thinwire takes from torchft: the Lighthouse, its client, and process groups that are connected anew.
+"""The Lighthouse, by which workers agree on who takes part, and what thinwire takes from torchft.
 
-torchft is an optional package. All of its names that thinwire uses are in this file.
+torchft is an optional package, with a Lighthouse and process groups that are connected anew. All of its names that thinwire
+uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
 
 The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live. A worker sends
 them itself, and only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process lives.
@@ -27,9 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..algorithm import require
 from .claims import MAX_TEXT, Claim, read_claim
 from .connect import own_address
+from .credentials import Credentials, parsed_address
 from .handle import CommunicationError
+from .quorums import QuorumClient, Quorums
+from .store import connected_store, part_of
+from .tls import Listener
 
 HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
@@ -49,14 +55,28 @@ class Lighthouse:
         host: the address at which workers reach it; None for this machine's.
         port: TCP port; 0 takes a free one.
         join_seconds: how long a quorum waits for live workers that have not asked for it, such as slow ones.
+        credentials: of this machine; with them, only workers of the run are heard.
 
     Raises:
         ValueError: torchft is not installed.
+        OSError: the port is taken; with credentials.
     """
 
-    def __init__(self, min_workers: int = 2, host: str | None = None, port: int = 0, join_seconds: float = 60.0):
+    def __init__(
+        self,
+        min_workers: int = 2,
+        host: str | None = None,
+        port: int = 0,
+        join_seconds: float = 60.0,
+        credentials: Credentials | None = None,
+    ):
         host = own_address()[1] if host is None else host
-        self._server: Any = _module("torchft.coordination").LighthouseServer(
+        if credentials is not None:
+            quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
+            listener = Listener(host, port, credentials, quorums.answer)
+            self.address, self.close = f"https://{f'[{host}]' if ':' in host else host}:{listener.port}", listener.close
+            return
+        server: Any = _module("torchft.coordination").LighthouseServer(
             bind=f"{host}:{port}",
             min_replicas=min_workers,
             join_timeout_ms=round(1000 * join_seconds),
@@ -64,11 +84,11 @@ class Lighthouse:
             heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
         )
         # torchft gives the machine's name, which need not resolve.
-        self.address = f"http://{host}:{self._server.address().rsplit(':', 1)[1]}"
+        self.address = f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+        self.close = server.shutdown
 
-    def close(self) -> None:
-        """Stop it."""
-        self._server.shutdown()
+    close: Callable[[], None]
+    """Stop it."""
 
 
 class torchft:  # noqa: N801  # reads as the package's name
@@ -82,7 +102,7 @@ class torchft:  # noqa: N801  # reads as the package's name
         self._coordination, self._groups = _module("torchft.coordination"), _module("torchft.process_group")
 
     def store(self, address: str, limit: timedelta) -> Any:
-        """A client of the store at "host:port/prefix"."""
+        """A client of PyTorch's store at "host:port/prefix"."""
         return self._groups.create_store_client(address, limit)
 
     def reconfigurable_group(self, timeout: timedelta, on_gpus: Any | None = None) -> Any:
@@ -143,6 +163,35 @@ class torchft:  # noqa: N801  # reads as the package's name
     def client(self, address: str, seconds: float) -> Any:
         """A client of the Lighthouse at this address."""
         return self._coordination.LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+
+
+def client_of(address: str, credentials: Credentials | None, seconds: float) -> Any:
+    """A client of the Lighthouse at this address, which must answer within so many seconds.
+
+    Raises:
+        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round.
+    """
+    require(
+        address.startswith("https://") == (credentials is not None),
+        f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
+    )
+    if credentials is None:
+        return torchft().client(address, seconds)
+    return QuorumClient(address, credentials, seconds)
+
+
+def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:
+    """A client of the store at "host:port/prefix".
+
+    Raises:
+        OSError, RuntimeError: it does not answer.
+    """
+    if credentials is None:
+        found: dist.Store = torchft().store(place, limit)
+        return found
+    address, _, prefix = place.partition("/")
+    host, port = parsed_address(address)
+    return part_of(connected_store(host, port, limit, credentials), prefix)
 
 
 class Asker:
@@ -234,7 +283,9 @@ class Missing(CommunicationError):
         super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}")
 
 
-def meet(store: str, place: str, rank: int, size: int, limit: timedelta) -> None:
+def meet(
+    store: str, place: str, rank: int, size: int, limit: timedelta, credentials: Credentials | None = None
+) -> None:
     """Return when all workers of a round are in the store of the first; Gloo would wait much longer for one that is dead.
 
     Raises:
@@ -242,7 +293,7 @@ def meet(store: str, place: str, rank: int, size: int, limit: timedelta) -> None
     """
     try:
         reach([(0, store)], limit)
-        found: dist.Store = torchft().store(f"{store}/{place}", limit)
+        found = store_at(f"{store}/{place}", limit, credentials)
         found.set(f"here/{rank}", "")
     except (OSError, RuntimeError) as error:
         raise Missing([0]) from error

@@ -314,6 +314,18 @@ class Client:
         self._host, self._port, self._credentials = host, port, credentials
         self._idle: list[ssl.SSLSocket] = []
 
+    def connect(self, seconds: float) -> None:
+        """Connect ahead of the first question, which may then be answered sooner.
+
+        Raises:
+            Refused: one side does not believe the other's certificate.
+            OSError: the listener does not answer.
+        """
+        self._idle.append(self._connected(seconds))
+
+    def _connected(self, seconds: float) -> ssl.SSLSocket:
+        return connect_tls(self._host, self._port, self._credentials.context(server=False), seconds)
+
     def ask(self, *fields: bytes, seconds: float, is_repeatable: bool = True) -> list[bytes]:
         """The answer to a question.
 
@@ -328,15 +340,10 @@ class Client:
         """
         deadline = time.monotonic() + seconds
         while True:
-            is_new = not self._idle
             try:
-                connection = (
-                    connect_tls(self._host, self._port, self._credentials.context(server=False), seconds)
-                    if is_new
-                    else self._idle.pop()
-                )
-            except IndexError:  # another thread took it
-                continue
+                connection, is_new = self._idle.pop(), False
+            except IndexError:
+                connection, is_new = self._connected(seconds), True
             try:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 send_frame(connection, *fields)

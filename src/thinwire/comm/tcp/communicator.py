@@ -18,9 +18,11 @@ A line that is cut is no error as long as it comes back within the time limit; s
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +81,9 @@ class TcpCommunicator(Communicator):
             one that reaches MASTER_ADDR.
         credentials: who may connect; None for all that know the run's secret.
 
+    Attributes:
+        limit_seconds: how long to wait for an operation, whatever comes meanwhile; it may be changed.
+
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
         CommunicationError: a worker could not be reached.
@@ -91,6 +96,8 @@ class TcpCommunicator(Communicator):
         tensor([1., 1.])
         >>> dist.destroy_process_group()
     """
+
+    limit_seconds = math.inf
 
     def __init__(
         self,
@@ -116,6 +123,7 @@ class TcpCommunicator(Communicator):
         timeout_seconds: float = 300.0,
         interface: str | None = None,
         credentials: object | None = None,
+        meeting_seconds: float | None = None,
     ) -> TcpCommunicator:
         """Connect the workers that meet in a store. No process group is needed; all of them call it.
 
@@ -126,7 +134,8 @@ class TcpCommunicator(Communicator):
             store: any store of torch.distributed that all workers reach.
             rank: this worker, 0..size-1.
             size: number of workers.
-            timeout_seconds, interface, credentials: as above; a `TCPStore` stands in for MASTER_ADDR.
+            timeout_seconds, interface, credentials: as above; the host of a store stands in for MASTER_ADDR.
+            meeting_seconds: how long to wait for the others at the start; None for `timeout_seconds`.
 
         Raises:
             ValueError: `rank` is not below `size`, or the extension was not built.
@@ -140,9 +149,12 @@ class TcpCommunicator(Communicator):
         """
         if not 0 <= rank < size:
             raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}")
-        gather, own = gathering(store, rank, size, timeout_seconds), own_address(interface, host_of(store))
+        limit = timeout_seconds if meeting_seconds is None else meeting_seconds
+        gather, own = gathering(store, rank, size, limit), own_address(interface, host_of(store))
         comm = cls.__new__(cls)
+        comm.limit_seconds = limit
         comm._join(rank, size, gather, timeout_seconds, own, credentials)
+        comm.limit_seconds = math.inf
         return comm
 
     def _join(
@@ -184,14 +196,24 @@ class TcpCommunicator(Communicator):
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
         return self._engine.counts(peer)
 
+    def abort(self, reason: str) -> None:
+        """Close at once. Operations in flight fail, here and on all workers that wait for this one."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._engine.lose(peer, reason)
+        self._close(0.0)
+
     def close(self) -> None:
+        self._close(min(CLOSE_SECONDS, self._timeout_seconds))
+
+    def _close(self, seconds: float) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._later.close()
         self._later.join()
-        self._engine.close(min(CLOSE_SECONDS, self._timeout_seconds))
+        self._engine.close(seconds)
         self._connections.close()
         self._alive.clear()
 
@@ -242,9 +264,12 @@ class TcpCommunicator(Communicator):
         return partial(self._wait, operation)
 
     def _wait(self, operation: int) -> None:
+        deadline = time.monotonic() + self.limit_seconds
         try:
-            while not self._engine.wait(operation, 1.0):  # now and then, Python looks for signals
-                pass
+            # Now and then, Python looks for signals.
+            while not self._engine.wait(operation, max(0.0, min(1.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise CommunicationError(f"rank {self.rank}: it took longer than {self.limit_seconds:g} seconds")
         except RuntimeError as error:
             raise CommunicationError(str(error)) from None
         self._forget()

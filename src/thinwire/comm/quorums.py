@@ -1,0 +1,207 @@
+"""The Lighthouse of runs with credentials: over TLS, with the rules of torchft's, which knows no encryption.
+
+Workers send heartbeats, and ask for a round. All that ask get the same answer, once there is a quorum:
+
+    1. all workers of the last quorum ask, whoever else does
+    2. all that live ask, and they are at least `min_workers`
+    3. more than half of those that live ask, so that no two quorums are there at once, and at least `min_workers`; and the
+       first one asked `join_seconds` ago
+
+A worker lives while its heartbeats come. A question is asked again every second until it is answered, so that one whose
+worker has died is soon forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from .credentials import Credentials, parsed_address
+from .tls import Client, Refused
+
+MAX_WORKERS, MAX_CLAIM_BYTES = 1024, 2048
+WAIT_SECONDS, TICK_SECONDS = 1.0, 0.05
+WAIT, QUORUM, OK = b"wait", b"quorum", b"ok"
+
+
+class Question(NamedTuple):
+    """What a worker asked: its claim, a number that no other question has, and when."""
+
+    claim: str
+    nonce: bytes
+    first: float
+    last: float
+
+
+class Quorums:
+    """Decides who takes part in the next round; see the module's text.
+
+    Args:
+        min_workers: fewer do not form a quorum.
+        join_seconds: how long a quorum waits for live workers that have not asked for it.
+        heartbeat_seconds: a worker is taken for dead after so long without a heartbeat.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        min_workers: int,
+        join_seconds: float,
+        heartbeat_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._min_workers, self._join_seconds, self._heartbeat_seconds = min_workers, join_seconds, heartbeat_seconds
+        self._clock, self._formed = clock, threading.Condition()
+        self._beats: dict[str, float] = {}
+        self._questions: dict[str, Question] = {}
+        self._workers: list[str] = []  # of the last quorum
+        self._answered: dict[str, bytes] = {}  # their questions
+        self._number, self._answer = 0, b""
+
+    def answer(self, question: list[bytes]) -> list[bytes]:
+        """The answer to a worker's question or heartbeat.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        what, id, *rest = question
+        with self._formed:
+            self._beat(id.decode())
+            if what == b"beat":
+                return [OK]
+            if what == b"ask":
+                nonce, claim = rest
+                return self._ask(id.decode(), nonce, claim)
+        raise ValueError(f"unknown question {what!r}")
+
+    def _beat(self, id: str) -> None:
+        now = self._clock()
+        self._beats[id] = now
+        if len(self._beats) > MAX_WORKERS:
+            self._forget_dead(now)
+        if len(self._beats) > MAX_WORKERS:
+            del self._beats[id]
+            raise Refused(f"there are {MAX_WORKERS} workers already")
+
+    def _ask(self, id: str, nonce: bytes, claim: bytes) -> list[bytes]:
+        if len(claim) > MAX_CLAIM_BYTES or len(nonce) > 32 or len(id) > 200:
+            raise ValueError(f"a claim has at most {MAX_CLAIM_BYTES} bytes")
+        now = self._clock()
+        deadline = now + WAIT_SECONDS
+        before = self._questions.get(id)
+        first = before.first if before is not None and before.nonce == nonce else now
+        if self._answered.get(id) != nonce:
+            self._questions[id] = Question(claim.decode(), nonce, first, now)
+        while True:
+            if self._answered.get(id) == nonce:
+                return [QUORUM, self._answer]
+            if self._form() or self._clock() >= deadline:
+                return [QUORUM, self._answer] if self._answered.get(id) == nonce else [WAIT]
+            self._formed.wait(TICK_SECONDS)
+
+    def _forget_dead(self, now: float) -> None:
+        self._beats = {id: last for id, last in self._beats.items() if now - last < self._heartbeat_seconds}
+        self._questions = {
+            id: asked
+            for id, asked in self._questions.items()
+            if id in self._beats and now - asked.last < self._heartbeat_seconds
+        }
+
+    def _form(self) -> bool:
+        """Form a quorum of those that ask, if it is time."""
+        now = self._clock()
+        self._forget_dead(now)
+        asking = sorted(self._questions)
+        if not asking:
+            return False
+        if not (self._workers and set(self._workers) <= set(asking)):
+            if len(asking) < self._min_workers or 2 * len(asking) <= len(self._beats):
+                return False
+            waited = now - min(asked.first for asked in self._questions.values())
+            if len(asking) < len(self._beats) and waited < self._join_seconds:
+                return False
+        self._number += asking != self._workers
+        self._workers = asking
+        self._answered = {id: asked.nonce for id, asked in self._questions.items()}
+        workers = [[id, self._questions[id].claim] for id in asking]
+        self._answer = json.dumps({"number": self._number, "workers": workers}).encode()
+        self._questions = {}
+        self._formed.notify_all()
+        return True
+
+
+class QuorumClient:
+    """What torchft's client of the Lighthouse does, over TLS.
+
+    Args:
+        address: of the Lighthouse, "https://host:port".
+        credentials: of this worker.
+        seconds: within which it must answer.
+
+    Raises:
+        OSError: it does not answer, or refuses this worker.
+    """
+
+    def __init__(self, address: str, credentials: Credentials, seconds: float):
+        host, port = parsed_address(address.removeprefix("https://").rstrip("/"))
+        self._client = Client(host, port, credentials)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._client.connect(max(0.1, deadline - time.monotonic()))
+                return
+            except OSError as error:  # it may not have been started yet
+                if isinstance(error, Refused) or time.monotonic() + 0.1 > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def heartbeat(self, id: str, timeout: timedelta) -> None:
+        """Say that this worker lives."""
+        self._client.ask(b"beat", id.encode(), seconds=timeout.total_seconds())
+
+    def quorum(self, replica_id: str, timeout: timedelta, store_address: str, data: Any, **_: Any) -> Any:
+        """Ask for a round; returns its number, and what its workers say of themselves.
+
+        Raises:
+            OSError: there was no quorum in time, or the Lighthouse does not answer.
+        """
+        deadline, nonce = time.monotonic() + timeout.total_seconds(), secrets.token_bytes(16)
+        claim = json.dumps([store_address, data]).encode()
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("there was no quorum in time")
+            what, *answer = self._client.ask(
+                b"ask", replica_id.encode(), nonce, claim, seconds=min(left, WAIT_SECONDS) + WAIT_SECONDS
+            )
+            if what == QUORUM:
+                return _read(answer[0])
+
+
+def _read(answer: bytes) -> Any:
+    """The quorum in an answer, in the form of torchft's.
+
+    Raises:
+        ConnectionError: it is none.
+    """
+    try:
+        told = json.loads(answer)
+        number, members = int(told["number"]), [_member(str(id), claim) for id, claim in told["workers"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConnectionError(f"the Lighthouse gave an answer that is none: {error}") from None
+    return SimpleNamespace(quorum_id=number, participants=members)
+
+
+def _member(id: str, claim: str) -> Any:
+    """One worker of a quorum; what it says of itself is checked later, and is None if it cannot be read."""
+    try:
+        store, data = json.loads(claim)
+    except (ValueError, TypeError, RecursionError):
+        store, data = "", None
+    return SimpleNamespace(replica_id=id, store_address=str(store), data=data)

@@ -1,0 +1,126 @@
+"""A worker's state as bytes for another worker: plain values and tensors, and nothing that could run when it is read.
+
+    length of the description    8 bytes, little-endian
+    description                  JSON; see below
+    tensors                      their bytes, one after the other, each at a multiple of 16 bytes
+
+A value of the description is None, a bool, a number or a text as JSON has it, or a list that begins with its kind:
+
+    ["list", v, ...]  ["tuple", v, ...]  ["dict", [key, v], ...]  ["tensor", dtype, shape, place]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .buffers import as_bytes
+
+LENGTH, ALIGNMENT = struct.Struct("<Q"), 16
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+    )
+}
+MAX_DEPTH = 100
+
+
+def packed(state: Any) -> Tensor:
+    """The bytes of a state, (n,) uint8.
+
+    Raises:
+        TypeError: it has something else than plain values and tensors.
+
+    Example:
+        >>> state = {"weights": torch.ones(2, 3), 0: {"betas": (0.9, float("inf"))}, "rounds": [1, None, "a"]}
+        >>> unpacked(packed(state))[0], unpacked(packed(state))["rounds"], unpacked(packed(state))["weights"].shape
+        ({'betas': (0.9, inf)}, [1, None, 'a'], torch.Size([2, 3]))
+    """
+    parts: list[Tensor] = []
+    text = json.dumps(_described(state, parts, 0)).encode()
+    begin = LENGTH.size + len(text)
+    total = begin + sum(map(_room, parts)) + ALIGNMENT
+    payload = torch.zeros(total, dtype=torch.uint8, device="cpu")
+    payload[:begin] = torch.frombuffer(bytearray(LENGTH.pack(len(text)) + text), dtype=torch.uint8)
+    at = -(-begin // ALIGNMENT) * ALIGNMENT
+    for part in parts:
+        payload[at : at + part.numel()] = part
+        at += _room(part)
+    return payload
+
+
+def unpacked(payload: Tensor) -> Any:
+    """The state in `payload`, with tensors of its own.
+
+    Raises:
+        ValueError: it is not what `packed` returns.
+    """
+    payload = payload.contiguous()
+    try:
+        (length,) = LENGTH.unpack(payload[: LENGTH.size].numpy().tobytes())
+        begin = LENGTH.size + length
+        if begin > payload.numel():
+            raise ValueError(f"its description has {length} bytes, and all of it {payload.numel()}")
+        described = json.loads(payload[LENGTH.size : begin].numpy().tobytes())
+        return _read(described, payload[-(-begin // ALIGNMENT) * ALIGNMENT :], 0)
+    except (struct.error, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:  # of PyTorch as well
+        raise ValueError(f"the bytes are not those of a state: {error}") from None
+
+
+def _room(part: Tensor) -> int:
+    return -(-part.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise TypeError(f"a state has at most {MAX_DEPTH} levels")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or value.layout != torch.strided:
+            raise TypeError(f"a state has no {value.layout} tensors of {value.dtype}")
+        place = sum(map(_room, parts))
+        parts.append(as_bytes(value.detach().cpu().contiguous().view(-1)))
+        return ["tensor", dtype, list(value.shape), place]
+    if isinstance(value, Mapping):
+        return ["dict", *([_described(k, parts, depth + 1), _described(v, parts, depth + 1)] for k, v in value.items())]
+    if isinstance(value, (list, tuple)):
+        return ["list" if isinstance(value, list) else "tuple", *(_described(one, parts, depth + 1) for one in value)]
+    raise TypeError(f"a state has plain values and tensors, got {type(value).__name__}")
+
+
+def _read(described: Any, tensors: Tensor, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"a state has at most {MAX_DEPTH} levels")
+    if not isinstance(described, list):
+        if isinstance(described, dict):
+            raise ValueError("it has an object of no kind")
+        return described
+    kind, *values = described
+    if kind == "tensor":
+        dtype, shape, place = values
+        return _tensor(DTYPES[dtype], shape, place, tensors)
+    if kind == "dict":
+        return {_read(key, tensors, depth + 1): _read(value, tensors, depth + 1) for key, value in values}
+    read = [_read(one, tensors, depth + 1) for one in values]
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"it has a value of an unknown kind {str(kind)[:80]!r}")
+    return tuple(read) if kind == "tuple" else read
+
+
+def _tensor(dtype: torch.dtype, shape: Any, place: Any, tensors: Tensor) -> Tensor:
+    if not all(type(size) is int and size >= 0 for size in (*shape, place)) or place % ALIGNMENT:
+        raise ValueError(f"it has a tensor of shape {str(shape)[:80]} at byte {place}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if place + num_bytes > tensors.numel():
+        raise ValueError(f"it has a tensor of {num_bytes} bytes at byte {place}, and all have {tensors.numel()}")
+    return tensors[place : place + num_bytes].clone().view(dtype).view(shape)
