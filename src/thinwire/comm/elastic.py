@@ -346,7 +346,7 @@ class ElasticCommunicator(Communicator):
         return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else _nothing
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        return self._groups.exchange(sends, receives)
+        return self._groups.exchange(sends, receives) if sends or receives else _nothing
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(

@@ -175,7 +175,7 @@ class TcpCommunicator(Communicator):
         from ._engine import Engine
 
         super().__init__(rank, size)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._place = timeout_seconds, (own, credentials)
         self._connections = Connections(rank, size, timeout_seconds, own, credentials)
         self._engine = Engine(rank, size, timeout_seconds)
         self._sent, self._received = [0] * size, [0] * size  # messages, by peer
@@ -191,6 +191,13 @@ class TcpCommunicator(Communicator):
             self.close()
             raise
         self.ledger = type(self.ledger)(size)
+
+    def another(self) -> TcpCommunicator:
+        """A second communicator of the same workers, which meet over this one. All of them call it."""
+        comm = type(self).__new__(type(self))
+        comm.global_ranks = self.global_ranks
+        comm._join(self.rank, self.size, self.gather_objects, self._timeout_seconds, *self._place)
+        return comm
 
     def counts(self, peer: int) -> Counts:
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""

@@ -127,6 +127,9 @@ class RunConfig:
     built with MPI; the others work under mpirun too."""
     interface: str | None = None
     """Network interface that reaches the other nodes, such as eth0; None leaves it to the transport."""
+    credentials: Path | None = None
+    """Folder of keys that `thinwire keys` has made: every connection is encrypted, and only machines of its run take part. None
+    takes the folder in the variable THINWIRE_CREDENTIALS, if there is one."""
     port: int = 0
     """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
     timeout: float = 180.0
@@ -181,6 +184,8 @@ class RunConfig:
             )
 
     def _check_elastic(self) -> None:
+        encrypts = self.credentials is None or self.transport in ("auto", "tcp")
+        require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
         require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
         require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
         alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)

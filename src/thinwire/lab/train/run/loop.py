@@ -93,7 +93,7 @@ def run(
     device = run_on_all(comm, lambda: choose_device(config))
     with same_error_on_all():
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
-        training = prepare(config, data, device, elastic)
+        training = prepare(config, data, device, elastic, comm)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     for warning in warnings if workers.is_first else []:
         say(warning)

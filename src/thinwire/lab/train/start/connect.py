@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ....algorithm import require
-from ....comm import CommunicationError, Communicator
-from ....comm.store import listening_store
+from ....comm import CommunicationError, Communicator, Credentials
+from ....comm.connect import own_address
+from ....comm.store import connected_store, listening_store, part_of
+from ....comm.tcp import TcpCommunicator
+from ....comm.tls_store import TlsStore
 from ....comm.transport import connect
 from ..config import RunConfig
 from ..device import choose_device
@@ -27,7 +30,8 @@ from ..shared_errors import SharedError, same_error_on_all
 from .environment import LOOPBACK, Environment
 from .presence import Presence
 
-RENDEZVOUS = timedelta(seconds=120)  # importing PyTorch on a busy machine takes long
+SECONDS = 120.0  # importing PyTorch on a busy machine takes long
+RENDEZVOUS = timedelta(seconds=SECONDS)
 
 
 @contextmanager
@@ -43,11 +47,27 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         ValueError: the interface or the backend cannot be used here.
     """
     choose_interface(config.interface, environment.one_node)
+    credentials = credentials_of(config)
+    warn_of_strangers(credentials, is_first=environment.rank == 0)
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank, size = environment.rank, environment.size
     presence = None
+    if credentials is not None:
+        with same_error_on_all():
+            require(device.type == "cpu", "with credentials, messages are sent from main memory; choose --device cpu")
+        if store is None:
+            store = fresh(meeting_store(environment, credentials), rank, size)
+            presence = Presence(store, rank, size)
+        with (
+            blaming(presence),
+            TcpCommunicator.from_store(
+                store, rank, size, timeout_seconds=config.timeout, meeting_seconds=SECONDS, credentials=credentials
+            ) as encrypted,
+        ):
+            yield encrypted
+        return
     if config.transport == "mpi":
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
     else:
@@ -80,13 +100,37 @@ def blaming(presence: Presence | None) -> Iterator[None]:
             raise
 
 
-def meeting_store(environment: Environment) -> dist.Store:
+def credentials_of(config: RunConfig) -> Credentials | None:
+    """The keys of this machine, if the run has any.
+
+    Raises:
+        ValueError: they cannot be used.
+    """
+    return None if config.credentials is None else Credentials(config.credentials)
+
+
+def warn_of_strangers(credentials: Credentials | None, is_first: bool) -> None:
+    """Say that messages leave this machine as they are, if they do."""
+    host = own_address()[1]
+    if is_first and credentials is None and not ipaddress.ip_address(host).is_loopback:
+        print(
+            f"thinwire: connections at {host} are not encrypted, and whoever reaches them can take part; use a network of your "
+            "own machines only, or --credentials (see thinwire keys)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def meeting_store(environment: Environment, credentials: Credentials | None = None) -> dist.Store:
     """The store at the environment's address, which rank 0 makes unless torchrun has one.
 
-    It has no authentication, so it listens at that address only. If rank 0 cannot listen there (its name means the loopback,
-    or an address that is translated on the way), it listens on all interfaces, and says so.
+    With credentials it answers the run's workers only. Else it has no authentication, and listens at that address only. If
+    rank 0 cannot listen there (its name means the loopback, or an address that is translated on the way), it listens on all
+    interfaces, and says so.
     """
     rank, host, port = environment.rank, environment.master_address, environment.master_port
+    if credentials is not None:
+        return _encrypted_store(environment, credentials)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -101,6 +145,25 @@ def meeting_store(environment: Environment) -> dist.Store:
     return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
 
 
+def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
+    host, port = environment.master_address, environment.master_port
+    require(
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        "torchrun's own store answers everybody; with credentials, start each worker with RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT instead, or use --elastic without torchrun",
+    )
+    if host == LOOPBACK and not environment.one_node and credentials.address is not None:
+        host, port = credentials.address
+        os.environ["MASTER_ADDR"] = host
+    if environment.rank > 0:
+        return connected_store(host, port, RENDEZVOUS, credentials)
+    try:
+        return listening_store(host, port, RENDEZVOUS, credentials)
+    except OSError as error:
+        reason = f"cannot listen at {host}:{port}: {error.strerror or error}"
+        raise ValueError(f"{reason}; choose others with MASTER_ADDR and MASTER_PORT") from None
+
+
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     """Return a part of the store that only this start of the workers uses.
 
@@ -112,10 +175,10 @@ def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     store.set(f"greeting/{rank}", own)
     if rank == 0:
         _tell(store, own, set(range(1, size)))
-        return dist.PrefixStore(own, store)
+        return part_of(store, own)
     word = store.get(f"answer/{own}").decode()
     store.set(f"heard/{word}/{rank}", "")
-    return dist.PrefixStore(word, store)
+    return part_of(store, word)
 
 
 def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
@@ -191,22 +254,23 @@ def check_mpi() -> None:
     )
 
 
-def loopback_store(port: int) -> dist.TCPStore:
-    """The store where the workers meet. It has no authentication, so it listens on the loopback only.
+def loopback_store(port: int, credentials: Credentials | None) -> dist.TCPStore | TlsStore:
+    """The store where the workers of this machine meet. It listens on the loopback only.
 
     Args:
         port: TCP port; 0 takes a free one.
+        credentials: of this machine.
 
     Raises:
         ValueError: the port is taken, or this user may not listen there.
     """
     try:
-        return listening_store(LOOPBACK, port, RENDEZVOUS)
+        return listening_store(LOOPBACK, port, RENDEZVOUS, credentials)
     except OSError as error:
         reason = f"port {port} cannot be used: {error.strerror}"
         raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
 
 
-def connect_to(port: int) -> dist.TCPStore:
+def connect_to(port: int, credentials: Credentials | None) -> dist.TCPStore | TlsStore:
     """The launcher's store, in a worker."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=RENDEZVOUS)
+    return connected_store(LOOPBACK, port, RENDEZVOUS, credentials)

@@ -19,7 +19,7 @@ from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError
-from .connect import RENDEZVOUS, choose_interface, meeting_store
+from .connect import RENDEZVOUS, choose_interface, credentials_of, meeting_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
@@ -84,7 +84,7 @@ def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
         with lighthouse_of(config, environment.master_address) as address:
             yield address
         return
-    store = meeting_store(environment)
+    store = meeting_store(environment, credentials_of(config))
     if environment.rank > 0:
         yield store.get(KEY).decode()
         return

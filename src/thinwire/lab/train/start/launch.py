@@ -5,12 +5,14 @@ A launcher (torchrun, srun, mpirun) starts the same command once for each worker
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from ....algorithm import require
@@ -23,7 +25,7 @@ from ..results.weights_and_biases import check_installed
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption, requeue
 from ..shared_errors import SharedError, run_on_all
-from .connect import check_mpi, choose_interface, connected
+from .connect import check_mpi, choose_interface, connected, credentials_of
 from .elastic_tasks import join_elastic
 from .environment import Environment, set_variables
 from .spawn import spawn
@@ -54,6 +56,7 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
         Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
     """
     config.parsed_strategy()
+    config = _with_credentials(config)
     between = any(isinstance(callback, EachStep) for callback in callbacks)
     require(
         not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"
@@ -71,8 +74,26 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
     return _spawn(config, on_stop, callbacks)
 
 
+def _with_credentials(config: RunConfig) -> RunConfig:
+    """The configuration with the credentials of the environment, and with the place where their run meets.
+
+    Raises:
+        ValueError: the credentials cannot be used.
+    """
+    folder = os.environ.get("THINWIRE_CREDENTIALS")
+    if config.credentials is None and folder:
+        config = replace(config, credentials=Path(folder))
+    credentials = credentials_of(config)
+    if credentials is None or credentials.address is None or config.lighthouse is not None or config.first_worker == 0:
+        return config
+    host, port = credentials.address
+    return replace(config, lighthouse=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+
+
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
-    choose_interface(config.interface, one_node=config.lighthouse is None)
+    credentials = credentials_of(config)
+    meets_here = config.lighthouse is None and (credentials is None or credentials.address is None)
+    choose_interface(config.interface, one_node=not config.elastic or meets_here)
     choose_device(config)
     with held_folder(config) as folder:
         try:

@@ -16,21 +16,33 @@ from ....comm import ElasticCommunicator, Lighthouse
 from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
-from .connect import has_own_gpu
+from .connect import credentials_of, has_own_gpu, warn_of_strangers
 
 
 @contextmanager
-def lighthouse_of(config: RunConfig, host: str) -> Iterator[str]:
-    """Context that yields the address of the run's Lighthouse, which it starts unless the configuration has one."""
+def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
+    """Context that yields the address of the run's Lighthouse, which it starts there unless the configuration has one.
+
+    Raises:
+        ValueError: the address is none, or cannot be used.
+    """
+    credentials = credentials_of(config)
     if config.lighthouse is not None:
+        scheme = "http" if credentials is None else "https"
+        found = urlsplit(config.lighthouse)
         require(
-            urlsplit(config.lighthouse).hostname is not None,
-            f"lighthouse must be an address such as http://node1:29510, got {config.lighthouse!r}",
+            found.hostname is not None and found.scheme == scheme,
+            f"lighthouse must be an address such as {scheme}://node1:29510{' without credentials' * (scheme == 'http')}, "
+            f"got {config.lighthouse!r}",
         )
         yield config.lighthouse
         return
-    lighthouse = Lighthouse(config.min_workers, host, join_seconds=config.timeout)
+    try:
+        lighthouse = Lighthouse(config.min_workers, host, port, config.timeout, credentials)
+    except OSError as error:
+        raise ValueError(f"the Lighthouse cannot listen at {host}:{port}: {error.strerror or error}") from None
     text = f"others join with --elastic --lighthouse {lighthouse.address} --first-worker {config.workers}"
+    text += " --credentials FOLDER" * (credentials is not None)
     print(f"thinwire: {text}", file=sys.stderr, flush=True)
     try:
         yield lighthouse.address
@@ -61,8 +73,12 @@ def communicator(
             f"transport 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
             "--transport gloo, or fewer workers",
         )
+        credentials = credentials_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    warn_of_strangers(credentials, is_first=number == config.first_worker and not is_late)
     seconds = max(120.0, 2 * config.timeout)
     on_gpus: Literal["gloo", "nccl"] = "nccl" if config.transport == "nccl" else "gloo"
-    return ElasticCommunicator(lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late)
+    return ElasticCommunicator(
+        lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late, credentials
+    )

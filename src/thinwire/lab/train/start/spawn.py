@@ -15,7 +15,7 @@ from ....comm.process_world import worker_context
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..signals import SIGNALS
-from .connect import loopback_store
+from .connect import credentials_of, loopback_store
 from .elastic_watch import ElasticWatch
 from .environment import LOOPBACK
 from .lighthouse import lighthouse_of
@@ -38,11 +38,13 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
         WorkerError: a worker failed; all others have been stopped. In an elastic run: or it was killed too often.
         Interrupted: a signal stopped the run.
     """
-    store = loopback_store(config.port)
+    credentials = credentials_of(config)
+    store = loopback_store(config.port, credentials)
+    meeting = None if credentials is None else credentials.address
     context = worker_context(PRELOADED)
     workers: list[BaseProcess] = []
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(lighthouse_of(config, LOOPBACK)) if config.elastic else None
+        lighthouse = stack.enter_context(lighthouse_of(config, *(meeting or (LOOPBACK, 0)))) if config.elastic else None
         requests = stack.enter_context(requests_passed_on(workers))
 
         def start(place: int, is_restart: bool) -> BaseProcess:

@@ -20,7 +20,7 @@ from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError, same_error_on_all
-from .connect import choose_interface, connect_to, connected
+from .connect import choose_interface, connect_to, connected, credentials_of
 from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
 from .parent_death import end_with_parent
@@ -59,7 +59,9 @@ def work(
     store = None
     try:
         with Interruption() as interruption:
-            store = connect_to(port)
+            with same_error_on_all():
+                credentials = credentials_of(config)
+            store = connect_to(port, credentials)
             if lighthouse is None:
                 with connected(config, environment, store) as comm:
                     loop.run(config, folder, comm, interruption, callbacks)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....algorithm import require
 from ....comm import Communicator
+from ....comm.tcp import TcpCommunicator
 from ....comm.transport import connect
 from ....membership import mean_of
 from ....plan import TracedCommunicator
@@ -199,12 +200,19 @@ def is_finite(state: Any) -> bool:
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
-def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Communicator | None = None) -> Training:
+def prepare(
+    config: RunConfig,
+    data: Dataset,
+    device: torch.device,
+    comm: Communicator | None = None,
+    meeting: Communicator | None = None,
+) -> Training:
     """Build model, optimizer and strategy; the seed makes the model equal on all workers, which call this together.
 
     Args:
         config, data, device: of the run.
         comm: connects the workers for averaging; None opens a communicator, with the run's time limit.
+        meeting: connects the workers for all else; with credentials, they meet over it to open the communicator.
 
     Raises:
         ValueError: strategy, model and optimizer do not fit together.
@@ -215,7 +223,7 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
-    own_comm = _communicator(config, device) if comm is None else None
+    own_comm = _communicator(config, device, meeting) if comm is None else None
     in_use = scaler if scaler.is_enabled() else None
     try:
         strategy = config.parsed_strategy().attach(
@@ -230,9 +238,14 @@ def prepare(config: RunConfig, data: Dataset, device: torch.device, comm: Commun
     return Training(config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual)
 
 
-def _communicator(config: RunConfig, device: torch.device) -> Communicator:
+def _communicator(config: RunConfig, device: torch.device, meeting: Communicator | None) -> Communicator:
     """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
-    comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
+    comm: Communicator
+    if config.credentials is not None:
+        assert isinstance(meeting, TcpCommunicator), "runs with credentials have connections of our own"
+        comm = meeting.another()
+    else:
+        comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
     network = config.parsed_network()
     return comm if network is None else TracedCommunicator(comm, network, measures=config.compute is None)
 
