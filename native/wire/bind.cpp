@@ -3,6 +3,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <poll.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
 
 #include "engine.hpp"
 
@@ -22,6 +27,60 @@ std::vector<Part> parts(const std::vector<Message>& messages) {
     return all;
 }
 
+// A session before the engine has it: `recv` and `sendall` of a Python socket, with its time limits and its errors.
+struct Stream {
+    std::shared_ptr<Session> session;
+    double seconds = 0;  // 0: never waits
+
+    // Repeats `step` until it does not ask to wait for the socket. Needs the GIL.
+    template <typename Step>
+    ssize_t until_done(Step step) {
+        auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        while (true) {
+            ssize_t count;
+            int error;
+            bool is_late = false;
+            {
+                nb::gil_scoped_release release;
+                count = step();
+                error = count < 0 ? errno : 0;
+                if (error == EAGAIN && seconds > 0) {
+                    std::chrono::duration<double, std::milli> left = until - std::chrono::steady_clock::now();
+                    is_late = left.count() <= 0;
+                    short events = static_cast<short>(POLLIN | (session->pending() ? POLLOUT : 0));
+                    pollfd ready{session->descriptor(), events, 0};
+                    if (!is_late) ::poll(&ready, 1, static_cast<int>(left.count()) + 1);
+                }
+            }
+            if (error == 0) return count;
+            if (error != EAGAIN) {
+                PyErr_SetString(PyExc_ConnectionError, error == EPROTO ? session->error().c_str() : std::strerror(error));
+            } else if (seconds <= 0) {
+                PyErr_SetString(PyExc_BlockingIOError, "the socket has to be waited for");
+            } else if (is_late) {
+                PyErr_SetString(PyExc_TimeoutError, "timed out");
+            } else {
+                continue;
+            }
+            throw nb::python_error();
+        }
+    }
+
+    nb::bytes recv(size_t size) {
+        std::string bytes(size, '\0');
+        iovec piece{bytes.data(), size};
+        ssize_t count = until_done([&] { return session->receive(&piece, 1); });
+        return nb::bytes(bytes.data(), static_cast<size_t>(count));
+    }
+
+    void sendall(nb::bytes bytes) {
+        iovec piece{const_cast<char*>(bytes.c_str()), bytes.size()};
+        until_done([&] { return session->send(&piece, 1); });  // takes all of it, as it is short
+        iovec nothing{nullptr, 0};
+        if (seconds > 0) until_done([&] { return session->pending() ? session->send(&nothing, 1) : 0; });
+    }
+};
+
 }  // namespace
 
 NB_MODULE(_engine, m) {
@@ -33,9 +92,26 @@ NB_MODULE(_engine, m) {
         .def_ro("resent", &Counts::resent)
         .def_ro("duplicates", &Counts::duplicates)
         .def_ro("round_trip_seconds", &Counts::round_trip_seconds);
+    nb::class_<Context>(m, "Context")
+        .def(nb::init<const std::string&, const std::string&, const std::string&, const std::string&, uint64_t>(),
+             "certificate"_a, "key"_a, "authority"_a, "revoked"_a = "", "records_per_key"_a = uint64_t{1} << 23)
+        .def_prop_ro("name", &Context::name);
+    nb::class_<Stream>(m, "Session")
+        .def("__init__", [](Stream* self, const Context& context, int descriptor, bool accepts) {
+            new (self) Stream{std::make_shared<Session>(context, descriptor, accepts)};
+        }, "context"_a, "descriptor"_a, "accepts"_a)
+        .def("settimeout", [](Stream& stream, double seconds) { stream.seconds = seconds; }, "seconds"_a)
+        .def("recv", &Stream::recv, "size"_a)
+        .def("sendall", &Stream::sendall, "data"_a)
+        .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
+        .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<int, int, double>(), "rank"_a, "size"_a, "timeout_seconds"_a)
-        .def("attach", &Engine::attach, "peer"_a, "descriptor"_a, Unlocked())
+        .def("attach", [](Engine& engine, int peer, int descriptor, const Stream* stream) {
+            auto session = stream ? stream->session : nullptr;
+            nb::gil_scoped_release release;
+            engine.attach(peer, descriptor, std::move(session));
+        }, "peer"_a, "descriptor"_a, "session"_a = nb::none())
         .def("post", [](Engine& engine, const std::vector<Message>& sends, const std::vector<Message>& receives) {
             auto ours = parts(sends), theirs = parts(receives);
             nb::gil_scoped_release release;
@@ -49,6 +125,7 @@ NB_MODULE(_engine, m) {
             for (const Event& e : engine.events(seconds)) all.emplace_back(e.what, e.peer, e.number);
             return all;
         }, "seconds"_a)
+        .def("cut", &Engine::cut, Unlocked())
         .def("lose", &Engine::lose, "peer"_a, "reason"_a, Unlocked())
         .def("close", &Engine::close, "seconds"_a, Unlocked())
         .def("counts", &Engine::counts, "peer"_a, Unlocked());

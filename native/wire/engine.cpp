@@ -35,6 +35,7 @@ constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
 constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
 constexpr int kHold = 1 << 14, kHoldDeep = 1 << 17, kHoldNear = 1 << 20;  // bytes beyond the window
 constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
+constexpr int kTurns = 8;                   // of reading from one connection before the others
 constexpr int kMaxStripes = 64;
 constexpr int kMaxCopies = 3;               // of a chunk that is late
 
@@ -116,6 +117,7 @@ struct Engine::Connection {
     };
     Peer* peer = nullptr;
     int fd = -1;
+    std::shared_ptr<Session> session;  // null: bytes go over the line as they are
     bool is_dead = false, is_blocked = false, is_paused = false, ends = false;
     // sending
     std::deque<Frame> frames;  // those that are not acknowledged
@@ -130,6 +132,24 @@ struct Engine::Connection {
     uint8_t* into = nullptr;
     size_t left = 0;  // of the chunk
     uint64_t taken = 0, told = 0;
+
+    uint64_t sealed() const { return session ? session->pending() : 0; }  // written, and not with the kernel yet
+
+    ssize_t send(iovec* pieces, int count) {
+        if (session) return session->send(pieces, count);
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = static_cast<decltype(message.msg_iovlen)>(count);
+        return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+
+    ssize_t receive(iovec* pieces, int count, bool from_socket) {
+        if (session) return session->receive(pieces, count, from_socket);
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = static_cast<decltype(message.msg_iovlen)>(count);
+        return recvmsg(fd, &message, MSG_DONTWAIT);
+    }
 };
 
 struct Engine::Peer {
@@ -209,7 +229,7 @@ void Engine::wake() {
 
 // ---- what other threads call ----
 
-void Engine::attach(int rank, int fd) {
+void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
     Lock lock(mutex_);
     Peer& peer = peers_.at(static_cast<size_t>(rank));
     if (!failure_.empty() || !peer.gone.empty() || stop_) {
@@ -238,10 +258,12 @@ void Engine::attach(int rank, int fd) {
     set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? kHold : kHoldNear);
 #endif
     auto c = std::make_unique<Connection>();
-    c->peer = &peer, c->fd = fd;
+    c->peer = &peer, c->fd = fd, c->session = std::move(session);
     peer.connections.push_back(std::move(c));
     ++peer.counts.connections;
     pump(peer);
+    Connection& made = *peer.connections.back();
+    if (made.session && !made.is_dead) read(made);  // what came together with the end of the greeting
     wake();
 }
 
@@ -283,6 +305,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             c->is_paused = false;
             wake();
             parse(*c);
+            read(*c);
             if (!failure_.empty()) return op->id;
         }
     }
@@ -338,6 +361,12 @@ std::vector<Event> Engine::events(double seconds) {
     std::vector<Event> all(events_.begin(), events_.end());
     events_.clear();
     return all;
+}
+
+void Engine::cut() {
+    Lock lock(mutex_);
+    for (Peer& peer : peers_)
+        for (auto& c : peer.connections) drop(*c);
 }
 
 void Engine::lose(int rank, const std::string& reason) {
@@ -504,7 +533,7 @@ void Engine::hedge(Peer& peer, double at) {
             if (info.room >= 10) idle.push_back(c.get());
             continue;
         }
-        uint64_t arrived = c->written - std::min(c->written, info.unacked);
+        uint64_t arrived = c->written - std::min(c->written, info.unacked + c->sealed());
         double limit = 1.25 * info.round_trip + 2 * info.variation + 0.005;
         for (size_t i = 0; i < c->frames.size(); ++i) {
             auto& frame = c->frames[i];
@@ -600,7 +629,7 @@ void Engine::deepen(Peer& peer, uint64_t left) {
 bool Engine::flush(Connection& c, bool all) {
     while (!c.is_dead && !c.is_blocked) {
         bool is_new = c.unwritten == c.frames.size();
-        if (is_new && !take_work(c)) break;
+        if (is_new && !c.sealed() && !take_work(c)) break;
         iovec pieces[32];
         int count = 0;
         size_t asked = 0, skip = c.part;
@@ -619,20 +648,17 @@ bool Engine::flush(Connection& c, bool all) {
             }
             skip = 0;
         }
-        msghdr message{};
-        message.msg_iov = pieces;
-        message.msg_iovlen = static_cast<decltype(message.msg_iovlen)>(count);
-        ssize_t sent = sendmsg(c.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t sent = c.send(pieces, count);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK) return drop(c), false;
-        if (sent < static_cast<ssize_t>(asked)) {
+        if (sent < static_cast<ssize_t>(asked) || c.sealed()) {
             c.is_blocked = true;
             wake();
         }
         if (sent > 0) advance(c, static_cast<size_t>(sent));
         if (is_new && !all) return !c.is_blocked;
     }
-    if (c.ends && !c.is_dead && c.unwritten == c.frames.size()) shutdown(c.fd, SHUT_WR), c.ends = false;
+    if (c.ends && !c.is_dead && c.unwritten == c.frames.size() && !c.sealed()) shutdown(c.fd, SHUT_WR), c.ends = false;
     return false;
 }
 
@@ -681,16 +707,14 @@ void Engine::release(const std::shared_ptr<Operation>& op) {
 // ---- receiving ----
 
 void Engine::read(Connection& c) {
-    for (int turn = 0; turn < 8 && !c.is_dead && !c.is_paused; ++turn) {
+    // What a session has taken from the socket must be read: nobody would say that it is there.
+    for (int turn = 0; (turn < kTurns || c.session) && !c.is_dead && !c.is_paused; ++turn) {
         if (c.ahead_begin == c.ahead_end) c.ahead_begin = c.ahead_end = 0;
         size_t into = std::min(c.left, c.into ? c.left : scratch_.size());
         iovec pieces[2] = {{c.into ? c.into : scratch_.data(), into}, {c.ahead.data() + c.ahead_end, kAhead - c.ahead_end}};
         bool beyond = into == c.left;
-        msghdr message{};
-        message.msg_iov = into ? pieces : pieces + 1;
-        message.msg_iovlen = into && beyond ? 2 : 1;
         size_t asked = into + (beyond ? kAhead - c.ahead_end : 0);
-        ssize_t got = recvmsg(c.fd, &message, MSG_DONTWAIT);
+        ssize_t got = c.receive(into ? pieces : pieces + 1, into && beyond ? 2 : 1, turn < kTurns);
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return drop(c);
@@ -707,6 +731,7 @@ void Engine::read(Connection& c) {
         if (count < asked) break;
     }
     if (c.is_dead) return;
+    if (c.session && c.session->is_broken()) return drop(c);
     if (c.taken - c.told >= (c.peer->is_long() ? kAckFar : kAckNear)) {
         c.told = c.taken;
         control(c, kAck, c.taken);
@@ -884,7 +909,8 @@ void Engine::fail(int culprit, const std::string& reason) {
         for (auto& c : peer.connections) {
             if (c->is_dead) continue;
             Header goodbye{kFail, 0, static_cast<uint64_t>(culprit), 0, 0};
-            if (c->part == 0 && ::send(c->fd, &goodbye, sizeof goodbye, MSG_NOSIGNAL | MSG_DONTWAIT) > 0) shutdown(c->fd, SHUT_WR);
+            iovec words{&goodbye, sizeof goodbye};
+            if (c->part == 0 && c->send(&words, 1) > 0) shutdown(c->fd, SHUT_WR);
             drop(*c);
         }
     for (auto& [id, op] : operations_) {

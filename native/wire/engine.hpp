@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "frame.hpp"
+#include "tls.hpp"
 
 namespace thinwire::wire {
 
@@ -48,11 +49,13 @@ class Engine {
     Engine(int rank, int size, double timeout_seconds);
     ~Engine();  // does not wait for anything
 
-    void attach(int peer, int descriptor);                  // takes a connected socket, which then is the engine's
+    // Takes a connected socket, which then is the engine's, and what encrypts it, if anything does.
+    void attach(int peer, int descriptor, std::shared_ptr<Session> session = nullptr);
     uint64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
     bool wait(uint64_t operation, double seconds);          // whether it is done; throws std::runtime_error if it failed
     std::vector<uint64_t> finished();                       // operations that ended since the last call
     std::vector<Event> events(double seconds);              // waits for the first one
+    void cut();                                             // all connections; what they had goes over new ones
     void lose(int peer, const std::string& reason);         // the peer is dead
     void close(double seconds);                             // waits for acknowledgements, then says goodbye
     Counts counts(int peer);

@@ -69,7 +69,6 @@ def test_who_does_not_come_to_the_store_is_named():
     [
         ({"rank": 2}, "expected a rank in 0..1, got 2"),
         ({"interface": "no-such0"}, "interface 'no-such0' does not exist here"),
-        ({"credentials": "mine"}, "connections with credentials are not supported yet"),
     ],
 )
 def test_wrong_arguments_of_a_meeting_are_refused(options, message):

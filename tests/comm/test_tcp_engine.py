@@ -7,9 +7,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from helpers.keys import keys_of
 from helpers.program import wait_until
 
 _engine = pytest.importorskip("thinwire.comm.tcp._engine")
@@ -21,13 +23,20 @@ def described(number: int, tensor: torch.Tensor, peer: int) -> tuple[int, int, i
     return peer, number, tensor.data_ptr(), tensor.nbytes
 
 
-def connected(*engines) -> list[tuple[socket.socket, socket.socket]]:
-    """A connection between two engines; returned are handles on both ends, by which a test can cut it."""
+def connected(*engines, contexts=()) -> list[tuple[socket.socket, socket.socket]]:
+    """A connection between two engines, by TLS with contexts; returned are handles on both ends, to cut it."""
     ends = socket.socketpair()
     handles = tuple(end.dup() for end in ends)
     for rank, (engine, end) in enumerate(zip(engines, ends, strict=True)):
-        engine.attach(1 - rank, end.detach())
+        session = _engine.Session(contexts[rank], end.fileno(), bool(rank)) if contexts else None
+        engine.attach(1 - rank, end.detach(), session)
     return handles
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory) -> list:
+    workers = keys_of(tmp_path_factory.mktemp("run"), "worker0", "worker1")
+    return [_engine.Context(str(own.certificate), str(own.key), str(own.authority)) for own in workers]
 
 
 def cut(handles) -> None:
@@ -50,14 +59,15 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_messages_survive_connections_that_are_cut_in_their_midst(pair, seed):
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_survive_connections_that_are_cut_in_their_midst(pair, contexts, seed, is_encrypted):
     """Each byte of 60 messages of all sizes arrives once, while each connection lives for milliseconds."""
-    chance = random.Random(seed)
+    chance, connect = random.Random(seed), partial(connected, *pair, contexts=contexts if is_encrypted else ())
     sizes = [chance.choice([1, 900, 20_000, 700_000, 3_000_000]) for _ in range(60)]
     sent = [noise(size, i) for i, size in enumerate(sizes)]
     received = [torch.zeros_like(tensor) for tensor in sent]
-    live = [connected(*pair), connected(*pair)]
+    live = [connect(), connect()]
     expected = [pair[1].post([], [described(i, tensor, 0)]) for i, tensor in enumerate(received[:30])]
     operations = []
     for i, tensor in enumerate(sent):
@@ -67,13 +77,13 @@ def test_messages_survive_connections_that_are_cut_in_their_midst(pair, seed):
     for _ in range(25):
         time.sleep(chance.random() * 0.004)
         cut(live.pop(chance.randrange(len(live))))
-        live.append(connected(*pair))
+        live.append(connect())
     for operation, memory in operations:
         finished(pair[0], operation)
         memory.zero_()  # the caller may write to it now, whatever has to be sent again
         if chance.random() < 0.3:
             cut(live.pop(0))
-            live.append(connected(*pair))
+            live.append(connect())
     for operation in expected + late:
         finished(pair[1], operation)
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))

@@ -116,8 +116,8 @@ def _accept_peers(
                     continue
                 if descriptor not in greetings or (greeting := greetings[descriptor]).goes_on():
                     continue
-                peer = greeting.accept()
-                if peer in missing and peer not in accepted:
+                peer = greeting.proven()
+                if peer in missing and peer not in accepted and greeting.accept():
                     accepted[peer] = greeting.connection
                     poll.unregister(descriptor)
                     del greetings[descriptor]

@@ -46,6 +46,7 @@ from ..store import gathering, host_of
 from .connections import Connections
 
 if TYPE_CHECKING:
+    from ..credentials import Credentials
     from ._engine import Counts
 
 PIECE_BYTES, MAX_PIECES = 1 << 20, 8  # of an all_reduce: one is added up while the next one is on its way
@@ -79,7 +80,8 @@ class TcpCommunicator(Communicator):
         timeout_seconds: how long an operation may wait without getting a byte from a worker, and how long a line may be cut.
         interface: the network interface that reaches the other workers, such as eth0; None takes GLOO_SOCKET_IFNAME, or the
             one that reaches MASTER_ADDR.
-        credentials: who may connect; None for all that know the run's secret.
+        credentials: this worker's. Then all connections are encrypted, and only workers of the same run are connected; None
+            encrypts nothing, and connects all that know the run's secret.
 
     Attributes:
         limit_seconds: how long to wait for an operation, whatever comes meanwhile; it may be changed.
@@ -105,7 +107,7 @@ class TcpCommunicator(Communicator):
         timeout_seconds: float = 300.0,
         *,
         interface: str | None = None,
-        credentials: object | None = None,
+        credentials: Credentials | None = None,
     ):
         with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
             own = own_address(interface)
@@ -122,7 +124,7 @@ class TcpCommunicator(Communicator):
         *,
         timeout_seconds: float = 300.0,
         interface: str | None = None,
-        credentials: object | None = None,
+        credentials: Credentials | None = None,
         meeting_seconds: float | None = None,
     ) -> TcpCommunicator:
         """Connect the workers that meet in a store. No process group is needed; all of them call it.
@@ -164,7 +166,7 @@ class TcpCommunicator(Communicator):
         gather: Callable[[list[Any]], list[Any]],
         timeout_seconds: float,
         own: tuple[socket.AddressFamily, str],
-        credentials: object | None,
+        credentials: Credentials | None,
     ) -> None:
         """Connect with all others; `gather` returns what all workers passed in, in rank order."""
         if not is_available():
@@ -184,8 +186,9 @@ class TcpCommunicator(Communicator):
         self._later = Background("thinwire-comm")
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
-            told = gather([*self._connections.address, secret])
-            self._connections.open(self._engine, [(host, port) for host, port, _ in told], bytes.fromhex(told[0][2]))
+            told = gather([*self._connections.address, self._connections.name, secret])
+            addresses, names = [(host, port) for host, port, *_ in told], [name for _, _, name, _ in told]
+            self._connections.open(self._engine, addresses, names, bytes.fromhex(told[0][3]))
             self.barrier()
         except CommunicationError:
             self.close()

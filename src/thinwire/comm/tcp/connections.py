@@ -1,7 +1,8 @@
 """Makes the connections between workers, and makes them anew when they are lost.
 
 Every worker listens on one port. Of two workers, the one with the higher rank connects; both prove that they know the run's
-secret (`handshake.py`). Then the engine has the socket. The engine reports when a connection was lost and when more of them
+secret (`handshake.py`). With credentials, they do so inside TLS, and each has the certificate of the worker that it says it
+is. Then the engine has the socket. The engine reports when a connection was lost and when more of them
 would be faster. Lost ones are replaced until the time limit:
 
     refused      nobody listens there any more: the peer is dead, and that is an error at once
@@ -20,13 +21,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..connect import name_of
 from ..handshake import Greeting, introduce
+from .identity import Identity
 
 if TYPE_CHECKING:
-    from ._engine import Engine
+    from ..credentials import Credentials
+    from ._engine import Engine, Session
 
 MAX_STRANGERS = 64  # that may be greeting at the same time; the oldest has to go
 AT_ONCE = 8  # connections to one peer that are being made
@@ -34,8 +37,10 @@ CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
 NEAR_CONNECTIONS, FAR_CONNECTIONS = 2, 9  # to begin with: one for small messages, the others for large ones
 FAR_SECONDS = 0.015  # round trip of a very long line
+REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
+Greetings: TypeAlias = "dict[int, tuple[Greeting, Session | None]]"
 log = logging.getLogger("thinwire")
 
 
@@ -47,10 +52,10 @@ class Connections:
         size: number of workers.
         timeout_seconds: how long a peer may be out of reach.
         own: the address family, and the address to listen at; see `own_address`.
-        credentials: None; nothing else is supported yet.
+        credentials: this worker's; None for connections that are not encrypted.
 
     Raises:
-        ValueError: credentials were given.
+        ValueError: the credentials cannot be used.
     """
 
     def __init__(
@@ -59,14 +64,14 @@ class Connections:
         size: int,
         timeout_seconds: float,
         own: tuple[socket.AddressFamily, str],
-        credentials: object | None = None,
+        credentials: Credentials | None = None,
     ):
-        if credentials is not None:
-            raise ValueError(f"rank {rank}: connections with credentials are not supported yet; leave credentials out")
+        self._identity = None if credentials is None else Identity(credentials)
         self._rank, self._peers, self._timeout = rank, [peer for peer in range(size) if peer != rank], timeout_seconds
         family, host = own
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.name = self._identity.name if self._identity else ""  # in this worker's certificate
         self._closed = threading.Event()
         self._wanted = {peer: NEAR_CONNECTIONS if peer < rank else 0 for peer in self._peers}
         self._mending: set[int] = set()
@@ -74,9 +79,15 @@ class Connections:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def open(self, engine: Engine, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
-        """Begin to connect, in the background, and keep up the connections until `close`."""
-        self._engine, self._addresses, self._secret = engine, addresses, secret
+    def open(self, engine: Engine, addresses: Sequence[tuple[str, int]], names: Sequence[str], secret: bytes) -> None:
+        """Begin to connect, in the background, and keep up the connections until `close`.
+
+        Args:
+            engine: that gets the connections.
+            addresses, names: of all workers, in rank order.
+            secret: the run's.
+        """
+        self._engine, self._addresses, self._names, self._secret = engine, addresses, names, secret
         for call in (self._accept, self._watch):
             self._start(call)
         for peer in self._peers:
@@ -100,11 +111,14 @@ class Connections:
         self._threads.append(thread)
         thread.start()
 
+    def _session(self, connection: socket.socket, accepts: bool) -> Session | None:
+        return self._identity.session(connection, accepts) if self._identity else None
+
     # ---- listening ----
 
     def _accept(self) -> None:
         """Greet all who come, at once, so that a slow or silent one delays no other."""
-        greetings: dict[int, Greeting] = {}  # by descriptor, the oldest first
+        greetings: Greetings = {}  # by descriptor, the oldest first
         listener, poll = self._listener, select.poll()
         with contextlib.suppress(OSError):
             listener.setblocking(False)
@@ -114,12 +128,12 @@ class Connections:
                 for descriptor, _ in poll.poll():
                     if descriptor == descriptor_of_listener:
                         self._greet(poll, greetings)
-                    elif descriptor in greetings and not greetings[descriptor].goes_on():
+                    elif descriptor in greetings and not greetings[descriptor][0].goes_on():
                         self._end_greeting(poll, greetings, descriptor)
-        for greeting in greetings.values():
+        for greeting, _ in greetings.values():
             greeting.connection.close()
 
-    def _greet(self, poll: select.poll, greetings: dict[int, Greeting]) -> None:
+    def _greet(self, poll: select.poll, greetings: Greetings) -> None:
         try:
             connection = self._listener.accept()[0]
         except OSError as error:
@@ -130,22 +144,31 @@ class Connections:
                 raise  # closed
             return
         with contextlib.suppress(OSError):  # it hung up at once
-            greeting = Greeting(connection, self._rank, self._secret)
-            greetings[connection.fileno()] = greeting
+            session = self._session(connection, accepts=True)
+            greetings[connection.fileno()] = Greeting(connection, self._rank, self._secret, session), session
             poll.register(connection, select.POLLIN)
         if len(greetings) > MAX_STRANGERS + AT_ONCE * len(self._peers):
             self._turn_away(poll, greetings, next(iter(greetings)), "was silent for too long")
 
-    def _end_greeting(self, poll: select.poll, greetings: dict[int, Greeting], descriptor: int) -> None:
-        peer = greetings[descriptor].accept()
-        if peer not in self._wanted:
-            self._turn_away(poll, greetings, descriptor, "does not know the run's secret")
-            return
-        poll.unregister(descriptor)
-        self._engine.attach(peer, greetings.pop(descriptor).connection.detach())
+    def _end_greeting(self, poll: select.poll, greetings: Greetings, descriptor: int) -> None:
+        greeting, session = greetings[descriptor]
+        peer = greeting.proven()
+        if peer is None or peer not in self._wanted:
+            self._turn_away(poll, greetings, descriptor, greeting.why)
+        elif session and session.peer_name != self._names[peer]:
+            self._turn_away(poll, greetings, descriptor, self._other_name(peer, session))
+        elif not greeting.accept():
+            self._turn_away(poll, greetings, descriptor, "has hung up")
+        else:
+            poll.unregister(descriptor)
+            del greetings[descriptor]
+            self._engine.attach(peer, greeting.connection.detach(), session)
 
-    def _turn_away(self, poll: select.poll, greetings: dict[int, Greeting], descriptor: int, why: str) -> None:
-        connection = greetings.pop(descriptor).connection
+    def _other_name(self, peer: int, session: Session) -> str:
+        return f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._names[peer]!r}"
+
+    def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
+        connection = greetings.pop(descriptor)[0].connection
         poll.unregister(descriptor)
         log.warning("thinwire: rank %d closed a connection from %s, which %s", self._rank, name_of(connection), why)
         connection.close()
@@ -157,7 +180,9 @@ class Connections:
         from ._engine import FAILED, LOST, WANT
 
         while not self._closed.is_set():
-            for what, peer, number in self._engine.events(60.0):
+            if self._identity and self._identity.refresh():
+                self._engine.cut()  # new connections are checked against what is new
+            for what, peer, number in self._engine.events(REFRESH_SECONDS if self._identity else 60.0):
                 if what == FAILED:
                     self._hang_up()
                     return
@@ -230,8 +255,12 @@ class Connections:
         try:
             connection = socket.create_connection(self._addresses[peer], CONNECT_SECONDS)
             try:
-                introduce(connection, self._rank, peer, self._secret, time.monotonic() + HANDSHAKE_SECONDS)
-                self._engine.attach(peer, connection.detach())
+                session = self._session(connection, accepts=False)
+                deadline = time.monotonic() + HANDSHAKE_SECONDS
+                introduce(session or connection, self._rank, peer, self._secret, deadline)
+                if session and session.peer_name != self._names[peer]:
+                    raise ConnectionError(f"who listens there {self._other_name(peer, session)}")
+                self._engine.attach(peer, connection.detach(), session)
             finally:
                 connection.close()
         except OSError as error:

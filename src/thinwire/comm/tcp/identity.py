@@ -1,0 +1,71 @@
+"""What a worker shows to its peers, and whom it believes: its credentials, as the engine's TLS sessions take them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..credentials import Credentials
+
+if TYPE_CHECKING:
+    from ._engine import Context, Session
+
+log = logging.getLogger("thinwire")
+
+
+class Identity:
+    """Makes sessions from credentials, of which the files may change while the run goes on.
+
+    Args:
+        credentials: this worker's.
+
+    Raises:
+        ValueError: OpenSSL 3 is not there, or a file cannot be used; the message names it.
+    """
+
+    def __init__(self, credentials: Credentials):
+        self._credentials = credentials
+        self._versions = self._now()
+        try:
+            self._context = self._read()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        self.name: str = self._context.name
+
+    def session(self, connection: socket.socket, accepts: bool) -> Session:
+        """A session on a connected socket, of which the handshake happens with the first bytes.
+
+        Args:
+            connection: stays open as long as the session is used.
+            accepts: this worker listened.
+        """
+        from ._engine import Session
+
+        return Session(self._context, connection.fileno(), accepts)
+
+    def refresh(self) -> bool:
+        """Read files that have changed; return whether there were any. Later sessions use them."""
+        versions = self._now()
+        if versions == self._versions:
+            return False
+        try:
+            self._context = self._read()
+        except RuntimeError as error:
+            log.warning("thinwire: credentials have changed and cannot be used, so the old ones serve: %s", error)
+            return False
+        finally:
+            self._versions = versions
+        return True
+
+    def _read(self) -> Context:
+        from ._engine import Context
+
+        own = self._credentials
+        return Context(str(own.certificate), str(own.key), str(own.authority), str(own.revoked or ""))
+
+    def _now(self) -> list[tuple[Path, int]]:
+        own = self._credentials
+        paths = [own.certificate, own.key, own.authority, *([own.revoked] if own.revoked else [])]
+        return [(path, path.stat().st_mtime_ns) for path in paths if path.exists()]

@@ -1,0 +1,367 @@
+"""TLS on connections of our own: the same bits, nothing to read on the line, and nobody else gets in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import resource
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.keys import another, keys_of
+from helpers.program import wait_until
+from helpers.spawn import retire, spawn
+from helpers.traffic import connections
+
+from thinwire.comm import Credentials, keys
+from thinwire.comm.handshake import HELLO, introduce
+from thinwire.comm.tcp import TcpCommunicator
+from thinwire.testing import check_communicator
+
+_engine = pytest.importorskip("thinwire.comm.tcp._engine")
+PATTERN = b"nobody but the workers of this run may read this. "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A folder with those of four workers; of a revoked one, which all know of; and of one whose certificate has expired."""
+    folder = tmp_path_factory.mktemp("run")
+    keys_of(folder, *(f"worker{rank}" for rank in range(4)), "other", "revoked")
+    revoked = keys.Issuer(folder / "worker0").revoke("revoked")
+    for rank in range(1, 4):
+        shutil.copy(revoked, folder / f"worker{rank}")
+    with pytest.raises(ValueError, match="expired"):
+        another(folder / "worker0", folder / "expired", "expired", days=-1e-3)
+    keys_of(folder / "another", "worker0", "worker1", run="another-run")
+    return folder
+
+
+def over_tls(comm, folder: Path, fn: Callable, *args, timeout_seconds: float = 60.0):
+    with TcpCommunicator(
+        timeout_seconds=timeout_seconds, credentials=Credentials(folder / f"worker{comm.rank}")
+    ) as own:
+        return fn(own, *args)
+
+
+def conforms(comm) -> None:
+    check_communicator(lambda operation: operation(comm))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_fulfils_the_contract(run, size):
+    spawn(size, over_tls, run, conforms)
+
+
+def sums(comm) -> list[torch.Tensor]:
+    def noise(numel: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank)) * 10.0 ** (4 * comm.rank)
+
+    return [comm.all_reduce(noise(numel)).wait() for numel in (1, 1000, 700_001, 3_000_000)]
+
+
+def with_and_without(comm, folder: Path) -> None:
+    with TcpCommunicator(timeout_seconds=60.0) as plain:
+        expected = sums(plain)
+    assert all(torch.equal(a, b) for a, b in zip(over_tls(comm, folder, sums), expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_have_the_same_bits_with_and_without(run, size):
+    spawn(size, with_and_without, run)
+
+
+def loses_all_connections(comm) -> int:
+    retire()  # the outer process group is broken too
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = torch.arange(4_000_000, dtype=torch.int32) + comm.rank
+    received = torch.zeros_like(sent)
+    for round in range(5):
+        handle = comm.exchange({right: sent}, {left: received})
+        if comm.rank == 1:
+            time.sleep(0.003 * round)
+            for connection in connections():
+                connection.shutdown(socket.SHUT_RDWR)
+        handle.wait()
+        assert torch.equal(received, sent - comm.rank + left), round
+        received.zero_()
+    conforms(comm)
+    return comm.counts(right).resent
+
+
+def test_an_exchange_goes_on_after_all_connections_were_lost(run):
+    results = spawn(3, over_tls, run, loses_all_connections, return_errors=True)
+    assert sum(results) > 0, results
+
+
+# ---- what passes on the line ----
+
+
+class Line:
+    """Forwards connections to an address, keeps what has passed, and may change it."""
+
+    def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes] = bytes):
+        self.passed: list[bytes] = []
+        self._target, self._change = target, change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection(self._target)
+                for source, sink in (ends, ends[::-1]):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := source.recv(1 << 16):
+                self.passed.append(said)
+                sink.sendall(self._change(said))
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def every_line(change: Callable[[bytes], bytes] = bytes):
+    """Have this process connect over a `Line` to whatever it connects to; yields them."""
+    lines: dict[tuple[str, int], Line] = {}
+    connect = socket.create_connection
+
+    def over_a_line(address, *args, **kwargs):
+        if threading.current_thread().name == "thinwire-connect":
+            address = lines.setdefault(address, Line(address, change)).address
+        return connect(address, *args, **kwargs)
+
+    socket.create_connection = over_a_line
+    try:
+        yield lines.values()
+    finally:
+        socket.create_connection = connect
+        for line in lines.values():
+            line.close()
+
+
+def exchanges_words(comm) -> None:
+    words = torch.frombuffer(bytearray(PATTERN * 20_000), dtype=torch.uint8)
+    for size in (len(words), 2 * len(PATTERN)):  # by both kinds of connection
+        theirs = torch.zeros(size, dtype=torch.uint8)
+        comm.exchange({1 - comm.rank: words[:size]}, {1 - comm.rank: theirs}).wait()
+        assert torch.equal(theirs, words[:size])
+
+
+def overheard(comm, folder: Path | None) -> tuple[int, bool]:
+    retire()  # threads of lines are left
+    with every_line() as lines:
+        if folder:
+            over_tls(comm, folder, exchanges_words)
+        else:
+            with TcpCommunicator(timeout_seconds=60.0) as plain:
+                exchanges_words(plain)
+        passed = b"".join(said for line in lines for said in line.passed)
+    return len(passed), PATTERN[:20] in passed
+
+
+def test_nothing_can_be_read_on_the_line(run):
+    count, is_readable = spawn(2, overheard, run)[1]  # rank 1 connects
+    assert count > 2 * 20_000 * len(PATTERN) and not is_readable
+    assert spawn(2, overheard, None)[1][1], "the test sees what is not encrypted"
+
+
+class Damage:
+    """Flips a bit after every megabyte or so, a number of times."""
+
+    def __init__(self, times: int):
+        self.left, self._chance, self._until = times, random.Random(0), 300
+
+    def __call__(self, said: bytes) -> bytes:
+        self._until -= len(said)
+        if self.left == 0 or self._until > 0:
+            return said
+        self.left, self._until = self.left - 1, self._chance.randrange(2_000_000)
+        place = self._chance.randrange(len(said))
+        return said[:place] + bytes([said[place] ^ 4]) + said[place + 1 :]
+
+
+def exchanges(comm) -> None:
+    sent = torch.arange(3_000_000, dtype=torch.int32) + comm.rank
+    received = torch.zeros_like(sent)
+    for _ in range(3):
+        comm.exchange({1 - comm.rank: sent}, {1 - comm.rank: received.zero_()}).wait()
+        assert torch.equal(received, sent + 1 - 2 * comm.rank)
+
+
+def bears_damage(comm, folder: Path) -> int:
+    retire()  # threads of lines are left
+    damage = Damage(20)
+    with every_line(damage):
+        over_tls(comm, folder, exchanges)
+    return damage.left
+
+
+def test_altered_records_are_refused_and_the_run_ends_with_the_right_bits(run):
+    assert spawn(2, bears_damage, run)[1] < 10  # rank 1 connects, so its lines are damaged
+
+
+# ---- who gets in ----
+
+
+def session(connection: socket.socket, folder: Path, authority: Path):
+    paths = [str(folder / "certificate.pem"), str(folder / "key.pem"), str(authority / "authority.pem")]
+    made = _engine.Session(_engine.Context(*paths), connection.fileno(), False)
+    made.settimeout(20.0)
+    return made
+
+
+def is_refused(stream, rank: int, secret: bytes, seconds: float = 20.0) -> bool:
+    try:
+        introduce(stream, rank, 0, secret, time.monotonic() + seconds)
+    except OSError:
+        return True
+    return False
+
+
+def without_certificate(connection: socket.socket, folder: Path) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(folder / "worker0" / "authority.pem")
+    return context.wrap_socket(connection)
+
+
+def attacks(comm, folder: Path) -> tuple[list[str], int]:
+    """Rank 1 attacks rank 0, in all ways but one with the run's true secret."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    address, secret = tuple(comm.gather_objects(comm._connections.address)[0]), comm._connections._secret
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if comm.rank == 1:
+        knock = lambda: socket.create_connection(address, 20)  # noqa: E731
+        workers = folder / "worker0"
+        for name in ("another/worker1", "revoked", "expired", "other"):
+            with knock() as connection:
+                assert is_refused(session(connection, folder / name, workers), 1, secret), name
+        with knock() as connection:
+            assert is_refused(session(connection, folder / "worker1", workers), 1, b"?" * 32)
+        with knock() as connection, contextlib.suppress(OSError):
+            assert is_refused(without_certificate(connection, folder), 1, secret)
+        with knock() as connection:
+            assert is_refused(connection, 1, secret, seconds=0.5)  # in plain text: nothing comes
+        for said in (bytes(HELLO.size), b"GET / HTTP/1.1\r\n\r\n", random.Random(0).randbytes(20_000_000)):
+            with knock() as connection:
+                connection.settimeout(20)
+                with contextlib.suppress(OSError):
+                    connection.sendall(said)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):
+                        pass
+    conforms(comm)
+    for _ in range(3):
+        comm.barrier()
+    if comm.rank == 0:
+        wait_until(lambda: len(lines) >= 10, "a line about each of them")
+    return lines, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+
+
+REFUSED = {
+    "self-signed certificate|unable to get local issuer certificate|certificate signature failure": 1,
+    "certificate revoked": 1,
+    "certificate has expired": 1,
+    "has the certificate of 'other', and not that of rank 1, 'worker1'": 1,
+    "does not know the run's secret": 1,
+    "peer did not return a certificate": 1,
+    "is not of this run": 8,
+}
+
+
+def test_others_are_refused_and_the_run_goes_on(run):
+    lines, kilobytes = spawn(2, over_tls, run, attacks, run)[0]
+    for words, count in REFUSED.items():
+        assert sum(any(word in line for word in words.split("|")) for line in lines) == count, (words, lines)
+    assert len(lines) == 10 and all("rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
+    assert kilobytes < 60_000
+
+
+def is_revoked(comm, folder: Path) -> str:
+    """In the midst of the run, ranks 0 and 1 learn that rank 2's certificate was revoked."""
+    conforms(comm)
+    if comm.rank == 0:
+        shutil.copy(keys.Issuer(folder / "worker0").revoke("worker2"), folder / "worker1")
+    text, mine = "", torch.full((1000,), float(comm.rank))
+    theirs = torch.zeros_like(mine)
+    deadline = time.monotonic() + 60
+    while not text and time.monotonic() < deadline:
+        try:
+            comm.exchange({(comm.rank + 1) % 3: mine}, {(comm.rank - 1) % 3: theirs}).wait()
+        except Exception as error:
+            text = str(error)
+    return text
+
+
+def test_a_worker_that_is_revoked_during_the_run_is_shut_out(tmp_path):
+    keys_of(tmp_path, "worker0", "worker1", "worker2")
+    results = spawn(3, over_tls_briefly, tmp_path, is_revoked, tmp_path, return_errors=True)
+    for text in results[:2]:
+        assert isinstance(text, str) and "rank 2" in text, results
+
+
+def over_tls_briefly(comm, folder: Path, fn: Callable, *args):
+    return over_tls(comm, folder, fn, *args, timeout_seconds=4.0)
+
+
+# ---- sessions ----
+
+
+def test_keys_are_renewed_after_a_number_of_records(run):
+    """A key of AES-GCM must not serve for more than 2^24.5 records; here it serves for 10."""
+    folders = [run / f"worker{rank}" for rank in range(2)]
+    contexts = [
+        _engine.Context(
+            *(str(folder / f"{name}.pem") for name in ("certificate", "key", "authority")), records_per_key=10
+        )
+        for folder in folders
+    ]
+    ends = socket.socketpair()
+    sessions = [_engine.Session(contexts[i], ends[i].fileno(), bool(i)) for i in range(2)]
+    engines = [_engine.Engine(rank, 2, 60.0) for rank in range(2)]
+    for rank in range(2):
+        engines[rank].attach(1 - rank, ends[rank].detach(), sessions[rank])
+    sent = torch.randint(0, 256, (30_000_000,), dtype=torch.uint8)
+    received = torch.zeros_like(sent)
+    operations = [
+        engines[0].post([(1, 0, sent.data_ptr(), sent.nbytes)], []),
+        engines[1].post([], [(0, 0, received.data_ptr(), sent.nbytes)]),
+    ]
+    for engine, operation in zip(engines, operations, strict=True):
+        assert engine.wait(operation, 60.0)
+    assert torch.equal(sent, received)
+    assert sessions[0].renewals >= sent.nbytes // 16384 // 10 - 1
+    assert engines[0].counts(1).resent == 0
+
+
+def test_what_is_missing_is_named(run, tmp_path):
+    good = [str(run / "worker0" / f"{name}.pem") for name in ("certificate", "key", "authority")]
+    assert _engine.Context(*good).name == "worker0"
+    for place, words in enumerate(["a certificate in", "the certificate's key in", "the authority's certificate in"]):
+        paths = list(good)
+        paths[place] = str(tmp_path / "nothing.pem")
+        with pytest.raises(RuntimeError, match=f"cannot read {words} .*nothing.pem: "):
+            _engine.Context(*paths)
+    paths = [good[0], str(run / "worker1" / "key.pem"), good[2]]
+    with pytest.raises(RuntimeError, match="cannot read the certificate's key in .*: key values mismatch"):
+        _engine.Context(*paths)
