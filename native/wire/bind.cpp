@@ -1,5 +1,6 @@
 // What Python sees of the engine. Tensors come as addresses: the caller keeps them until `finished` names their operation.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -85,6 +86,7 @@ struct Stream {
 
 NB_MODULE(_engine, m) {
     m.doc() = "Messages between workers over several TCP connections a pair; `thinwire.comm.tcp` is its user.";
+    nb::set_leak_warnings(false);  // a script may end with its process groups open
     nb::class_<Counts>(m, "Counts")
         .def_ro("connections", &Counts::connections)
         .def_ro("chunks", &Counts::chunks)
@@ -118,6 +120,7 @@ NB_MODULE(_engine, m) {
             return engine.post(ours, theirs);
         }, "sends"_a, "receives"_a)
         .def("wait", &Engine::wait, "operation"_a, "seconds"_a, Unlocked())
+        .def("begun", &Engine::begun, "messages"_a, "seconds"_a, Unlocked())
         .def("finished", &Engine::finished, Unlocked())
         .def("events", [](Engine& engine, double seconds) {
             std::vector<std::tuple<int, int, int>> all;
@@ -129,6 +132,7 @@ NB_MODULE(_engine, m) {
         .def("lose", &Engine::lose, "peer"_a, "reason"_a, Unlocked())
         .def("close", &Engine::close, "seconds"_a, Unlocked())
         .def("counts", &Engine::counts, "peer"_a, Unlocked());
+    m.attr("STREAM_SHIFT") = kStreamShift;
     m.attr("LOST") = static_cast<int>(Event::kLost);
     m.attr("WANT") = static_cast<int>(Event::kWant);
     m.attr("FAILED") = static_cast<int>(Event::kFailed);

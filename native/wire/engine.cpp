@@ -164,14 +164,14 @@ struct Engine::Peer {
     std::deque<Outgoing> bulk;
     std::map<uint64_t, Incoming> incoming;  // by number
     std::map<uint64_t, std::shared_ptr<Operation>> expected;
-    uint64_t done_below = 0;
-    std::set<uint64_t> done;  // of those above
-    uint64_t early = 0;       // bytes
-    double heard = 0, moved = 0;  // when the last payload came, and left
+    std::map<uint64_t, Whole> whole;  // by stream; only those from which this worker has expected something
+    uint64_t early = 0;               // bytes
+    double heard = 0, moved = 0;      // when the last payload came, and left
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false;
     std::string gone;
+    bool has_said_goodbye = false;
     Counts counts;
 
     bool is_long() const { return round_trip > kLong && round_trip < 1e8; }
@@ -182,10 +182,10 @@ struct Engine::Peer {
         for (const Outgoing& out : bulk) left += out.part.bytes - out.next;
         return left;
     }
-    bool knows(uint64_t number) const { return number < done_below || done.count(number); }
-    void finish(uint64_t number) {
-        done.insert(number);
-        while (!done.empty() && *done.begin() == done_below) done.erase(done.begin()), ++done_below;
+    const Whole& seen(uint64_t number) const {
+        static const Whole none;
+        auto found = whole.find(number >> kStreamShift);
+        return found == whole.end() ? none : found->second;
     }
 };
 
@@ -350,6 +350,25 @@ bool Engine::wait(uint64_t id, double seconds) {
     return true;
 }
 
+int Engine::begun(const std::vector<std::pair<int, uint64_t>>& messages, double seconds) {
+    Lock lock(mutex_);
+    int found = -1;
+    size_t left = 0;
+    auto look = [&] {
+        left = messages.size();
+        for (size_t i = 0; i < messages.size() && failure_.empty(); ++i) {
+            Peer& peer = peers_.at(static_cast<size_t>(messages[i].first));
+            if (peer.incoming.count(messages[i].second)) return found = static_cast<int>(i), true;
+            if (peer.gone.empty()) continue;
+            if (!peer.has_said_goodbye || --left == 0) fail(peer.rank, peer.gone);
+        }
+        return !failure_.empty();
+    };
+    flushed_.wait_for(lock, std::chrono::duration<double>(seconds), look);
+    if (found < 0 && !failure_.empty()) throw std::runtime_error(failure_);
+    return found;
+}
+
 std::vector<uint64_t> Engine::finished() {
     Lock lock(mutex_);
     return std::exchange(finished_, {});
@@ -372,6 +391,7 @@ void Engine::cut() {
 void Engine::lose(int rank, const std::string& reason) {
     Lock lock(mutex_);
     lose_one(peers_.at(static_cast<size_t>(rank)), reason);
+    flushed_.notify_all();
     wake();
 }
 
@@ -405,6 +425,7 @@ void Engine::close(double seconds) {
         return true;
     });
     if (failure_.empty()) failure_ = "the communicator was closed";
+    end_operations();  // other threads may wait for some
     for (Peer& peer : peers_)
         for (auto& c : peer.connections) drop(*c);
     events_.push_back({Event::kFailed, -1, 0});
@@ -783,19 +804,24 @@ bool Engine::begin(Connection& c) {
         events_.push_back({Event::kWant, peer.rank, static_cast<int>(std::min<uint64_t>(h.number, kMaxStripes + 1))});
         events_ready_.notify_all();
     } else if (h.kind == kBye || h.kind == kFail) {
+        peer.has_said_goodbye = h.kind == kBye;
         leave(c, h.kind == kBye ? "has closed its communicator"
                                : "has failed: it lost rank " + std::to_string(h.number));
         return false;
     }
     if (h.kind != kData) return true;
     c.message = nullptr, c.into = nullptr;
-    if (peer.knows(h.number)) {
+    const Whole& seen = peer.seen(h.number);
+    uint64_t index = h.number & kInStream;
+    if (seen.has(index)) {
         ++peer.counts.duplicates;
         c.left = h.length;
         return true;
     }
-    if (h.number > peer.done_below + kMaxAhead) return leave(c, "is too many messages ahead"), false;
     auto found = peer.incoming.find(h.number);
+    bool is_far = found == peer.incoming.end() && peer.incoming.size() >= peer.expected.size() + kMaxAhead;
+    if (is_far || h.number >= kNumbers || index > seen.below + kMaxAhead)
+        return leave(c, "is too many messages ahead"), false;
     bool is_expected = found != peer.incoming.end() && found->second.data;
     if (!is_expected && peer.early + h.length > kEarly) return c.is_paused = true, false;
     Incoming& message = found != peer.incoming.end() ? found->second : peer.incoming[h.number];
@@ -847,7 +873,7 @@ void Engine::finish_message(Peer& peer, uint64_t number) {
     peer.incoming.erase(number);
     auto op = peer.expected.at(number);
     peer.expected.erase(number);
-    peer.finish(number);
+    peer.whole[number >> kStreamShift].add(number & kInStream);
     if (--op->left == 0) release(op);
 }
 
@@ -903,6 +929,16 @@ void Engine::check_gone(Peer& peer) {
     peer.again.clear();
 }
 
+void Engine::end_operations() {
+    for (auto& [id, op] : operations_) {
+        if (op->is_done) continue;
+        op->error = failure_;
+        op->is_done = true;
+        finished_.push_back(id);
+        op->done.notify_all();
+    }
+}
+
 void Engine::fail(int culprit, const std::string& reason) {
     if (!failure_.empty()) return;
     failure_ = reason;
@@ -914,13 +950,7 @@ void Engine::fail(int culprit, const std::string& reason) {
             if (c->part == 0 && c->send(&words, 1) > 0) shutdown(c->fd, SHUT_WR);
             drop(*c);
         }
-    for (auto& [id, op] : operations_) {
-        if (op->is_done) continue;
-        op->error = failure_;
-        op->is_done = true;
-        finished_.push_back(id);
-        op->done.notify_all();
-    }
+    end_operations();
     for (Peer& peer : peers_) {
         peer.small.clear(), peer.again.clear(), peer.bulk.clear();
         peer.incoming.clear(), peer.expected.clear();

@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "frame.hpp"
@@ -54,6 +55,8 @@ class Engine {
     uint64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
     bool wait(uint64_t operation, double seconds);          // whether it is done; throws std::runtime_error if it failed
     std::vector<uint64_t> finished();                       // operations that ended since the last call
+    // Waits until one of these messages (peer, number) has begun to come; returns which, or -1. None may be expected.
+    int begun(const std::vector<std::pair<int, uint64_t>>& messages, double seconds);
     std::vector<Event> events(double seconds);              // waits for the first one
     void cut();                                             // all connections; what they had goes over new ones
     void lose(int peer, const std::string& reason);         // the peer is dead
@@ -92,6 +95,7 @@ class Engine {
     void leave(Connection& c, const std::string& what);
     void lose_one(Peer& peer, const std::string& reason);
     void fail(int culprit, const std::string& reason);
+    void end_operations();
     void check_gone(Peer& peer);
     void wake();
 

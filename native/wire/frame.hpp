@@ -1,6 +1,6 @@
 // What crosses a connection between two workers: frames, each a header of 32 bytes and, for data, a piece of a message.
 //
-// Messages of one direction are numbered from 0. A message is cut into chunks, which travel over any of the connections, in
+// Messages of one direction are numbered from 0, in each of several streams, which the upper bits of a number name. A message is cut into chunks, which travel over any of the connections, in
 // any order, and more than once if a connection was lost or is slow. So a chunk says which bytes of which message it has.
 // Everything in a header comes from the network: `check` bounds it before memory is taken or written.
 #pragma once
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 
 namespace thinwire::wire {
@@ -31,7 +32,10 @@ static_assert(sizeof(Header) == 32);
 constexpr uint32_t kMaxChunk = 1 << 20;
 constexpr uint32_t kMinChunk = 4096;        // but for the last of a message: so many small ones would cost memory
 constexpr uint64_t kMaxTotal = 1ull << 46;  // bytes of a message
-constexpr uint64_t kMaxAhead = 1 << 20;     // messages that a peer may be ahead of this worker
+constexpr uint64_t kMaxAhead = 1 << 20;     // messages that a peer may be ahead of this worker, in a stream and in all
+constexpr int kStreamShift = 40;
+constexpr uint64_t kInStream = (1ull << kStreamShift) - 1;
+constexpr uint64_t kNumbers = 1ull << 63;
 
 // Empty if a header is possible at all; else what is wrong with it.
 inline std::string check(const Header& h) {
@@ -43,6 +47,18 @@ inline std::string check(const Header& h) {
     if (h.length < kMinChunk && h.offset + h.length != h.total) return "sent a chunk that is too small";
     return "";
 }
+
+// Which messages of a stream have come whole.
+struct Whole {
+    uint64_t below = 0;
+    std::set<uint64_t> above;
+
+    bool has(uint64_t index) const { return index < below || above.count(index); }
+    void add(uint64_t index) {
+        above.insert(index);
+        while (!above.empty() && *above.begin() == below) above.erase(above.begin()), ++below;
+    }
+};
 
 // The chunks of one message that have come, or are on their way in.
 struct Incoming {

@@ -110,6 +110,42 @@ def test_closing_waits_until_all_has_arrived(pair):
         pair[1].wait(pair[1].post([], [described(1, received, 0)]), 30.0)
 
 
+# ---- streams ----
+
+
+def test_streams_are_numbered_on_their_own(pair):
+    """Messages of two streams have equal numbers, and are received in another order than they were sent."""
+    connected(*pair)
+    stream = 5 << _engine.STREAM_SHIFT
+    sent = {number: noise(40_000, seed) for seed, number in enumerate((0, stream, stream + 1, 1))}
+    for number, tensor in sent.items():
+        finished(pair[0], pair[0].post([described(number, tensor, 1)], []))
+    for number in (stream, 0, 1, stream + 1):
+        received = torch.zeros(40_000, dtype=torch.uint8)
+        finished(pair[1], pair[1].post([], [described(number, received, 0)]))
+        assert torch.equal(received, sent[number])
+
+
+def test_a_receiver_sees_which_message_has_begun_to_come(pair):
+    connected(*pair)
+    stream = 3 << _engine.STREAM_SHIFT
+    assert pair[1].begun([(0, stream)], 0.01) == -1
+    sent = torch.ones(10, dtype=torch.uint8)
+    pair[0].post([described(stream, sent, 1)], [])
+    wait_until(lambda: pair[1].begun([(0, 0), (0, stream)], 0.1) == 1, "the message")
+    pair[1].lose(0, "rank 0 has died")
+    with pytest.raises(RuntimeError, match="rank 0 has died"):
+        pair[1].begun([(0, stream + 1)], 30.0)
+
+
+def test_closing_ends_what_others_wait_for(pair):
+    connected(*pair)
+    operation = pair[1].post([], [described(0, torch.zeros(10, dtype=torch.uint8), 0)])
+    pair[1].close(0.1)
+    with pytest.raises(RuntimeError, match="the communicator was closed"):
+        pair[1].wait(operation, 30.0)
+
+
 # ---- a peer that lies ----
 
 

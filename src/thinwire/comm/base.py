@@ -154,10 +154,14 @@ class Communicator(Rounds, ABC):
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
+        self.start_barrier().wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def start_barrier(self) -> Handle:
+        """`barrier`, of which `wait()` waits for the others."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self._gather("barrier", token, [1] * self.size).wait()
-        if token.is_cuda:
-            torch.cuda.current_stream(token.device).synchronize()
+        return self._gather("barrier", token, [1] * self.size)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return what every worker passed in, in rank order, after a round trip through JSON (tuples become lists). Blocks.

@@ -9,14 +9,19 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
       variable    (W-1) (8 + n)              the same          sizes first, as int64
     all_to_all    what goes to others        what comes        straight
     exchange      what goes to peers         what comes        straight
+    reduce        n (root: (W-1)/W n)        (W-1)/W n         as all_reduce; then the root receives (W-1)/W n more
+    reduce_scatter  the parts of others      (W-1) n           straight; n is the size of the own part
+    send          n + 1                      1                 straight; a byte says that there is a message, and
+    receive       1                          n + 1             a byte that its receiver is ready
     broadcast     n per child in the tree    n, but the root 0 binomial tree over ranks counted from the root
     barrier       (W-1)                      (W-1)             an all_gather of one byte
     channel       9 + n per message          the same          straight; sending and receiving are calls of their own
 
-These are Gloo's algorithms, and a test holds them, worker by worker, to the operating system's counters: beyond these
-counts, Gloo adds at most 144 bytes to a message, and TCP its headers. A ring all-reduce counts 2 (W-1) messages, its
-steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its tensor into whole elements, so that one worker
-differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers, 2 (W-1) n, is exact.
+`TcpCommunicator` alone has those from reduce to receive. The others are Gloo's algorithms, and a test holds them, worker by
+worker, to the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
+headers. A ring all-reduce counts 2 (W-1) messages, its steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its
+tensor into whole elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them);
+the sum over workers, 2 (W-1) n, is exact.
 `TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which
 is 2 (W-1) messages and, in even shards, the same bytes; an all_reduce of at least 2 MiB counts so for each of its pieces. To a
 chunk of a message (256 KiB, or 14 KiB on long lines) it adds 32 bytes, and 32 to acknowledge 512 (or 128) KiB. What is sent

@@ -6,6 +6,7 @@ from them:
     exchange, all_gather, all_to_all   messages straight to their receivers
     all_reduce, 2 workers              each sends the whole tensor, and both add them in rank order
     all_reduce, more                   worker r gets shard r of all others, adds them in rank order, and sends the sum to all
+    reduce_scatter, reduce             the first half of an all_reduce; then the sums go to one worker
     broadcast                          a binomial tree
 
 Operations start in the thread that calls them. What follows on the first messages of an operation (the sums and the second
@@ -19,13 +20,15 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -38,27 +41,30 @@ from ..base import Communicator, Start
 from ..buffers import as_bytes, flat_like
 from ..channel import Channel
 from ..connect import open_sockets, own_address
-from ..handle import CommunicationError
+from ..handle import CommunicationError, Handle
 from ..handshake import SECRET_BYTES
 from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
 from ..store import gathering, host_of
 from .connections import Connections
+from .tagged import MAX_TAG, Message, Tagged
 
 if TYPE_CHECKING:
     from ..credentials import Credentials
-    from ._engine import Counts
+    from ._engine import Counts, Engine
 
 PIECE_BYTES, MAX_PIECES = 1 << 20, 8  # of an all_reduce: one is added up while the next one is on its way
 CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
+EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 
 
-class Message(NamedTuple):
-    """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
+Reduction = Callable[[Sequence[Tensor], Tensor], None]
+"""(terms, out): combine what all workers have, in rank order; `out` is new, or one of the terms."""
 
-    peer: int
-    number: int
-    memory: Tensor
+
+def summing(terms: Sequence[Tensor], out: Tensor) -> None:
+    """out = terms[0] + terms[1] + ..., from left to right."""
+    combine(torch.add, terms, out)
 
 
 def is_available() -> bool:
@@ -184,6 +190,8 @@ class TcpCommunicator(Communicator):
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
         self._alive_lock = threading.Lock()
         self._later = Background("thinwire-comm")
+        self._tagged = Tagged(rank, size, self._engine, self._begin, self._wait, timeout_seconds)
+        self._forgotten = finalize(self, _end, self._engine, self._connections, self.process)
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
             told = gather([*self._connections.address, self._connections.name, secret])
@@ -206,7 +214,83 @@ class TcpCommunicator(Communicator):
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
         return self._engine.counts(peer)
 
-    def abort(self, reason: str) -> None:
+    # ---- operations beyond the contract ----
+
+    def reduce(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> Handle:
+        """Combine `tensor` over all workers, in place. `wait()` returns it.
+
+        Args:
+            tensor: any dtype that `reduction` takes, the same on all workers.
+            reduction: combines parts of the tensors, of which it gets those of all workers in rank order.
+            root: the one worker whose tensor becomes the result; None for all.
+        """
+        check.tensor(self, "reduce", tensor)
+        num_bytes, others = check.num_bytes(tensor), self.size - 1
+        if root is None:
+            messages, sent, received = (
+                2 * others,
+                2 * others * num_bytes // self.size,
+                2 * others * num_bytes // self.size,
+            )
+        elif root == self.rank:
+            messages, sent, received = others, others * num_bytes // self.size, 2 * others * num_bytes // self.size
+        else:
+            messages, sent, received = others + 1, num_bytes, others * num_bytes // self.size
+        start = partial(self._start_all_reduce, tensor.detach(), reduction, root)
+        name = "all_reduce" if root is None else "reduce"
+        return self._submit(name, [tensor], start, tensor, (messages if num_bytes else 0, sent, received))
+
+    def reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction = summing) -> Handle:
+        """Combine `parts[self.rank]` over all workers into `out`. `wait()` returns it.
+
+        Sends all parts but the own one, straight to whose they are.
+
+        Args:
+            parts: W tensors; part r has as many elements on all workers, and their dtype is the same.
+            out: as large as the own part; it may be that part.
+            reduction: see `reduce`.
+        """
+        for tensor in (*parts, out):
+            check.tensor(self, "reduce_scatter", tensor)
+        sent = sum(check.num_bytes(part) for part in self._others(parts).values())
+        received = (self.size - 1) * check.num_bytes(out)
+        start = partial(self._start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
+        messages = sum(part.numel() > 0 for part in self._others(parts).values())
+        return self._submit("reduce_scatter", [*parts, out], start, out, (messages, sent, received), parts)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        """Send a tensor to one peer, which calls `receive` with the same tag; see `tagged.py`."""
+        self._check_tagged("send", tensor, peer, tag)
+        start, num_bytes = partial(self._tagged.start_send, as_bytes(tensor), peer, tag), check.num_bytes(tensor)
+        return self._submit("send", [tensor], start, tensor, (1 + (num_bytes > 0), num_bytes + 1, 1), [tensor])
+
+    def receive(self, tensor: Tensor, peer: int | None = None, tag: int = 0) -> Handle:
+        """Receive a tensor of exactly this size, in place; `wait()` returns the rank that it came from.
+
+        Messages with one tag from one peer are received in the order in which they were sent.
+
+        Args:
+            tensor: is written.
+            peer: who sends; None for the next message of any peer.
+            tag: 0..MAX_TAG.
+        """
+        self._check_tagged("receive", tensor, peer, tag)
+        source = [] if peer is None else [peer]
+        start: Start = (
+            partial(self._tagged.start_receive_any, as_bytes(tensor), tag, source)
+            if peer is None
+            else partial(self._tagged.start_receive, as_bytes(tensor), peer, tag)
+        )
+        handle = self._submit("receive", [tensor], start, source, (1, 1, check.num_bytes(tensor) + 1))
+        return Handle(lambda: handle.wait()[0])
+
+    def _check_tagged(self, operation: str, tensor: Tensor, peer: int | None, tag: int) -> None:
+        check.peers(self, operation, "peer", {} if peer is None else {peer: tensor})
+        check.tensor(self, operation, tensor)
+        if not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"rank {self.rank}: {operation} expects a tag in 0..{MAX_TAG}, got {tag}.")
+
+    def abort(self, reason: str = "the communicator was aborted") -> None:
         """Close at once. Operations in flight fail, here and on all workers that wait for this one."""
         for peer in range(self.size):
             if peer != self.rank:
@@ -221,9 +305,11 @@ class TcpCommunicator(Communicator):
             if self._closed:
                 return
             self._closed = True
+        self._forgotten.detach()
         self._later.close()
         self._later.join()
         self._engine.close(seconds)
+        self._tagged.close()
         self._connections.close()
         self._alive.clear()
 
@@ -264,6 +350,10 @@ class TcpCommunicator(Communicator):
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
             return _nothing
+        return partial(self._wait, self._begin(sends, receives))
+
+    def _begin(self, sends: list[Message], receives: list[Message]) -> int:
+        """Start an operation of the engine, and keep its memory alive until it is over."""
         described = [
             [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)
         ]
@@ -271,7 +361,7 @@ class TcpCommunicator(Communicator):
             operation = self._engine.post(*described)
             self._alive[operation] = [message.memory for message in (*sends, *receives)]
         self._forget()
-        return partial(self._wait, operation)
+        return operation
 
     def _wait(self, operation: int) -> None:
         deadline = time.monotonic() + self.limit_seconds
@@ -340,49 +430,78 @@ class TcpCommunicator(Communicator):
 
         return self._continued(finish)
 
-    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+    def _start_all_reduce(
+        self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None
+    ) -> Callable[[], Any]:
         flat = tensor.view(-1)
         if self.size == 1 or flat.numel() == 0:
+            reduction([flat], flat)
             return _nothing
         pieces = flat.tensor_split(max(1, min(MAX_PIECES, check.num_bytes(flat) // PIECE_BYTES)))
-        start = self._start_pair_sum if self.size == 2 else self._start_sum
-        waits = [start(piece) for piece in pieces]
+        is_swap = self.size == 2 and root is None
+        waits = [
+            self._start_pair(piece, reduction) if is_swap else self._start_shards(piece, reduction, root)
+            for piece in pieces
+        ]
         return lambda: [wait() for wait in waits]
 
-    def _start_pair_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Between two workers: both have the whole tensors, and whoever waits adds them."""
+    def _start_pair(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
+        """Between two workers: both have the whole tensors, and whoever waits combines them."""
         peer, theirs = 1 - self.rank, debug.empty_like(tensor)
         wait = self._start_exchange({peer: tensor}, {peer: theirs})
 
         def finish() -> None:
             wait()
-            _add([tensor, theirs] if self.rank == 0 else [theirs, tensor], tensor)
+            reduction([tensor, theirs] if self.rank == 0 else [theirs, tensor], tensor)
 
         return finish
 
-    def _start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Shard r is summed by worker r."""
-        shards = tensor.tensor_split(self.size)
+    def _start_shards(self, tensor: Tensor, reduction: Reduction, root: int | None) -> Callable[[], None]:
+        """Worker r combines shard r, and sends it to all, or to the root; the tensors of others stay as they are."""
+        shards = list(tensor.tensor_split(self.size))
+        is_result = root is None or self.rank == root
         own = shards[self.rank]
-        copies = [own if rank == self.rank else debug.empty_like(own) for rank in range(self.size)]
-        wait = self._start_exchange(self._others(list(shards)), self._others(copies))
-        sends = self._sending(dict.fromkeys(self._others(copies), own))
-        receives = self._receiving(self._others(list(shards)))
+        out = own if is_result else debug.empty_like(own)
+        wait = self._start_reduce_scatter(shards, out, reduction)
+        to = self._others(shards) if root is None else {root: own}
+        to.pop(self.rank, None)
+        sends = self._sending(dict.fromkeys(to, out))
+        receives = self._receiving(self._others(shards) if is_result else {})
 
         def finish() -> Callable[[], None]:
             wait()
-            _add(copies, own)
             return self._post(sends, receives)
 
         return self._continued(finish)
 
+    def _start_reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
+        own = parts[self.rank]
+        copies = [own if rank == self.rank else debug.empty_like(own) for rank in range(self.size)]
+        wait = self._start_exchange(self._others(parts), self._others(copies))
 
-def _add(terms: Sequence[Tensor], out: Tensor) -> None:
-    """out = terms[0] + terms[1] + ..., from left to right, where `out` may be any one of them."""
+        def finish() -> None:
+            wait()
+            flat = out.view(-1)
+            reduction([flat if copy is out else copy.view(-1) for copy in copies], flat)
+
+        return finish
+
+
+def _end(engine: Engine, connections: Connections, process: int) -> None:
+    """Close what nobody closed before the interpreter ends, so that no thread comes back into an interpreter that is gone."""
+    if os.getpid() == process:
+        engine.close(EXIT_SECONDS)
+        connections.close()
+
+
+def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tensor) -> None:
+    """out = operation(operation(terms[0], terms[1]), ...), where `out` may be any one of the terms."""
     total = terms[0]
     for index, term in enumerate(terms[1:], 2):
-        # The sum goes where it can stay; before the last term, not into one that is still to be added.
-        total = torch.add(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
+        # The result goes where it can stay; before the last term, not into one that is still to be combined.
+        total = operation(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
+    if total is not out:
+        out.copy_(total)
 
 
 def _nothing() -> None:
