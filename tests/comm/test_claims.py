@@ -109,6 +109,7 @@ def test_a_place_depends_on_every_question():
         {"failures": -1},
         {"unreachable": ["0"]},
         {"unreachable": 5},
+        {"unreachable": list(range(1000))},
         {"history": "x" * 10_000},
         {"settings": None},
         {"can_heal": 1},
@@ -119,5 +120,5 @@ def test_a_claim_that_cannot_be_true_is_dropped(wrong):
     data = claim(3, 7).data()
     assert read_claim("a", "host:1", data) is not None
     assert read_claim("a", "host:1", data | wrong) is None
-    assert read_claim("a", "nowhere", data) is None
+    assert read_claim("a", "nowhere", data) is None and read_claim("a", "h" * 1000 + ":1", data) is None
     assert read_claim("a", "host:1", None) is None

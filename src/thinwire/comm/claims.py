@@ -81,11 +81,18 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
         >>> read_claim("a", "host:1", own.data() | {"version": [2**63, 0]}) is None
         True
     """
-    if not isinstance(data, dict) or set(data) != FIELDS or not store.rpartition(":")[2].isdecimal():
+    if (
+        not isinstance(data, dict)
+        or set(data) != FIELDS
+        or not store.rpartition(":")[2].isdecimal()
+        or len(store) > MAX_TEXT
+    ):
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
     if not isinstance(version, (list, tuple)) or len(version) != 2 or not isinstance(unreachable, (list, tuple)):
+        return None
+    if len(unreachable) > MAX_TEXT:
         return None
     counts += [(count, 0, MAX_ROUNDS) for count in version] + [(number, 0, MAX_NUMBER) for number in unreachable]
     texts = [data[name] for name in ("history", "settings", "connection", "nonce")]

@@ -21,6 +21,7 @@ from .handle import CommunicationError, reason_of
 from .lighthouse import HEARTBEAT_SECONDS, RESTART_SECONDS, Asker, Missing, client_of, meet, reach, store_at
 from .members import LeftOut, Version
 from .store import listening_store
+from .tls import Refused
 from .tls_store import TlsStore
 
 CONNECT_SECONDS = 5.0
@@ -167,6 +168,8 @@ class Forming:
         while True:
             try:
                 return self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1))
+            except Refused as error:
+                raise CommunicationError(f"worker {self._number}: {error}") from error
             except Exception as error:
                 if time.monotonic() + RETRY_SECONDS > deadline:
                     reason = reason_of(error).partition(", details: ")[0][:300]

@@ -1,0 +1,151 @@
+"""Who takes part in a round of a run with credentials: the rules, and callers that lie."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+
+import pytest
+from helpers.keys import keys_of
+
+from thinwire.comm import Lighthouse, quorums
+from thinwire.comm.claims import Claim
+from thinwire.comm.lighthouse import client_of
+from thinwire.comm.members import Version
+from thinwire.comm.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
+from thinwire.comm.tls import Refused
+
+BEAT = 3.0
+
+
+class Scene:
+    """Quorums at a time that the test sets; nobody waits."""
+
+    def __init__(self, monkeypatch, min_workers=2, join_seconds=60.0):
+        monkeypatch.setattr(quorums, "WAIT_SECONDS", 0.0)
+        self.now, self.asked = 100.0, 0
+        self.quorums = Quorums(min_workers, join_seconds, BEAT, clock=lambda: self.now)
+
+    def beat(self, *ids):
+        for id in ids:
+            assert self.quorums.answer([b"beat", id.encode()]) == [OK]
+
+    def ask(self, id, nonce=b"1", claim='["host:1", {}]'):
+        """The workers of the quorum and its number; None while there is none."""
+        what, *answer = self.quorums.answer([b"ask", id.encode(), nonce, claim.encode()])
+        assert what in (QUORUM, WAIT)
+        if what == WAIT:
+            return None
+        told = json.loads(answer[0])
+        return "".join(worker for worker, _ in told["workers"]), told["number"]
+
+
+def test_a_quorum_waits_for_all_that_live_and_gives_all_the_same_answer(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.beat("a", "b", "c")
+    assert scene.ask("c") is None and scene.ask("a") is None
+    assert scene.ask("b") == ("abc", 1)
+    assert scene.ask("a") == scene.ask("c") == ("abc", 1)  # the same question, again
+
+
+def test_workers_of_the_last_quorum_wait_for_nobody(monkeypatch):
+    scene = Scene(monkeypatch)
+    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+    scene.beat("a", "b", "c")  # c loads its data
+    assert scene.ask("a", b"2") is None
+    assert scene.ask("b", b"2") == ("ab", 1)
+    assert scene.ask("c", b"1") is None and scene.ask("a", b"3") is None
+    assert scene.ask("b", b"3") == ("abc", 2)
+    assert scene.ask("a", b"3") == ("abc", 2) == scene.ask("c", b"1")
+
+
+def test_a_worker_without_heartbeats_is_left_out(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.beat("a", "b", "c")
+    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert scene.ask("a", b"2") is None and scene.ask("b", b"2") is None  # c may still come
+    scene.now += BEAT
+    assert scene.ask("a", b"2") is None  # b's last question is as old
+    assert scene.ask("b", b"2") == ("ab", 2)
+
+
+def test_there_are_never_two_quorums_at_once(monkeypatch):
+    scene = Scene(monkeypatch, join_seconds=5.0)
+    scene.beat(*"abcd")
+    assert scene.ask("a") is None and scene.ask("b") is None
+    for _ in range(10):
+        scene.now += 1.0
+        scene.beat("c", "d")
+        assert scene.ask("a") is None and scene.ask("b") is None  # half of those that live
+    assert scene.ask("c") == ("abc", 1)  # the first one asked long ago
+
+
+def test_fewer_than_the_minimum_wait_but_those_of_the_last_quorum(monkeypatch):
+    scene = Scene(monkeypatch, min_workers=3, join_seconds=1.0)
+    assert scene.ask("a") is None
+    scene.now += 2
+    assert scene.ask("a") is None and scene.ask("b") is None
+    assert scene.ask("c") == ("abc", 1)
+
+
+def test_a_question_of_a_worker_that_died_is_forgotten(monkeypatch):
+    scene = Scene(monkeypatch)
+    assert scene.ask("dead") is None
+    scene.now += BEAT
+    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [[b"ask", b"a", b"1"], [b"ask", b"a", b"1", b"x" * 5000], [b"kill", b"a"], [b"beat"], [b"ask", b"\xff", b"", b""]],
+)
+def test_what_is_no_question_is_an_error(question):
+    with pytest.raises(ValueError):
+        Quorums(2, 60.0, BEAT).answer(question)
+
+
+def test_the_memory_for_workers_that_only_send_heartbeats_is_bounded(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.beat(*map(str, range(quorums.MAX_WORKERS)))
+    with pytest.raises(Refused, match="there are 1024 workers already"):
+        scene.beat("one more")
+    scene.now += BEAT
+    scene.beat("one more")
+    assert len(scene.quorums._beats) == 1
+
+
+def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
+    """One of three workers sends rubbish for its claim; the others hear of each other all the same."""
+    credentials = keys_of(tmp_path, "a", "b", "c")
+    place = Lighthouse(2, "127.0.0.1", credentials=credentials[0])
+    assert place.address.startswith("https://127.0.0.1:")
+    found = {}
+
+    def worker(number):
+        client = QuorumClient(place.address, credentials[number], 10)
+        if number == 2:
+            client._client.ask(b"ask", b"2", b"nonce", b"[" * 2000, seconds=5)
+            return
+        own = Claim(str(number), "host:1", number, Version(), "", "", "", -1, "n")
+        found[number] = client.quorum(str(number), timedelta(seconds=20), own.store, own.data())
+
+    for number in range(3):
+        QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), timedelta(seconds=5))
+    threads = [threading.Thread(target=worker, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    place.close()
+    for number in range(2):
+        told = {member.replica_id: member.data for member in found[number].participants}
+        assert told["2"] is None and told["0"]["number"] == 0 and told["1"]["number"] == 1
+
+
+def test_credentials_belong_to_both_or_to_none(tmp_path):
+    (ours,) = keys_of(tmp_path, "a")
+    with pytest.raises(ValueError, match="the Lighthouse at http://host:1 knows no credentials"):
+        client_of("http://host:1", ours, 1.0)
+    with pytest.raises(ValueError, match="the Lighthouse at https://host:1 needs credentials; see thinwire keys"):
+        client_of("https://host:1", None, 1.0)
