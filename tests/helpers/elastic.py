@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -15,13 +16,14 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator
+from thinwire.comm import ElasticCommunicator, LocalWorld
 
 
-def serve(port: int):
-    """A Lighthouse in a process of its own; print its port."""
+def serve(port: int, min_workers: int = 2, folder: str | None = None):
+    """A Lighthouse in a process of its own, with the credentials of a folder if there is one; print its port."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    lighthouse = tw.comm.Lighthouse(2, "127.0.0.1", port)
+    credentials = None if folder is None else tw.Credentials(folder)
+    lighthouse = tw.comm.Lighthouse(min_workers, "127.0.0.1", port, credentials=credentials)
     print(lighthouse.address.rsplit(":", 1)[1], flush=True)
     signal.pause()
 
@@ -38,6 +40,42 @@ def regroup_and_die(comm, size, sizes, regroup, *args):
     die_among(comm, size, sizes)
 
 
+def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model, and its optimizer."""
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
+    """Take a step, on examples that its number and the rank determine."""
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * number + rank))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+    optimizer.step()
+
+
+def digest_of(model: nn.Module) -> str:
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def undisturbed(averager: str, size: int, rounds: int) -> str:
+    """The digest of the model that so many workers end with, as threads of this process; the first one's begins."""
+
+    def run(comm):
+        model, optimizer = copy.deepcopy(first)
+        tw.compress_gradients(model, tw.parse(averager), comm=comm)
+        for number in range(rounds):
+            step(model, optimizer, number, comm.rank)
+        return digest_of(model)
+
+    torch.manual_seed(0)
+    first = new_model()
+    digests = LocalWorld(size).run(run)
+    assert len(set(digests)) == 1
+    return digests[0]
+
+
 def worker(
     address: str,
     number: int,
@@ -46,6 +84,8 @@ def worker(
     rounds: int = 20,
     dies_among: int | None = None,
     dies_in: str = "round",
+    min_workers: int = 2,
+    folder: str | None = None,
 ):
     """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
 
@@ -57,15 +97,17 @@ def worker(
         rounds: after so many rounds of theirs.
         dies_among: kills itself in a round of so many workers, once there have been four; None never.
         dies_in: "round", or "regroup" for before it, when all have connected.
+        min_workers: fewer do not begin.
+        folder: of keys; None for a run without credentials.
     """
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(number)
-    comm = ElasticCommunicator(address, number, timeout_seconds=60)
-    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    credentials = None if folder is None else tw.Credentials(folder)
+    comm = ElasticCommunicator(address, number, min_workers, timeout_seconds=60, credentials=credentials)
+    model, optimizer = new_model()
     parsed = tw.parse(averager)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     handle = tw.compress_gradients(model, parsed, comm=comm)
     comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
     sizes, slowest = [], 0.0
@@ -77,19 +119,14 @@ def worker(
         handle.begin_round()
         if comm.counts.committed >= 3:
             die_among(comm, dies_among, sizes)
-        generator = torch.Generator().manual_seed(1000 * comm.counts.committed + comm.rank)
-        x = torch.randn(16, 20, generator=generator)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
-        optimizer.step()
+        step(model, optimizer, comm.counts.committed, comm.rank)
         if comm.counts.committed > before:
             slowest, began, before = max(slowest, time.monotonic() - began), time.monotonic(), comm.counts.committed
             together = together + 1 if comm.size == size else 0
         if not sizes or sizes[-1] != comm.size:
             sizes.append(comm.size)
             print(comm.size, flush=True)
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    facts = {"number": number, "model": hashlib.sha256(flat.numpy().tobytes()).hexdigest(), "sizes": sizes}
+    facts = {"number": number, "model": digest_of(model), "sizes": sizes}
     facts |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
     print(json.dumps(facts | {"losses": comm.counts.losses}), flush=True)
     os._exit(0)

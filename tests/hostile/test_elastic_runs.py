@@ -1,0 +1,160 @@
+"""Elastic runs under attack: they go on, and end with the bits of a run that nobody has disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from helpers.elastic import serve, undisturbed, worker
+from helpers.keys import keys_of
+from helpers.listeners import ATTACKS, answers, crowd, listening, resident_bytes, said_over_tls
+from helpers.program import Program, wait_until
+
+from thinwire.comm import keys
+from thinwire.comm.lighthouse import torchft
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's list of sockets")
+SIZE, ROUNDS, AVERAGER = 3, 30, "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())"
+LOOPBACK = "0100007F"
+
+
+class Run:
+    """A Lighthouse and workers in processes of their own, with credentials or without. The last worker comes when told to."""
+
+    def __init__(self, folder, credentials, rounds=ROUNDS, min_workers=SIZE):
+        self._folder, self._rounds, self._min_workers = folder, rounds, min_workers
+        self._keys = [None] * SIZE if credentials is None else [one.folder for one in credentials]
+        self.place = Program(serve, 0, min_workers, self._keys[0], folder=folder)
+        self.place.wait_until(lambda: self.place.stdout.endswith("\n"), "a Lighthouse")
+        self.port = int(self.place.stdout)
+        self.address = f"{'http' if credentials is None else 'https'}://127.0.0.1:{self.port}"
+        self.workers: list[Program] = []
+
+    def start(self, *numbers):
+        for number in numbers:
+            others = (SIZE, self._rounds, None, "round", self._min_workers, self._keys[number])
+            environment = {"MASTER_ADDR": "127.0.0.1"}
+            self.workers.append(
+                Program(worker, self.address, number, AVERAGER, *others, folder=self._folder, **environment)
+            )
+
+    @property
+    def pids(self):
+        return [self.place.pid, *(one.pid for one in self.workers)]
+
+    def models(self):
+        """The digest of each worker's model, once all have ended."""
+        codes = [one.wait(120) for one in self.workers]
+        assert codes == [0] * SIZE, [one.stderr for one in self.workers]
+        return [json.loads(one.stdout.splitlines()[-1])["model"] for one in self.workers]
+
+    def end(self):
+        for program in (self.place, *self.workers):
+            program.kill()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Makes runs, and ends them after the test."""
+    made = []
+
+    def make(credentials, **options):
+        made.append(Run(tmp_path, credentials, **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+def test_no_listener_of_a_run_with_credentials_answers_a_stranger(runs, tmp_path):
+    """Every socket on which its processes listen, from start to end, is found and attacked; with crowds as well."""
+    credentials = keys_of(tmp_path / "ours", "a", "b", "c")
+    stranger = keys_of(tmp_path / "theirs", "a")[0]
+    run = runs(credentials)
+    attacked, heard, crowds = set(), [], []
+
+    def attack(port):
+        if not attacked or len(attacked) % 3 == 0:
+            crowds.extend(crowd(port, 100))
+        for name, words in ATTACKS.items():
+            heard.append((name, answers(port, words)))
+        for caller in (None, stranger):
+            heard.append(("TLS", said_over_tls(port, caller)))
+
+    def attack_all(pids):
+        for pid in pids:
+            for address, port in listening(pid):
+                assert address == LOOPBACK, address  # the interface of the run
+                if port not in attacked:
+                    attacked.add(port)
+                    attack(port)
+
+    run.start(0, 1)
+    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third", 100)
+    before = resident_bytes([run.place.pid])
+    attack_all(run.pids)
+    waiting = len(attacked)
+    assert waiting >= 3  # the Lighthouse, two stores
+    run.start(2)
+    while any(one.returncode is None for one in run.workers):
+        attack_all(run.pids)
+    assert set(run.models()) == {undisturbed(AVERAGER, SIZE, ROUNDS)}
+    assert len(attacked) >= waiting + 1 + SIZE  # another store, and the connections of the round
+    assert resident_bytes([run.place.pid]) - before < 60_000_000
+    for name, answer in heard:
+        assert len(answer) <= 7 and answer[:1] in (b"", b"\x15"), (name, answer)  # at most an alert of TLS
+    for connection in crowds:
+        connection.close()
+
+
+def test_a_worker_whose_certificate_is_revoked_leaves_and_the_others_go_on(runs, tmp_path):
+    credentials = keys_of(tmp_path / "ours", "a", "b", "c")
+    run = runs(credentials, rounds=10**6, min_workers=2)
+    run.start(0, 1, 2)
+    wait_until(lambda: all(one.stdout.split()[-1:] == ["3"] for one in run.workers), "rounds of all", 200)
+    keys.Issuer(tmp_path / "ours" / "a").revoke("c")
+    third = run.workers[2]
+    assert third.wait(100) == 1
+    assert "refuses this worker: its certificate was revoked" in third.stderr
+    wait_until(lambda: all(one.stdout.split()[-1] == "2" for one in run.workers[:2]), "rounds of two", 200)
+    assert [one.returncode for one in run.workers[:2]] == [None, None]
+
+
+def test_without_credentials_what_can_be_refused_is(runs):
+    """A step of 2^63 - 1, rubbish for a claim, and a command to kill: callers whom torchft's Lighthouse believes."""
+    run = runs(None)
+    run.start(0, 1)
+    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third", 100)
+    ended = threading.Event()
+
+    def lie(number):
+        client = torchft().client(f"http://127.0.0.1:{run.port}", 10)
+        while not ended.is_set():
+            with contextlib.suppress(Exception):
+                client.quorum(
+                    replica_id=f"liar {number}",
+                    timeout=timedelta(seconds=2),
+                    address="http://127.0.0.1:1",
+                    store_address="127.0.0.1:1",
+                    step=2**63 - 1,
+                    world_size=1,
+                    shrink_only=False,
+                    data={"version": [2**63, 0], "pickle": "\x80\x04."} if number else None,
+                )
+
+    liars = [threading.Thread(target=lie, args=(number,), daemon=True) for number in range(2)]
+    for liar in liars:
+        liar.start()
+    run.start(2)
+    wait_until(lambda: run.workers[2].stdout or run.workers[2].returncode is not None, "a round", 200)
+    for path in (f"/replica/worker_{number:06d}/kill" for number in range(3)):
+        answers(run.port, f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n".encode())
+    assert set(run.models()) == {undisturbed(AVERAGER, SIZE, ROUNDS)}
+    ended.set()
+    for liar in liars:
+        liar.join(20)
