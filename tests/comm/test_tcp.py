@@ -76,6 +76,30 @@ def test_wrong_arguments_of_a_meeting_are_refused(options, message):
         TcpCommunicator.from_store(dist.HashStore(), **{"rank": 0, "size": 2, **options})
 
 
+def test_workers_that_close_at_the_same_time_do_not_wait_for_each_others_last_words(monkeypatch):
+    """Each asks the other what has arrived; nobody says that an answer has."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr("thinwire.comm.tcp.communicator.CLOSE_SECONDS", 60.0)
+    seconds = []
+
+    def worker(rank: int, store: dist.Store, operations: int) -> None:
+        comm = TcpCommunicator.from_store(store, rank, 2, timeout_seconds=60.0)
+        for _ in range(operations):
+            comm.all_reduce(torch.ones(3)).wait()
+        began = time.monotonic()
+        comm.close()
+        seconds.append(time.monotonic() - began)
+
+    for operations in range(3):
+        store = dist.HashStore()
+        threads = [threading.Thread(target=worker, args=(rank, store, operations)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(seconds) == 6 and max(seconds) < 30
+
+
 # ---- the bits of a sum ----
 
 
