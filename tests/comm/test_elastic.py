@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.elastic import serve, worker
+from helpers.keys import keys_of
 from helpers.program import Program, wait_until
 from torch._subclasses import FakeTensorMode
 
@@ -28,17 +29,20 @@ from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
 
 
-def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatch):
     """Rank 0 is killed in a round, another while the rest regroup; these go on, also when the Lighthouse restarts. Four join:
     all end with the same bits."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    place = Program(serve, 0, folder=tmp_path)
+    folder = keys_of(tmp_path / "keys", "one")[0].folder if is_encrypted else None
+    place = Program(serve, 0, 2, folder, folder=tmp_path)
     wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
     port = int(place.stdout)
+    address = f"http{'s' * is_encrypted}://127.0.0.1:{port}"
     averager = "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce')"
 
-    def start(number, *dies):
-        return Program(worker, f"http://127.0.0.1:{port}", number, averager, 6, 20, *dies, folder=tmp_path)
+    def start(number, dies_among=None, dies_in="round"):
+        return Program(worker, address, number, averager, 6, 20, dies_among, dies_in, 2, folder, folder=tmp_path)
 
     survivors = [start(2), start(3)]  # before the others, whose state would heal them if they came late
     wait_until(lambda: survivors[0].stdout.split() == ["2"], "a round of the first two")
@@ -47,7 +51,7 @@ def test_four_workers_become_two_and_then_six(tmp_path, monkeypatch):
     wait_until(lambda: survivors[0].stdout.split()[-1:] == ["2"], "a round of the two that are left")
     place.kill()
     place.wait(60)
-    place = Program(serve, port, folder=tmp_path)
+    place = Program(serve, port, 2, folder, folder=tmp_path)
     joined = [start(number) for number in (0, 1, 4, 5)]  # the dead come back, and two others with them
     assert [program.wait(180) for program in (*survivors, *joined)] == [0] * 6, [
         p.stderr for p in (*survivors, *joined)
@@ -387,3 +391,32 @@ def test_only_an_elastic_communicator_has_rounds():
             comm.form_round()
 
     LocalWorld(1).run(worker)
+
+
+def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
+    """Nor is one heard without credentials, or with the certificate of another run."""
+
+    def missing(name):
+        raise ValueError(f"{name} is not installed")
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(lighthouse, "_module", missing)
+    credentials, (stranger,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
+    place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
+    with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
+        ElasticCommunicator(place.address, 7, credentials=stranger)
+
+    def worker(world):
+        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=60, credentials=credentials[world.rank])
+        sums = []
+        for _ in range(3):
+            comm.open_round(comm.form_round())
+            sums.append(comm.all_reduce(torch.arange(3.0) + comm.rank).wait().tolist())
+            assert [int(n) for n in comm.all_gather(torch.tensor([comm.rank])).wait()] == [0, 1]
+            assert comm.broadcast(torch.tensor([comm.rank]), 1).wait().tolist() == [1]
+            assert comm.close_round(True)
+        comm.close()
+        return sums
+
+    assert LocalWorld(2).run(worker) == [[[1.0, 3.0, 5.0]] * 3] * 2
+    place.close()

@@ -254,7 +254,7 @@ def check_mpi() -> None:
     )
 
 
-def loopback_store(port: int, credentials: Credentials | None) -> dist.TCPStore | TlsStore:
+def loopback_store(port: int, credentials: Credentials | None = None) -> dist.TCPStore | TlsStore:
     """The store where the workers of this machine meet. It listens on the loopback only.
 
     Args:
