@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Runs the C++ kernels from several threads at once under ThreadSanitizer, then under AddressSanitizer and UBSan, and
-# there gives 10,000 damaged payloads to the decoders. Builds in a temporary folder. Skips a sanitizer whose runtime the
+# there gives 10,000 damaged payloads to the decoders. Does the same to the engine of native/wire: two of them talk while
+# their connections are cut, and one gets 5,000 damaged conversations. Builds in a temporary folder. Skips a sanitizer whose runtime the
 # compiler lacks. Returns 1 if one finds something.
-# `scripts/sanitize.sh fuzz INPUTS [SEED]` instead gives more damaged payloads to the decoders.
+# `scripts/sanitize.sh fuzz INPUTS [SEED]` instead gives more damaged payloads to the decoders, and a tenth as many
+# conversations to the engine.
 # `scripts/sanitize.sh binding` instead calls the kernels from Python threads, with the binding under ThreadSanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,11 +15,26 @@ main() {
     command -v cmake > /dev/null || { echo "sanitize: skipped: there is no cmake"; exit 0; }
     if [ "${1:-}" = binding ]; then check_binding; return; fi
     if [ "${1:-}" = fuzz ]; then
-        build address address,undefined && run address fuzz "${@:2}"
+        build address address,undefined && run address fuzz "${@:2}" && run address wire fuzz $(("$2" / 10)) "${@:3}"
         return
     fi
-    if build thread thread; then run thread sanitize; fi
-    if build address address,undefined; then run address sanitize && run address fuzz 10000; fi
+    make_keys
+    if build thread thread; then run thread sanitize && run thread wire loopback "${keys[@]}"; fi
+    if build address address,undefined; then
+        run address sanitize && run address fuzz 10000
+        run address wire loopback "${keys[@]}" && run address wire fuzz 5000
+    fi
+}
+
+# Makes a certificate for encrypted connections, where there is OpenSSL's program.
+keys=()
+make_keys() {
+    if openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=worker -days 1 \
+        -keyout "$work/key.pem" -out "$work/certificate.pem" > /dev/null 2>&1; then
+        keys=("$work/certificate.pem" "$work/key.pem")
+    else
+        echo "sanitize: connections are not encrypted: there is no openssl program"
+    fi
 }
 
 # Builds the programs under a sanitizer; returns 1 if there is no runtime for it.

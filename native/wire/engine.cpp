@@ -296,7 +296,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             if (!range.early || !range.is_done) continue;
             std::memcpy(part.data + offset, range.early.get(), range.length);
             range.early.reset();
-            peer.early -= range.length;
+            peer.early -= kCost + range.length;
             message.left -= range.length;
         }
         if (message.left == 0) finish_message(peer, part.number);
@@ -476,7 +476,9 @@ void Engine::run() {
             Connection& c = *polled[i];
             if (!polls[i].revents || c.is_dead) continue;
             if (polls[i].revents & POLLOUT) c.is_blocked = false;
-            if (polls[i].revents & (POLLIN | POLLHUP | POLLERR)) read(c);
+            const bool has_ended = polls[i].revents & (POLLHUP | POLLERR);
+            if (c.is_paused && has_ended) drop(c);  // what is unread comes again
+            else if (has_ended || polls[i].revents & POLLIN) read(c);
         }
         flushed_.notify_all();
     }
@@ -823,7 +825,7 @@ bool Engine::begin(Connection& c) {
     if (is_far || h.number >= kNumbers || index > seen.below + kMaxAhead)
         return leave(c, "is too many messages ahead"), false;
     bool is_expected = found != peer.incoming.end() && found->second.data;
-    if (!is_expected && peer.early + h.length > kEarly) return c.is_paused = true, false;
+    if (!is_expected && peer.early + kCost + h.length > kEarly) return c.is_paused = true, false;
     Incoming& message = found != peer.incoming.end() ? found->second : peer.incoming[h.number];
     if (message.total == 0) message.total = message.left = h.total;
     if (message.total != h.total)
@@ -837,7 +839,7 @@ bool Engine::begin(Connection& c) {
     }
     if (!message.data && !range->early) {
         range->early.reset(new uint8_t[h.length]);
-        peer.early += h.length;
+        peer.early += kCost + h.length;
     }
     c.message = &message;
     c.into = range->early ? range->early.get() : message.data + h.offset;
@@ -863,7 +865,7 @@ void Engine::end(Connection& c) {
     if (range.early) {
         std::memcpy(message->data + c.header.offset, range.early.get(), range.length);
         range.early.reset();
-        peer.early -= range.length;
+        peer.early -= kCost + range.length;
     }
     message->left -= range.length;
     if (message->left == 0) finish_message(peer, c.header.number);

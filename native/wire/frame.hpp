@@ -36,6 +36,7 @@ constexpr uint64_t kMaxAhead = 1 << 20;     // messages that a peer may be ahead
 constexpr int kStreamShift = 40;
 constexpr uint64_t kInStream = (1ull << kStreamShift) - 1;
 constexpr uint64_t kNumbers = 1ull << 63;
+constexpr uint64_t kCost = 256;             // bytes of memory that it takes to keep a chunk, besides its own
 
 // Empty if a header is possible at all; else what is wrong with it.
 inline std::string check(const Header& h) {

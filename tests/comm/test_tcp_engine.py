@@ -238,3 +238,13 @@ def test_what_comes_too_early_takes_bounded_memory():
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     finished(engine, engine.post([], [described(1, memory, 1)]))
     assert memory.unique().tolist() == [1]
+
+
+def test_small_messages_that_come_too_early_take_bounded_memory():
+    engine, _, _, theirs = said()
+    theirs.settimeout(1.0)
+    frames = b"".join(HEADER.pack(DATA, 1, number, 1, 0) + b"x" for number in range(1, 400_000))
+    with pytest.raises(TimeoutError):
+        theirs.sendall(frames)
+    memory = torch.zeros(1, dtype=torch.uint8)
+    finished(engine, engine.post([], [described(200_000, memory, 1)]))
