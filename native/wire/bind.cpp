@@ -1,5 +1,6 @@
 // What Python sees of the engine. Tensors come as addresses: the caller keeps them until `finished` names their operation.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -35,7 +36,7 @@ struct Stream {
 
     // Repeats `step` until it does not ask to wait for the socket. Needs the GIL.
     template <typename Step>
-    ssize_t until_done(Step step) {
+    ssize_t until_done(Step step, bool reads) {
         auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
         while (true) {
             ssize_t count;
@@ -48,7 +49,8 @@ struct Stream {
                 if (error == EAGAIN && seconds > 0) {
                     std::chrono::duration<double, std::milli> left = until - std::chrono::steady_clock::now();
                     is_late = left.count() <= 0;
-                    short events = static_cast<short>(POLLIN | (session->pending() ? POLLOUT : 0));
+                    const bool writes = session->pending() > 0;
+                    short events = static_cast<short>((reads || !writes ? POLLIN : 0) | (writes ? POLLOUT : 0));
                     pollfd ready{session->descriptor(), events, 0};
                     if (!is_late) ::poll(&ready, 1, static_cast<int>(left.count()) + 1);
                 }
@@ -70,15 +72,23 @@ struct Stream {
     nb::bytes recv(size_t size) {
         std::string bytes(size, '\0');
         iovec piece{bytes.data(), size};
-        ssize_t count = until_done([&] { return session->receive(&piece, 1); });
+        ssize_t count = until_done([&] { return session->receive(&piece, 1); }, true);
         return nb::bytes(bytes.data(), static_cast<size_t>(count));
     }
 
-    void sendall(nb::bytes bytes) {
-        iovec piece{const_cast<char*>(bytes.c_str()), bytes.size()};
-        until_done([&] { return session->send(&piece, 1); });  // takes all of it, as it is short
-        iovec nothing{nullptr, 0};
-        if (seconds > 0) until_done([&] { return session->pending() ? session->send(&nothing, 1) : 0; });
+    size_t recv_into(nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> buffer) {
+        iovec piece{buffer.data(), buffer.size()};
+        return static_cast<size_t>(until_done([&] { return session->receive(&piece, 1); }, true));
+    }
+
+    // Without a time limit, what the socket does not take at once waits for the next call; it is short then.
+    void sendall(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes) {
+        iovec piece{const_cast<uint8_t*>(bytes.data()), bytes.size()};
+        do {
+            auto count = static_cast<size_t>(until_done([&] { return session->send(&piece, 1); }, false));
+            piece.iov_base = static_cast<uint8_t*>(piece.iov_base) + count;
+            piece.iov_len -= count;
+        } while (seconds > 0 && (piece.iov_len > 0 || session->pending() > 0));
     }
 };
 
@@ -104,7 +114,9 @@ NB_MODULE(_engine, m) {
         }, "context"_a, "descriptor"_a, "accepts"_a)
         .def("settimeout", [](Stream& stream, double seconds) { stream.seconds = seconds; }, "seconds"_a)
         .def("recv", &Stream::recv, "size"_a)
-        .def("sendall", &Stream::sendall, "data"_a)
+        .def("recv_into", &Stream::recv_into, "buffer"_a, nb::sig("def recv_into(self, buffer: bytearray | memoryview) -> int"))
+        .def("sendall", &Stream::sendall, "data"_a, nb::sig("def sendall(self, data: bytes | memoryview) -> None"))
+        .def_prop_ro("is_readable", [](const Stream& stream) { return stream.session->has_taken(); })
         .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
         .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
     nb::class_<Engine>(m, "Engine")

@@ -46,6 +46,7 @@ constexpr size_t kSealed = 1 << 17;  // encrypted bytes that are handed to the s
     F(int, SSL_do_handshake, (void*))                                                        \
     F(int, SSL_read, (void*, void*, int))                                                    \
     F(int, SSL_write, (void*, const void*, int))                                             \
+    F(int, SSL_pending, (const void*))                                                       \
     F(int, SSL_get_error, (const void*, int))                                                \
     F(int, SSL_key_update, (void*, int))                                                     \
     F(long, SSL_get_verify_result, (const void*))                                            \
@@ -215,6 +216,8 @@ std::string Session::peer_name() const {
     if (certificate) openssl().X509_free(certificate);
     return name;
 }
+
+bool Session::has_taken() const { return raw_begin_ < raw_end_ || openssl().SSL_pending(session_) > 0; }
 
 ssize_t Session::send(const iovec* pieces, int count) {
     if (!push()) return -1;

@@ -45,6 +45,7 @@ class Session {
     ssize_t receive(const iovec* pieces, int count, bool from_socket = true);
 
     size_t pending() const { return sealed_.size() - sent_; }  // encrypted bytes that wait for the socket
+    bool has_taken() const;  // whether bytes were taken from the socket that `receive` has not returned yet
     bool is_broken() const { return !error_.empty(); }
     const std::string& error() const { return error_; }
     int descriptor() const { return descriptor_; }

@@ -139,10 +139,10 @@ def knocked_at(comm):
     if comm.rank == 1:
         original = connect._connect
 
-        def after_a_stranger(rank, peer, host, port, secret, timeout_seconds):
-            stranger = socket.create_connection((host, port))
+        def after_a_stranger(rank, peer, told, *others):
+            stranger = socket.create_connection(told[:2])
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 20)
-            return original(rank, peer, host, port, secret, timeout_seconds)
+            return original(rank, peer, told, *others)
 
         connect._connect = after_a_stranger
     channel = comm.open_channel(everyone(comm))
@@ -227,7 +227,7 @@ def test_strangers_who_are_slow_or_silent_delay_nobody(strangers, monkeypatch):
 @pytest.mark.parametrize("strangers", [idle, trickling])
 def test_the_deadline_holds_whatever_strangers_do(strangers, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(connect, "_connect", lambda *_: socket.socket())  # rank 1 never comes
+    monkeypatch.setattr(connect, "_connect", lambda *_: (socket.socket(), None))  # rank 1 never comes
     (said, took), _ = open_among(strangers, 2.0)
     assert "rank 0: ranks [1] did not connect" in said
     assert took < 5.0

@@ -136,7 +136,7 @@ def channel_to(timeout_seconds=5.0):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
-    return SocketChannel(0, {1: ours}, timeout_seconds, lambda *_: None, max_bytes=1000), theirs
+    return SocketChannel(0, {1: (ours, None)}, timeout_seconds, lambda *_: None, max_bytes=1000), theirs
 
 
 @pytest.mark.parametrize(("num_bytes", "kind"), [(1001, 1), (2**60, 7), (-1, 1), (5, 0)])

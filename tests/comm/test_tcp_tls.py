@@ -21,12 +21,14 @@ from helpers.program import wait_until
 from helpers.spawn import retire, spawn
 from helpers.traffic import connections
 
-from thinwire.comm import Credentials, keys
+from thinwire.comm import Credentials, connect, keys
 from thinwire.comm.handshake import HELLO, introduce
 from thinwire.comm.tcp import TcpCommunicator
+from thinwire.comm.tcp.identity import Identity
 from thinwire.testing import check_communicator
 
 _engine = pytest.importorskip("thinwire.comm.tcp._engine")
+CONNECT = socket.create_connection
 PATTERN = b"nobody but the workers of this run may read this. "
 
 
@@ -117,7 +119,7 @@ class Line:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                ends = self._listener.accept()[0], socket.create_connection(self._target)
+                ends = self._listener.accept()[0], CONNECT(self._target)
                 for source, sink in (ends, ends[::-1]):
                     threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
@@ -139,18 +141,19 @@ class Line:
 def every_line(change: Callable[[bytes], bytes] = bytes):
     """Have this process connect over a `Line` to whatever it connects to; yields them."""
     lines: dict[tuple[str, int], Line] = {}
-    connect = socket.create_connection
+    lock = threading.Lock()
 
     def over_a_line(address, *args, **kwargs):
-        if threading.current_thread().name == "thinwire-connect":
-            address = lines.setdefault(address, Line(address, change)).address
-        return connect(address, *args, **kwargs)
+        with lock:
+            if address not in lines:
+                lines[address] = Line(address, change)
+        return CONNECT(lines[address].address, *args, **kwargs)
 
     socket.create_connection = over_a_line
     try:
         yield lines.values()
     finally:
-        socket.create_connection = connect
+        socket.create_connection = CONNECT
         for line in lines.values():
             line.close()
 
@@ -161,6 +164,14 @@ def exchanges_words(comm) -> None:
         theirs = torch.zeros(size, dtype=torch.uint8)
         comm.exchange({1 - comm.rank: words[:size]}, {1 - comm.rank: theirs}).wait()
         assert torch.equal(theirs, words[:size])
+    channel = comm.open_channel([1 - comm.rank])
+    if comm.rank == 0:
+        channel.send(1, 5, words)
+    assert torch.equal(channel.receive([1 - comm.rank]).payload, words)
+    if comm.rank == 1:
+        channel.send(0, 5, words)
+    channel.linger(20.0)
+    channel.close()
 
 
 def overheard(comm, folder: Path | None) -> tuple[int, bool]:
@@ -177,7 +188,7 @@ def overheard(comm, folder: Path | None) -> tuple[int, bool]:
 
 def test_nothing_can_be_read_on_the_line(run):
     count, is_readable = spawn(2, overheard, run)[1]  # rank 1 connects
-    assert count > 2 * 20_000 * len(PATTERN) and not is_readable
+    assert count > 4 * 20_000 * len(PATTERN) and not is_readable
     assert spawn(2, overheard, None)[1][1], "the test sees what is not encrypted"
 
 
@@ -322,6 +333,72 @@ def test_a_worker_that_is_revoked_during_the_run_is_shut_out(tmp_path):
 
 def over_tls_briefly(comm, folder: Path, fn: Callable, *args):
     return over_tls(comm, folder, fn, *args, timeout_seconds=4.0)
+
+
+# ---- channels ----
+
+
+def talks(comm) -> list[tuple[int, int, int]]:
+    """Everyone sends messages of different sizes to everyone, and receives what comes."""
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    channel, heard = comm.open_channel(others), []
+    for count in range(3):
+        for peer in others:
+            channel.send(peer, 7 + count, torch.full((count * 100_000,), float(comm.rank)))
+    while len(heard) < 3 * len(others):
+        heard.append(channel.receive(others))
+    assert channel.receive(others, timeout_seconds=0.05) is None
+    comm.barrier()
+    channel.close()
+    assert all(message.payload.view(torch.float32).unique().tolist() in ([], [message.source]) for message in heard)
+    return [(message.source, message.kind, message.payload.numel()) for message in heard]
+
+
+def test_messages_of_a_channel_arrive_whole_and_in_order(run):
+    for rank, heard in enumerate(spawn(3, over_tls, run, talks)):
+        for peer in {0, 1, 2} - {rank}:
+            assert [m for m in heard if m[0] == peer] == [(peer, 7 + count, 400_000 * count) for count in range(3)]
+
+
+def test_a_channel_refuses_others(run, monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    told, both, heard, refused = [None, None], threading.Barrier(2), {}, []
+
+    def knock() -> None:
+        host, port, _, secret = told[0]
+        for name in ("another/worker1", "revoked", "other"):
+            with socket.create_connection((host, port), 20) as connection:
+                stream = session(connection, run / name, run / "worker0")
+                refused.append(is_refused(stream, 1, bytes.fromhex(secret)))
+
+    def work(rank: int) -> None:
+        def gather(own: list) -> list:
+            told[rank] = own
+            both.wait()
+            if rank == 1:
+                knock()
+            return told
+
+        identity = Identity(Credentials(run / f"worker{rank}"))
+        channel = connect.open_sockets(rank, [1 - rank], gather, 20.0, lambda *_: None, 1000, identity)
+        with contextlib.closing(channel):
+            channel.send(1 - rank, 5)
+            heard[rank] = channel.receive([1 - rank]).kind
+            both.wait()
+
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert heard == {0: 5, 1: 5} and refused == [True] * 3
+    for words in (
+        "is not of this run: ",
+        "certificate revoked",
+        "has the certificate of 'other', and not that of rank 1",
+    ):
+        assert any(words in line for line in caplog.messages), (words, caplog.messages)
 
 
 # ---- sessions ----

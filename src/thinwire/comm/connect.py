@@ -2,8 +2,8 @@
 
 Every worker listens on a port of the chosen interface. Rank 0 makes a secret for the channel; it travels through the
 communicator, with the addresses of all workers. Of two peers, the one with the higher rank connects, and both prove that
-they know the secret (`handshake.py`). The listener reads all connections at once. It closes those that do not know the
-secret, with a line in the log, and goes on. One deadline holds for all of them.
+they know the secret (`handshake.py`), inside TLS where there are credentials. The listener reads all connections at once. It
+closes those that do not know the secret, with a line in the log, and goes on. One deadline holds for all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .handle import CommunicationError
 from .handshake import SECRET_BYTES, Greeting, introduce
-from .sockets import SocketChannel
+from .sockets import Encrypted, SocketChannel
+
+if TYPE_CHECKING:
+    from .tcp._engine import Session
+    from .tcp.identity import Identity
 
 MAX_STRANGERS = 64  # that may be greeting at the same time; the oldest has to go
 log = logging.getLogger("thinwire")
@@ -34,6 +38,7 @@ def open_sockets(
     timeout_seconds: float,
     record: Callable[[int, int, int], None],
     max_bytes: int,
+    identity: Identity | None = None,
 ) -> SocketChannel:
     """Connect this worker with its peers. All workers call it.
 
@@ -41,38 +46,49 @@ def open_sockets(
         rank, timeout_seconds, record, max_bytes: see `SocketChannel`.
         peers: the ranks to connect with; if a names b, b must name a.
         gather: returns what all workers passed in, in rank order.
+        identity: that of this worker; None encrypts nothing.
 
     Raises:
         CommunicationError: a peer could not be reached, or did not connect within the time limit.
     """
     own_secret, higher = secrets.token_bytes(SECRET_BYTES), {peer for peer in peers if peer > rank}
-    sockets: dict[int, socket.socket] = {}
+    made: dict[int, Encrypted] = {}
     try:
         with _listen() as listener:
-            host, port = listener.getsockname()[:2]
-            addresses: list[tuple[str, int, str]] = gather([host, port, own_secret.hex() if rank == 0 else ""])
-            secret = bytes.fromhex(addresses[0][2])
+            own = [*listener.getsockname()[:2], identity.name if identity else ""]
+            told: list[tuple[str, int, str, str]] = gather([*own, own_secret.hex() if rank == 0 else ""])
+            names, secret = [name for _, _, name, _ in told], bytes.fromhex(told[0][3])
             deadline = time.monotonic() + timeout_seconds
             for peer in sorted(set(peers) - higher):
-                host, port, _ = addresses[peer]
-                sockets[peer] = _connect(rank, peer, host, port, secret, deadline)
-            sockets |= _accept_peers(rank, listener, secret, higher, deadline)
-        return SocketChannel(rank, sockets, timeout_seconds, record, max_bytes)
+                made[peer] = _connect(rank, peer, told[peer], secret, deadline, identity)
+            made |= _accept_peers(rank, listener, secret, higher, deadline, identity, names)
+        return SocketChannel(rank, made, timeout_seconds, record, max_bytes)
     except BaseException:
-        for connection in sockets.values():
+        for connection, _ in made.values():
             connection.close()
         raise
 
 
-def _connect(rank: int, peer: int, host: str, port: int, secret: bytes, deadline: float) -> socket.socket:
+def _connect(
+    rank: int,
+    peer: int,
+    told: tuple[str, int, str, str],
+    secret: bytes,
+    deadline: float,
+    identity: Identity | None,
+) -> Encrypted:
+    host, port, name, _ = told
     try:
         connection = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
         try:
-            introduce(connection, rank, peer, secret, deadline)
+            session = identity.session(connection, accepts=False) if identity else None
+            introduce(session or connection, rank, peer, secret, deadline)
+            if session and session.peer_name != name:
+                raise ConnectionError(f"it has the certificate of {session.peer_name!r}, and not of {name!r}")
         except BaseException:
             connection.close()
             raise
-        return connection
+        return connection, session
     except OSError as error:
         raise CommunicationError(
             f"rank {rank}: cannot connect to rank {peer} at {host}:{port} ({error}). Name the network interface "
@@ -81,21 +97,33 @@ def _connect(rank: int, peer: int, host: str, port: int, secret: bytes, deadline
 
 
 def _accept_peers(
-    rank: int, listener: socket.socket, secret: bytes, expected: set[int], deadline: float
-) -> dict[int, socket.socket]:
+    rank: int,
+    listener: socket.socket,
+    secret: bytes,
+    expected: set[int],
+    deadline: float,
+    identity: Identity | None,
+    names: Sequence[str],
+) -> dict[int, Encrypted]:
     """Accept the expected peers, all connections at once, so that a slow or silent one delays no other.
 
     Raises:
         CommunicationError: peers are missing at the deadline.
     """
-    accepted: dict[int, socket.socket] = {}
-    greetings: dict[int, Greeting] = {}  # by descriptor, the oldest first
+    accepted: dict[int, Encrypted] = {}
+    greetings: dict[int, tuple[Greeting, Session | None]] = {}  # by descriptor, the oldest first
     poll = select.poll()
     listener.setblocking(False)
     poll.register(listener, select.POLLIN)
 
+    def greet() -> None:
+        connection = listener.accept()[0]
+        session = identity.session(connection, accepts=True) if identity else None
+        greetings[connection.fileno()] = Greeting(connection, rank, secret, session), session
+        poll.register(connection, select.POLLIN)
+
     def turn_away(descriptor: int, why: str) -> None:
-        connection = greetings.pop(descriptor).connection
+        connection = greetings.pop(descriptor)[0].connection
         poll.unregister(descriptor)
         log.warning("thinwire: rank %d closed a connection from %s, which %s", rank, name_of(connection), why)
         connection.close()
@@ -108,28 +136,31 @@ def _accept_peers(
             for descriptor, _ in poll.poll(1000 * left):
                 if descriptor == listener.fileno():
                     with contextlib.suppress(OSError):  # it hung up at once
-                        greeting = Greeting(listener.accept()[0], rank, secret)
-                        greetings[greeting.connection.fileno()] = greeting
-                        poll.register(greeting.connection, select.POLLIN)
+                        greet()
                     if len(greetings) > len(expected) + MAX_STRANGERS:
                         turn_away(next(iter(greetings)), "was silent for too long")
                     continue
-                if descriptor not in greetings or (greeting := greetings[descriptor]).goes_on():
+                if descriptor not in greetings or greetings[descriptor][0].goes_on():
                     continue
+                greeting, session = greetings[descriptor]
                 peer = greeting.proven()
-                if peer in missing and peer not in accepted and greeting.accept():
-                    accepted[peer] = greeting.connection
+                if peer is None or peer not in missing or peer in accepted:
+                    turn_away(descriptor, greeting.why)
+                elif session and session.peer_name != names[peer]:
+                    turn_away(descriptor, f"has the certificate of {session.peer_name!r}, and not that of rank {peer}")
+                elif greeting.accept():
+                    accepted[peer] = greeting.connection, session
                     poll.unregister(descriptor)
                     del greetings[descriptor]
                 else:
-                    turn_away(descriptor, "does not know the run's secret")
+                    turn_away(descriptor, "has hung up")
         return accepted
     except BaseException:
-        for connection in accepted.values():
+        for connection, _ in accepted.values():
             connection.close()
         raise
     finally:
-        for greeting in greetings.values():
+        for greeting, _ in greetings.values():
             greeting.connection.close()
 
 

@@ -3,7 +3,7 @@
 `torch.distributed` has point-to-point messages, but Gloo's receive from any source cannot be cancelled, does not notice that a
 peer has died, and closes all connections when it times out; NCCL's needs a known source. Sockets do what is needed: one
 `poll` wakes at the first message, at the death of a peer, and at a byte in a pipe of our own. `connect.py` makes the
-connections.
+connections. Bytes that a TLS session has taken from its socket do not wake `poll`, so sessions are asked before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +24,12 @@ from .. import debug
 from . import check
 from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
+from .handshake import Stream
 
+if TYPE_CHECKING:
+    from .tcp._engine import Session
+
+Encrypted: TypeAlias = "tuple[socket.socket, Session | None]"
 HEADER = struct.Struct("<qB")
 SIGN_OF_LIFE = 0
 SIGNS_PER_TIMEOUT = 4  # so that one late sign does no harm
@@ -34,7 +40,7 @@ class SocketChannel(Channel):
 
     Args:
         rank: this worker.
-        sockets: a connected socket for each peer.
+        connections: a connected socket for each peer, and the TLS session on it, if it is encrypted.
         timeout_seconds: how long a peer may be silent.
         record: called with (messages, bytes_sent, bytes_received) for everything that is sent or received.
         max_bytes: of the payload of a message; a peer that announces more is treated as one that has failed.
@@ -43,22 +49,24 @@ class SocketChannel(Channel):
     def __init__(
         self,
         rank: int,
-        sockets: dict[int, socket.socket],
+        connections: dict[int, Encrypted],
         timeout_seconds: float,
         record: Callable[[int, int, int], None],
         max_bytes: int,
     ):
-        self._rank, self._sockets, self._timeout, self._record = rank, sockets, timeout_seconds, record
-        self._max_bytes = max_bytes
+        self._rank, self._timeout, self._record, self._max_bytes = rank, timeout_seconds, record, max_bytes
+        self._sockets = {peer: connection for peer, (connection, _) in connections.items()}
+        self._sessions = {peer: session for peer, (_, session) in connections.items() if session}
+        self._streams: dict[int, Stream] = {**self._sockets, **self._sessions}
         self._ready: deque[int] = deque()
         self._broken: set[int] = set()  # a message was cut short; later bytes would be read as its rest
-        self._silent_seconds = dict.fromkeys(sockets, 0.0)
+        self._silent_seconds = dict.fromkeys(connections, 0.0)
         self._next_sign = time.monotonic() + timeout_seconds / SIGNS_PER_TIMEOUT
         self._wakened, self._waker = socket.socketpair()
         for connection in (self._wakened, self._waker):
             connection.setblocking(False)
-        for connection in sockets.values():
-            connection.settimeout(timeout_seconds)
+        for peer, connection in self._sockets.items():
+            self._streams[peer].settimeout(timeout_seconds)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
@@ -67,8 +75,8 @@ class SocketChannel(Channel):
         try:
             if peer in self._broken:
                 raise BrokenPipeError("an earlier message was cut short")
-            self._sockets[peer].sendall(HEADER.pack(len(body), kind))
-            self._sockets[peer].sendall(body)
+            self._streams[peer].sendall(HEADER.pack(len(body), kind))
+            self._streams[peer].sendall(body)
         except OSError as error:
             self._broken.add(peer)
             raise self._failed("send to", peer, error) from error
@@ -127,12 +135,15 @@ class SocketChannel(Channel):
         """Wait until something is readable, a sign is due or the deadline has come; return whether `wake` was called."""
         before = time.monotonic()
         until = max(before, self._next_sign if deadline is None else min(self._next_sign, deadline))
+        taken = {peer for peer in sources & self._sessions.keys() if self._sessions[peer].is_readable}
+        if taken:
+            until = before
         poll, peers = select.poll(), {self._sockets[peer].fileno(): peer for peer in sources}
         for descriptor in (*peers, self._wakened.fileno()):
             poll.register(descriptor, select.POLLIN)
         readable = [descriptor for descriptor, _ in poll.poll(1000 * (until - before))]
         # All of them are read before the next poll, so that no peer is starved.
-        self._ready = deque(sorted(peers[descriptor] for descriptor in readable if descriptor in peers))
+        self._ready = deque(sorted(taken | {peers[descriptor] for descriptor in readable if descriptor in peers}))
         # At most the planned time: if this process was stopped meanwhile, the others may have sent all along.
         self._notice_silence(sources, min(time.monotonic(), until) - before)
         wakened = self._wakened.fileno() in readable
@@ -160,20 +171,20 @@ class SocketChannel(Channel):
 
     def _read(self, peer: int) -> Message:
         """The next message of a peer, which must be whole within the time limit."""
-        connection, deadline = self._sockets[peer], time.monotonic() + self._timeout
+        stream, deadline = self._streams[peer], time.monotonic() + self._timeout
         try:
-            num_bytes, kind = HEADER.unpack(_read_exactly(connection, bytearray(HEADER_BYTES), deadline))
+            num_bytes, kind = HEADER.unpack(_read_exactly(stream, bytearray(HEADER_BYTES), deadline))
             if not 0 <= num_bytes <= (0 if kind == SIGN_OF_LIFE else self._max_bytes):
                 raise CommunicationError(
                     f"rank {peer} announced a message of kind {kind} and {num_bytes} bytes, expected at most "
                     f"{self._max_bytes}; do all workers run the same version and configuration?"
                 )
             payload = debug.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            _read_exactly(connection, _memory(payload), deadline)
+            _read_exactly(stream, _memory(payload), deadline)
         except OSError as error:
             raise self._failed("receive from", peer, error) from error
         finally:
-            connection.settimeout(self._timeout)
+            stream.settimeout(self._timeout)
         self._record(0, 0, HEADER_BYTES + num_bytes)
         return Message(peer, kind, payload)
 
@@ -183,12 +194,12 @@ class SocketChannel(Channel):
         return CommunicationError(f"rank {peer} has hung up or died ({error.strerror or error})")
 
 
-def _read_exactly(connection: socket.socket, buffer: bytearray | memoryview, deadline: float) -> bytearray | memoryview:
+def _read_exactly(stream: Stream, buffer: bytearray | memoryview, deadline: float) -> bytearray | memoryview:
     """Fill `buffer`, and return it; a peer that sends a byte now and then does not prolong the wait."""
     rest = memoryview(buffer)
     while rest:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        count = connection.recv_into(rest)
+        stream.settimeout(max(0.001, deadline - time.monotonic()))
+        count = stream.recv_into(rest)
         if count == 0:
             raise ConnectionResetError("end of the connection")
         rest = rest[count:]

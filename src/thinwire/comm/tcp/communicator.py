@@ -325,13 +325,9 @@ class TcpCommunicator(Communicator):
         return start()
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
-        if self._place[1] is not None:
-            raise ValueError(
-                f"rank {self.rank}: channels, which averagers without rounds need, do not encrypt; leave credentials out, or "
-                "choose another strategy"
-            )
+        identity = self._connections.identity
         return open_sockets(
-            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes
+            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes, identity
         )
 
     # ---- messages ----

@@ -66,12 +66,12 @@ class Connections:
         own: tuple[socket.AddressFamily, str],
         credentials: Credentials | None = None,
     ):
-        self._identity = None if credentials is None else Identity(credentials)
+        self.identity = None if credentials is None else Identity(credentials)
         self._rank, self._peers, self._timeout = rank, [peer for peer in range(size) if peer != rank], timeout_seconds
         family, host = own
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.name = self._identity.name if self._identity else ""  # in this worker's certificate
+        self.name = self.identity.name if self.identity else ""  # in this worker's certificate
         self._closed = threading.Event()
         self._wanted = {peer: NEAR_CONNECTIONS if peer < rank else 0 for peer in self._peers}
         self._mending: set[int] = set()
@@ -112,7 +112,7 @@ class Connections:
         thread.start()
 
     def _session(self, connection: socket.socket, accepts: bool) -> Session | None:
-        return self._identity.session(connection, accepts) if self._identity else None
+        return self.identity.session(connection, accepts) if self.identity else None
 
     # ---- listening ----
 
@@ -180,9 +180,9 @@ class Connections:
         from ._engine import FAILED, LOST, WANT
 
         while not self._closed.is_set():
-            if self._identity and self._identity.refresh():
+            if self.identity and self.identity.refresh():
                 self._engine.cut()  # new connections are checked against what is new
-            for what, peer, number in self._engine.events(REFRESH_SECONDS if self._identity else 60.0):
+            for what, peer, number in self._engine.events(REFRESH_SECONDS if self.identity else 60.0):
                 if what == FAILED:
                     self._hang_up()
                     return
