@@ -12,6 +12,7 @@ together. A fault is *survived* if
     3. the victim comes back, and all workers commit together.
 
 The same seed gives the same faults; which message of a phase they hit depends on timing. `--scale` runs 4 -> 2 -> 6 workers.
+With THINWIRE_CREDENTIALS=FOLDER, all of it goes over TLS.
 `--train 2` kills workers in runs of `thinwire train digits --elastic` instead (`chaos_train.py`), with two seeds.
 """
 
@@ -42,7 +43,7 @@ from chaos_worker import Fault, enter, worker
 from netlab import INTERFACE, Lab
 
 import thinwire as tw
-from thinwire.comm import Lighthouse
+from thinwire.comm import Credentials, Lighthouse
 
 WORKERS = 4
 PRELOADED = ["thinwire", "torch._dynamo", "torchft.manager", "torchft.coordination", "netlab", "chaos_worker"]
@@ -91,7 +92,7 @@ class Outcome(NamedTuple):
 def serve(pipe: Connection, host: str, port: int, namespace: str | None) -> None:
     """A Lighthouse in a process of its own, so that it can be killed."""
     enter(namespace)
-    lighthouse = Lighthouse(2, host, port, join_seconds=20.0)
+    lighthouse = Lighthouse(2, host, port, join_seconds=20.0, credentials=Credentials.from_environment())
     pipe.send(lighthouse.address)
     threading.Event().wait()
 

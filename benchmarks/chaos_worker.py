@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator
+from thinwire.comm import Credentials, ElasticCommunicator
 
 PERIOD = 10  # rounds between two checkpoints
 ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
@@ -52,7 +52,8 @@ def worker(pipe: Connection, address: str, number: int, strategy: str, namespace
     torch.set_num_threads(1)
     enter(namespace)
     torch.manual_seed(number)
-    comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS)
+    credentials = Credentials.from_environment()
+    comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
     parsed = tw.parse(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)

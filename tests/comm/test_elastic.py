@@ -401,10 +401,10 @@ def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(lighthouse, "_module", missing)
-    credentials, (stranger,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
+    credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
     place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
     with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
-        ElasticCommunicator(place.address, 7, credentials=stranger)
+        ElasticCommunicator(place.address, 7, credentials=other)
 
     def worker(world):
         comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=60, credentials=credentials[world.rank])

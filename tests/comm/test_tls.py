@@ -56,7 +56,7 @@ def said_to(port, words=b"", seconds=5.0):
         return got
 
 
-def test_a_stranger_gets_no_more_than_a_handshake(listener, of_another_run, caplog):
+def test_others_get_no_more_than_a_handshake(listener, of_another_run, caplog):
     """Plain HTTP, random bytes, TLS without a certificate, with one of another run, and an older TLS."""
     with caplog.at_level(logging.WARNING, "thinwire"):
         for words in (
@@ -95,16 +95,16 @@ def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_r
 
 def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listener, credentials):
     """Silent ones, from the same address even; the oldest have to go."""
-    crowd = []
+    silent = []
     before = threading.active_count()
-    for _ in range(4 * tls.MAX_STRANGERS):
-        crowd.append(socket.create_connection(("127.0.0.1", listener.port)))
-    wait_until(lambda: len(listener._greeting) <= tls.MAX_STRANGERS, "strangers are sent away", 20)
-    assert threading.active_count() - before <= tls.MAX_STRANGERS + 2
+    for _ in range(4 * tls.MAX_HANDSHAKES):
+        silent.append(socket.create_connection(("127.0.0.1", listener.port)))
+    wait_until(lambda: len(listener._greeting) <= tls.MAX_HANDSHAKES, "the oldest are sent away", 20)
+    assert threading.active_count() - before <= tls.MAX_HANDSHAKES + 2
     connection = connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 20)
     send_frame(connection, b"hello")
     assert read_frame(connection) == [b"to", b"hello"]
-    for one in crowd:
+    for one in silent:
         one.close()
     wait_until(lambda: not listener._greeting, "all are gone", 20)
 

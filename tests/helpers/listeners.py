@@ -12,6 +12,8 @@ from pathlib import Path
 
 from thinwire.comm import Credentials
 
+LOOPBACK = "0100007F"
+
 
 def listening(pid: int | str = "self") -> set[tuple[str, int]]:
     """Address, as a hexadecimal number, and port of each socket of a process that waits for connections."""
@@ -74,13 +76,47 @@ def said_over_tls(port: int, credentials: Credentials | None, words: bytes = b"\
     return got
 
 
-def crowd(port: int, size: int) -> list[socket.socket]:
-    """Connections that say nothing."""
-    made: list[socket.socket] = []
-    for _ in range(size):
-        with contextlib.suppress(OSError):
-            made.append(socket.create_connection(("127.0.0.1", port), 2.0))
-    return made
+class Attacker:
+    """Attacks each socket on which some processes listen, once; a third of them with many silent connections as well.
+
+    Args:
+        other: credentials of another run.
+
+    Attributes:
+        ports: that were attacked.
+    """
+
+    def __init__(self, other: Credentials):
+        self._other = other
+        self.ports = set[int]()
+        self._heard: list[tuple[str, bytes]] = []
+        self._silent: list[socket.socket] = []
+
+    def attack(self, pids: Iterable[int]) -> None:
+        """Attack what is new."""
+        for pid in pids:
+            for address, port in listening(pid):
+                assert address == LOOPBACK, address  # the interface of the run
+                if port not in self.ports:
+                    self.ports.add(port)
+                    self._attack_one(port)
+
+    def _attack_one(self, port: int) -> None:
+        for _ in range(100 if len(self.ports) % 3 == 1 else 0):
+            with contextlib.suppress(OSError):
+                self._silent.append(socket.create_connection(("127.0.0.1", port), 2.0))
+        for name, words in ATTACKS.items():
+            self._heard.append((name, answers(port, words)))
+        for caller in (None, self._other):
+            self._heard.append(("TLS", said_over_tls(port, caller)))
+
+    def check(self) -> None:
+        """Assert that nobody got more to read than an alert of TLS."""
+        assert len(self._heard) == len(self.ports) * (len(ATTACKS) + 2) > 0
+        for name, answer in self._heard:
+            assert len(answer) <= 7 and answer[:1] in (b"", b"\x15"), (name, answer)
+        for connection in self._silent:
+            connection.close()
 
 
 def resident_bytes(pids: Iterable[int]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from ..algorithm import require
 
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
-REVOKED, ADDRESS = "revoked.pem", "address"
+REVOKED, ADDRESS, VARIABLE = "revoked.pem", "address", "THINWIRE_CREDENTIALS"
 WRONG = {
     9: "its certificate is not valid yet; set this machine's clock",
     10: "its certificate has expired; ask for a new token, and join again",
@@ -66,6 +66,16 @@ class Credentials:
         shown = self._shown()
         object.__setattr__(self, "name", name_in(shown))
         object.__setattr__(self, "run", dict(pair for part in shown["issuer"] for pair in part).get("commonName", ""))
+
+    @classmethod
+    def from_environment(cls) -> Credentials | None:
+        """The credentials in the folder of the variable THINWIRE_CREDENTIALS; None if it is not set.
+
+        Raises:
+            ValueError: as above.
+        """
+        folder = os.environ.get(VARIABLE)
+        return cls(folder) if folder else None
 
     @property
     def certificate(self) -> Path:

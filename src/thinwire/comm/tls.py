@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from .credentials import WRONG, Credentials, name_in
 
 MAX_FRAME_BYTES = 1 << 22
-MAX_STRANGERS = 64
+MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
@@ -170,9 +170,9 @@ class Listener:
             return
         with self._lock:
             self._greeting[connection] = address[0]
-            crowd = list(self._greeting.values())
-        if len(crowd) > MAX_STRANGERS:
-            busiest = Counter(crowd).most_common(1)[0][0]
+            hosts = list(self._greeting.values())
+        if len(hosts) > MAX_HANDSHAKES:
+            busiest = Counter(hosts).most_common(1)[0][0]
             oldest = next((c for c, host in list(self._greeting.items()) if host == busiest), None)
             if oldest is not None:
                 _end(oldest)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..credentials import Credentials
 from ..handle import Handle
 from ..tcp import TcpCommunicator
 from .reductions import name_of, reduction_of
@@ -44,7 +45,8 @@ def _in_main_memory(
 class ThinwireGroup(dist.ProcessGroup):
     """A process group of `init_process_group("thinwire")`; all of its ranks make it together.
 
-    Its connections are those of `communicator`, whose ledger counts the bytes.
+    Its connections are those of `communicator`, whose ledger counts the bytes. They are encrypted if THINWIRE_CREDENTIALS names
+    a folder of keys; then the store should be a `TlsStore`.
 
     Args:
         store: where its ranks meet.
@@ -52,7 +54,7 @@ class ThinwireGroup(dist.ProcessGroup):
         timeout: how long an operation may wait without getting a byte from a rank, and how long a line may be cut.
 
     Raises:
-        ValueError: the extension was not built.
+        ValueError: the extension was not built, or the credentials cannot be used.
         CommunicationError: a rank could not be reached.
     """
 
@@ -60,7 +62,9 @@ class ThinwireGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # a Python class gets no store; PyTorch's types lack this
         self._store, self._name, self._description = store, "", ""
         self._limit: Limit = None
-        self.communicator = TcpCommunicator.from_store(store, rank, size, timeout_seconds=timeout.total_seconds())
+        self.communicator = TcpCommunicator.from_store(
+            store, rank, size, timeout_seconds=timeout.total_seconds(), credentials=Credentials.from_environment()
+        )
         self._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, None)  # so that PyTorch lists the device
 
     # ---- to and from all ----

@@ -48,7 +48,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     """
     choose_interface(config.interface, environment.one_node)
     credentials = credentials_of(config)
-    warn_of_strangers(credentials, is_first=environment.rank == 0)
+    warn_if_open(credentials, is_first=environment.rank == 0)
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,7 +109,7 @@ def credentials_of(config: RunConfig) -> Credentials | None:
     return None if config.credentials is None else Credentials(config.credentials)
 
 
-def warn_of_strangers(credentials: Credentials | None, is_first: bool) -> None:
+def warn_if_open(credentials: Credentials | None, is_first: bool) -> None:
     """Say that messages leave this machine as they are, if they do."""
     host = own_address()[1]
     if is_first and credentials is None and not ipaddress.ip_address(host).is_loopback:

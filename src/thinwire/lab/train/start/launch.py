@@ -5,7 +5,6 @@ A launcher (torchrun, srun, mpirun) starts the same command once for each worker
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ....algorithm import require
-from ....comm import Communicator
+from ....comm import Communicator, Credentials
 from ..config import RunConfig
 from ..device import choose_device
 from ..folder.run_folder import abandon, finished_run, held_folder
@@ -80,9 +79,8 @@ def _with_credentials(config: RunConfig) -> RunConfig:
     Raises:
         ValueError: the credentials cannot be used.
     """
-    folder = os.environ.get("THINWIRE_CREDENTIALS")
-    if config.credentials is None and folder:
-        config = replace(config, credentials=Path(folder))
+    if config.credentials is None and (found := Credentials.from_environment()):
+        config = replace(config, credentials=Path(found.folder))
     credentials = credentials_of(config)
     if credentials is None or credentials.address is None or config.lighthouse is not None or config.first_worker == 0:
         return config

@@ -16,7 +16,7 @@ from ....comm import ElasticCommunicator, Lighthouse
 from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
-from .connect import credentials_of, has_own_gpu, warn_of_strangers
+from .connect import credentials_of, has_own_gpu, warn_if_open
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def communicator(
         credentials = credentials_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    warn_of_strangers(credentials, is_first=number == config.first_worker and not is_late)
+    warn_if_open(credentials, is_first=number == config.first_worker and not is_late)
     seconds = max(120.0, 2 * config.timeout)
     on_gpus: Literal["gloo", "nccl"] = "nccl" if config.transport == "nccl" else "gloo"
     return ElasticCommunicator(

@@ -1,0 +1,85 @@
+"""A fixed number of workers under attack: it goes on, and ends with the right bits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.keys import keys_of
+from helpers.listeners import Attacker
+from helpers.program import programs, wait_until
+
+import thinwire as tw
+from thinwire.comm.store import connected_store, listening_store
+from thinwire.comm.tcp import TcpCommunicator, is_available
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's list of sockets"),
+    pytest.mark.skipif(not is_available(), reason="the extension was not built"),
+]
+SIZE, ROUNDS = 3, 50
+SOON = timedelta(seconds=120)
+
+
+def rounds(rank: int, folder: str, place: str, with_backend: bool) -> None:
+    """Print a line before the rounds, and at the end a digest of all sums."""
+    credentials, port = tw.Credentials(folder), Path(place, "port")
+    if rank == 0:
+        store = listening_store("127.0.0.1", 0, SOON, credentials)
+        port.write_text(f"{store.port}\n")
+    else:
+        wait_until(lambda: port.exists() and port.read_text().endswith("\n"), "a store", 100)
+        store = connected_store("127.0.0.1", int(port.read_text()), SOON, credentials)
+    if with_backend:
+        import thinwire.comm.backend  # noqa: F401
+
+        os.environ["THINWIRE_CREDENTIALS"] = folder
+        dist.init_process_group("thinwire", store=store, rank=rank, world_size=SIZE, timeout=SOON)
+        add = dist.all_reduce
+    else:
+        comm = TcpCommunicator.from_store(store, rank, SIZE, timeout_seconds=100.0, credentials=credentials)
+        add = lambda x: comm.all_reduce(x).wait()  # noqa: E731
+    print("connected", flush=True)
+    wait_until(lambda: Path(place, "go").exists(), "the attack", 100)
+    total = hashlib.sha256()
+    for number in range(ROUNDS):
+        x = term(number, rank)
+        add(x)
+        total.update(x.numpy().tobytes())
+    print(total.hexdigest(), flush=True)
+    if with_backend:
+        dist.destroy_process_group()
+    else:
+        comm.close()
+
+
+def term(number: int, rank: int) -> torch.Tensor:
+    return torch.randn(20_000, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+@pytest.mark.parametrize("with_backend", [False, True])
+def test_its_listeners_answer_no_others(with_backend, tmp_path):
+    credentials = keys_of(tmp_path / "ours", "a", "b", "c")
+    attacker = Attacker(keys_of(tmp_path / "theirs", "a")[0])
+    expected = hashlib.sha256()
+    for number in range(ROUNDS):
+        first, second, third = (term(number, rank) for rank in range(SIZE))
+        expected.update((first + second + third).numpy().tobytes())
+    (tmp_path / "place").mkdir()
+    arguments = [(rank, credentials[rank].folder, str(tmp_path / "place"), with_backend) for rank in range(SIZE)]
+    with programs(rounds, arguments, tmp_path) as started:
+        for program in started:
+            program.wait_for_line("connected")
+        attacker.attack(program.pid for program in started)
+        (tmp_path / "place" / "go").touch()
+        while any(program.returncode is None for program in started):
+            attacker.attack(program.pid for program in started)
+        assert [program.wait(100) for program in started] == [0] * SIZE, [program.stderr for program in started]
+        assert {program.stdout.split()[-1] for program in started} == {expected.hexdigest()}
+    assert len(attacker.ports) >= 1 + SIZE  # the store, and each worker's
+    attacker.check()

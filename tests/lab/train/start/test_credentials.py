@@ -1,0 +1,76 @@
+"""How a run finds its keys and the place where it meets, and what it says without keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.keys import keys_of
+
+from thinwire.lab.train.config import RunConfig
+from thinwire.lab.train.start import connect, launch
+from thinwire.lab.train.start.connect import meeting_store, warn_if_open
+from thinwire.lab.train.start.environment import Environment
+from thinwire.lab.train.start.lighthouse import lighthouse_of
+
+CONFIG = RunConfig("digits")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_said"), [("192.0.2.7", True), ("2001:db8::1", True), ("127.0.0.1", False), ("::1", False)]
+)
+def test_a_run_without_keys_that_leaves_the_loopback_says_so_in_one_line(host, is_said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(connect, "own_address", lambda: (None, host))
+    warn_if_open(None, is_first=True)
+    said = capsys.readouterr().err
+    assert said.count("\n") == is_said and ("are not encrypted" in said) == is_said
+    warn_if_open(None, is_first=False)
+    warn_if_open(keys_of(tmp_path, "a")[0], is_first=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_keys_come_from_the_environment_and_say_where_an_elastic_run_meets(tmp_path, monkeypatch):
+    (ours,) = keys_of(tmp_path, "a")
+    assert launch._with_credentials(CONFIG).credentials is None
+    monkeypatch.setenv("THINWIRE_CREDENTIALS", ours.folder)
+    assert launch._with_credentials(CONFIG).credentials == Path(ours.folder)
+    assert launch._with_credentials(CONFIG).lighthouse is None
+    Path(ours.folder, "address").write_text("a.example.org:29500\n")
+    first, second = (replace(CONFIG, elastic=True, first_worker=number) for number in (0, 1))
+    assert launch._with_credentials(first).lighthouse is None  # it starts the Lighthouse
+    assert launch._with_credentials(second).lighthouse == "https://a.example.org:29500"
+    named = replace(second, lighthouse="https://other:1")
+    assert launch._with_credentials(named).lighthouse == "https://other:1"
+    with pytest.raises(
+        ValueError, match="lighthouse must be an address such as http://node1:29510 without credentials"
+    ):
+        with lighthouse_of(replace(named, credentials=None), "127.0.0.1"):
+            pass
+    with pytest.raises(
+        ValueError, match="lighthouse must be an address such as https://node1:29510, got 'http://other:1'"
+    ):
+        with lighthouse_of(replace(second, lighthouse="http://other:1", credentials=Path(ours.folder)), "127.0.0.1"):
+            pass
+
+
+def test_torchruns_own_store_is_refused_with_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    environment = Environment("torchrun", 0, 2, 0, 1, "127.0.0.1", 29500)
+    with pytest.raises(ValueError, match="torchrun's own store answers everybody; with credentials, start each"):
+        meeting_store(environment, keys_of(tmp_path, "a")[0])
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+    (ours,) = keys_of(tmp_path, "a")
+    taken = connect.loopback_store(0, ours)
+    environment = Environment("srun", 0, 2, 0, 1, "127.0.0.1", taken.port)
+    with pytest.raises(
+        ValueError, match=f"cannot listen at 127.0.0.1:{taken.port}: .*; choose others with MASTER_ADDR"
+    ):
+        meeting_store(environment, ours)
+    Path(ours.folder, "address").write_text(f"127.0.0.1:{taken.port}\n")
+    with pytest.raises(ValueError, match=f"the Lighthouse cannot listen at 127.0.0.1:{taken.port}: "):
+        with lighthouse_of(replace(CONFIG, elastic=True, credentials=Path(ours.folder)), *ours.address):
+            pass
+    taken.close()
