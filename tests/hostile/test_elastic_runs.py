@@ -71,7 +71,7 @@ def runs(tmp_path):
 
 
 def test_no_listener_of_a_run_with_credentials_answers_others(runs, tmp_path):
-    """Every socket on which its processes listen, from start to end, is found and attacked; with many silent connections as well."""
+    """Every socket on which its processes listen, from start to end, is found and attacked."""
     credentials = keys_of(tmp_path / "ours", "a", "b", "c")
     of_another_run = keys_of(tmp_path / "theirs", "a")[0]
     run = runs(credentials)
