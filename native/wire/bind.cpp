@@ -141,11 +141,13 @@ NB_MODULE(_engine, m) {
             return all;
         }, "seconds"_a)
         .def("cut", &Engine::cut, Unlocked())
+        .def("connects", &Engine::connects, "peer"_a, "is_mine"_a, Unlocked())
         .def("lose", &Engine::lose, "peer"_a, "reason"_a, Unlocked())
         .def("close", &Engine::close, "seconds"_a, Unlocked())
         .def("counts", &Engine::counts, "peer"_a, Unlocked());
     m.attr("STREAM_SHIFT") = kStreamShift;
     m.attr("LOST") = static_cast<int>(Event::kLost);
+    m.attr("ENDED") = static_cast<int>(Event::kEnded);
     m.attr("WANT") = static_cast<int>(Event::kWant);
     m.attr("FAILED") = static_cast<int>(Event::kFailed);
 }

@@ -169,7 +169,7 @@ struct Engine::Peer {
     double heard = 0, moved = 0;      // when the last payload came, and left
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
-    bool is_deep = false;
+    bool is_deep = false, is_mine = false;  // this worker makes the connections
     std::string gone;
     bool has_said_goodbye = false;
     Counts counts;
@@ -193,7 +193,7 @@ Engine::Engine(int rank, int size, double timeout_seconds)
     : rank_(rank), timeout_(timeout_seconds), process_(getpid()), peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
     if (pipe(wake_) != 0) throw std::runtime_error(std::string("no pipe for the engine: ") + std::strerror(errno));
     for (int end : wake_) fcntl(end, F_SETFL, O_NONBLOCK), fcntl(end, F_SETFD, FD_CLOEXEC);
-    for (int i = 0; i < size; ++i) peers_[static_cast<size_t>(i)].rank = i;
+    for (int i = 0; i < size; ++i) peers_[static_cast<size_t>(i)].rank = i, peers_[static_cast<size_t>(i)].is_mine = i < rank;
     sigset_t all, before;  // signals are for the threads of Python
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -388,6 +388,11 @@ void Engine::cut() {
         for (auto& c : peer.connections) drop(*c);
 }
 
+void Engine::connects(int rank, bool is_mine) {
+    Lock lock(mutex_);
+    peers_.at(static_cast<size_t>(rank)).is_mine = is_mine;
+}
+
 void Engine::lose(int rank, const std::string& reason) {
     Lock lock(mutex_);
     lose_one(peers_.at(static_cast<size_t>(rank)), reason);
@@ -537,7 +542,7 @@ void Engine::watch_stripes(Peer& peer, double at) {
     if (trips[trips.size() / 2] > 1.25 * peer.round_trip + 0.001) return;
     int wanted = std::min(kMaxStripes + 1, 2 * peer.counts.connections);
     if (wanted <= peer.counts.connections || peer.connections.empty()) return;
-    if (peer.rank < rank_) {
+    if (peer.is_mine) {
         events_.push_back({Event::kWant, peer.rank, wanted});
         events_ready_.notify_all();
     } else {
@@ -674,7 +679,8 @@ bool Engine::flush(Connection& c, bool all) {
         }
         ssize_t sent = c.send(pieces, count);
         if (sent < 0 && errno == EINTR) continue;
-        if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK) return drop(c), false;
+        if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
+            return drop(c, errno == EPIPE || errno == ECONNRESET ? Event::kEnded : Event::kLost), false;
         if (sent < static_cast<ssize_t>(asked) || c.sealed()) {
             c.is_blocked = true;
             wake();
@@ -741,7 +747,7 @@ void Engine::read(Connection& c) {
         ssize_t got = c.receive(into ? pieces : pieces + 1, into && beyond ? 2 : 1, turn < kTurns);
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return drop(c);
+        if (got <= 0) return drop(c, got == 0 || errno == ECONNRESET ? Event::kEnded : Event::kLost);
         size_t count = static_cast<size_t>(got), direct = std::min(count, into);
         c.taken += direct;
         c.left -= direct;
@@ -882,7 +888,7 @@ void Engine::finish_message(Peer& peer, uint64_t number) {
 // ---- failures ----
 
 // The connection has ended. What may not have arrived over it goes over others.
-void Engine::drop(Connection& c) {
+void Engine::drop(Connection& c, Event::What how) {
     if (c.is_dead) return;
     Peer& peer = *c.peer;
     c.is_dead = died_ = true;
@@ -897,7 +903,7 @@ void Engine::drop(Connection& c) {
             frame.chunk->is_written = frame.chunk->op->is_done;
             peer.again.push_back(frame.chunk);
         }
-        events_.push_back({Event::kLost, peer.rank, peer.counts.connections});
+        events_.push_back({how, peer.rank, peer.counts.connections});
         events_ready_.notify_all();
     }
     wake();

@@ -7,7 +7,7 @@
 //
 // Memory  Belongs to an operation until `wait` says that it is done. Chunks that are not acknowledged then are copied.
 // Errors  Fail everything: all operations, with the same words, and all peers are told.
-// Events  For who connects: a connection was lost; more connections would be faster; all has failed.
+// Events  For who connects: a connection was lost, or the peer's system ended it; more would be faster; all has failed.
 #pragma once
 
 #include <condition_variable>
@@ -35,7 +35,7 @@ struct Part {  // one message
 };
 
 struct Event {
-    enum What { kLost, kWant, kFailed };
+    enum What { kLost, kEnded, kWant, kFailed };
     int what, peer, number;  // number: connections that are left, or that are wanted
 };
 
@@ -59,6 +59,7 @@ class Engine {
     int begun(const std::vector<std::pair<int, uint64_t>>& messages, double seconds);
     std::vector<Event> events(double seconds);              // waits for the first one
     void cut();                                             // all connections; what they had goes over new ones
+    void connects(int peer, bool is_mine);                  // which of both makes the connections; at first, the higher rank
     void lose(int peer, const std::string& reason);         // the peer is dead
     void close(double seconds);                             // waits for acknowledgements, then says goodbye
     Counts counts(int peer);
@@ -90,7 +91,7 @@ class Engine {
     void end(Connection& c);
     void finish_message(Peer& peer, uint64_t number);
     void release(const std::shared_ptr<Operation>& op);
-    void drop(Connection& c);
+    void drop(Connection& c, Event::What how = Event::kLost);
     void sweep();
     void leave(Connection& c, const std::string& what);
     void lose_one(Peer& peer, const std::string& reason);

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.keys import keys_of
 from helpers.program import programs
 from helpers.spawn import retire, spawn
 from torch import nn
@@ -19,6 +20,7 @@ import thinwire as tw
 from thinwire.comm import CommunicationError
 from thinwire.comm.backend import ThinwireGroup
 from thinwire.comm.backend.reductions import OPERATIONS
+from thinwire.comm.relay import Relay
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tcp.tagged import UNASKED_BYTES
 
@@ -472,6 +474,25 @@ def test_a_script_needs_the_name_alone(tmp_path):
         for program in started:
             assert program.wait(100) == 0, program.stderr
             assert program.stdout == "True True\n" and "leaked" not in program.stderr
+
+
+def is_encrypted_and_relayed(rank: int, folder: str, relay: str) -> None:
+    os.environ.update(THINWIRE_CREDENTIALS=f"{folder}/worker{rank}", THINWIRE_NO_LISTEN="1", THINWIRE_RELAY=relay)
+    joined(rank, 2, folder, 60.0)
+    dist.all_reduce(x := torch.arange(100_000.0))
+    assert torch.equal(x, 2 * torch.arange(100_000.0))
+    place = dist.group.WORLD.communicator._place
+    assert place.credentials is not None and not place.listens
+    dist.destroy_process_group()
+
+
+def test_variables_name_credentials_and_a_relay(tmp_path):
+    keys_of(tmp_path, "worker0", "worker1")
+    with Relay("127.0.0.1") as relay:
+        address = f"127.0.0.1:{relay.address[1]}"
+        with programs(is_encrypted_and_relayed, [(r, str(tmp_path), address) for r in range(2)], tmp_path) as started:
+            for program in started:
+                assert program.wait(100) == 0, program.stderr
 
 
 def trains_by_torchft(number: int, lighthouse: str) -> None:

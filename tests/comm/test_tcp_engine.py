@@ -96,7 +96,7 @@ def test_a_lost_connection_is_reported_with_how_many_are_left(pair):
     for rank, engine in enumerate(pair):
         events = []
         wait_until(lambda engine=engine, events=events: events.extend(engine.events(1.0)) or events, "the event")
-        assert events[0] == (_engine.LOST, 1 - rank, 1)
+        assert events[0] == (_engine.ENDED, 1 - rank, 1)
 
 
 def test_closing_waits_until_all_has_arrived(pair):

@@ -7,6 +7,7 @@ behind it where the group was made with "cuda:nccl".
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
@@ -46,7 +47,8 @@ class ThinwireGroup(dist.ProcessGroup):
     """A process group of `init_process_group("thinwire")`; all of its ranks make it together.
 
     Its connections are those of `communicator`, whose ledger counts the bytes. They are encrypted if THINWIRE_CREDENTIALS names
-    a folder of keys; then the store should be a `TlsStore`.
+    this rank's folder; then the store should be a `TlsStore`. The variables THINWIRE_NO_LISTEN=1 and THINWIRE_RELAY=HOST:PORT
+    are for ranks that can only dial out.
 
     Args:
         store: where its ranks meet.
@@ -63,7 +65,13 @@ class ThinwireGroup(dist.ProcessGroup):
         self._store, self._name, self._description = store, "", ""
         self._limit: Limit = None
         self.communicator = TcpCommunicator.from_store(
-            store, rank, size, timeout_seconds=timeout.total_seconds(), credentials=Credentials.from_environment()
+            store,
+            rank,
+            size,
+            timeout_seconds=timeout.total_seconds(),
+            credentials=Credentials.from_environment(),
+            listens=os.environ.get("THINWIRE_NO_LISTEN", "0") in ("", "0"),
+            relay=os.environ.get("THINWIRE_RELAY") or None,
         )
         self._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, None)  # so that PyTorch lists the device
 

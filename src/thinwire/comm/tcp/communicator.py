@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,8 +44,9 @@ from ..handle import CommunicationError, Handle
 from ..handshake import SECRET_BYTES
 from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
+from ..relay import parse_address
 from ..store import gathering, host_of
-from .connections import Connections
+from .connections import Connections, Place, Told
 from .tagged import MAX_TAG, Message, Tagged
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class TcpCommunicator(Communicator):
         credentials: Credentials | None = None,
     ):
         with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
-            own = own_address(interface)
-            self._join(meeting.rank, meeting.size, meeting.gather_objects, timeout_seconds, own, credentials)
+            place = Place(*own_address(interface), credentials)
+            self._join(meeting.rank, meeting.size, meeting.gather_objects, timeout_seconds, place)
             self.global_ranks = meeting.global_ranks
             meeting.barrier()  # all are connected
 
@@ -132,6 +132,8 @@ class TcpCommunicator(Communicator):
         interface: str | None = None,
         credentials: Credentials | None = None,
         meeting_seconds: float | None = None,
+        listens: bool = True,
+        relay: str | None = None,
     ) -> TcpCommunicator:
         """Connect the workers that meet in a store. No process group is needed; all of them call it.
 
@@ -144,9 +146,13 @@ class TcpCommunicator(Communicator):
             size: number of workers.
             timeout_seconds, interface, credentials: as above; the host of a store stands in for MASTER_ADDR.
             meeting_seconds: how long to wait for the others at the start; None for `timeout_seconds`.
+            listens: whether others can dial this worker. If not, it dials them.
+            relay: HOST:PORT of a `Relay`, the same on all workers, which carries what goes between two workers that cannot
+                reach each other; it also tells who is behind NAT.
 
         Raises:
-            ValueError: `rank` is not below `size`, or the extension was not built.
+            ValueError: `rank` is not below `size`, the extension was not built, or two workers can only dial out and there is
+                no relay.
             CommunicationError: a worker did not come to the store in time, or could not be reached.
 
         Example:
@@ -159,9 +165,10 @@ class TcpCommunicator(Communicator):
             raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}")
         limit = timeout_seconds if meeting_seconds is None else meeting_seconds
         gather, own = gathering(store, rank, size, limit), own_address(interface, host_of(store))
+        place = Place(*own, credentials, listens, None if relay is None else parse_address(relay))
         comm = cls.__new__(cls)
         comm.limit_seconds = limit
-        comm._join(rank, size, gather, timeout_seconds, own, credentials)
+        comm._join(rank, size, gather, timeout_seconds, place)
         comm.limit_seconds = math.inf
         return comm
 
@@ -171,8 +178,7 @@ class TcpCommunicator(Communicator):
         size: int,
         gather: Callable[[list[Any]], list[Any]],
         timeout_seconds: float,
-        own: tuple[socket.AddressFamily, str],
-        credentials: Credentials | None,
+        place: Place,
     ) -> None:
         """Connect with all others; `gather` returns what all workers passed in, in rank order."""
         if not is_available():
@@ -183,8 +189,8 @@ class TcpCommunicator(Communicator):
         from ._engine import Engine
 
         super().__init__(rank, size)
-        self._timeout_seconds, self._place = timeout_seconds, (own, credentials)
-        self._connections = Connections(rank, size, timeout_seconds, own, credentials)
+        self._timeout_seconds, self._place = timeout_seconds, place
+        self._connections = Connections(rank, size, timeout_seconds, place)
         self._engine = Engine(rank, size, timeout_seconds)
         self._sent, self._received = [0] * size, [0] * size  # messages, by peer
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
@@ -194,11 +200,10 @@ class TcpCommunicator(Communicator):
         self._forgotten = finalize(self, _end, self._engine, self._connections, self.process)
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
-            told = gather([*self._connections.address, self._connections.name, secret])
-            addresses, names = [(host, port) for host, port, *_ in told], [name for _, _, name, _ in told]
-            self._connections.open(self._engine, addresses, names, bytes.fromhex(told[0][3]))
+            said = gather([*self._connections.told, secret])
+            self._connections.open(self._engine, [Told(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
             self.barrier()
-        except CommunicationError:
+        except (CommunicationError, ValueError):
             self.close()
             raise
         self.ledger = type(self.ledger)(size)
@@ -207,7 +212,7 @@ class TcpCommunicator(Communicator):
         """A second communicator of the same workers, which meet over this one. All of them call it."""
         comm = type(self).__new__(type(self))
         comm.global_ranks = self.global_ranks
-        comm._join(self.rank, self.size, self.gather_objects, self._timeout_seconds, *self._place)
+        comm._join(self.rank, self.size, self.gather_objects, self._timeout_seconds, self._place)
         return comm
 
     def counts(self, peer: int) -> Counts:

@@ -1,6 +1,7 @@
 """Makes the connections between workers, and makes them anew when they are lost.
 
-Every worker listens on one port. Of two workers, the one with the higher rank connects; both prove that they know the run's
+Every worker listens on one port, unless it can only dial out. Of two workers, the one with the higher rank connects, or the one
+that the other cannot reach; if none reaches the other, both dial a relay (`relay.py`). Both prove that they know the run's
 secret (`handshake.py`). With credentials, they do so inside TLS, and each has the certificate of the worker that it says it
 is. Then the engine has the socket. The engine reports when a connection was lost and when more of them
 would be faster. Lost ones are replaced until the time limit:
@@ -8,7 +9,9 @@ would be faster. Lost ones are replaced until the time limit:
     refused      nobody listens there any more: the peer is dead, and that is an error at once
     unreachable  the line may be cut, and may come back: try again, later each time
 
-A worker whose peer should connect, but has no connection left with it, tries too: so it learns at once if the peer is dead.
+A worker whose peer should connect, but has no connection left with it, tries too: so it learns at once if the peer is dead. If
+it cannot dial that peer, it goes by the end of the connections: if the peer's system has closed all of them, and the peer makes
+no new ones within a few seconds, it is dead. Through a relay, only the time limit tells.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from .. import relay
 from ..connect import name_of
-from ..handshake import Greeting, introduce
+from ..handle import CommunicationError
+from ..handshake import Greeting, introduce, proof
 from .identity import Identity
 
 if TYPE_CHECKING:
@@ -41,7 +46,38 @@ REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
 Greetings: TypeAlias = "dict[int, tuple[Greeting, Session | None]]"
+GRACE_SECONDS = 5.0  # for a peer that hung up, and that this worker cannot dial, to connect again
 log = logging.getLogger("thinwire")
+
+
+class Place(NamedTuple):
+    """Where a worker is, and how others reach it."""
+
+    family: socket.AddressFamily
+    host: str
+    """Its address in its own network; see `own_address`."""
+    credentials: Credentials | None = None
+    """None for connections that are not encrypted."""
+    listens: bool = True
+    """Whether others can dial it."""
+    relay: tuple[str, int] | None = None
+    """Host and port of the run's relay."""
+
+
+class Told(NamedTuple):
+    """What a worker tells the others about itself."""
+
+    host: str
+    port: int
+    """0 if it does not listen."""
+    seen_as: str
+    """The address that the relay sees it come from; empty without a relay."""
+    name: str
+    """In its certificate."""
+
+    def is_reached_by(self, other: Told) -> bool:
+        """Whether the other one can dial this one: it listens, and is not behind a NAT, or both are behind the same."""
+        return bool(self.port) and self.seen_as in ("", self.host, other.seen_as)
 
 
 class Connections:
@@ -51,11 +87,11 @@ class Connections:
         rank: this worker.
         size: number of workers.
         timeout_seconds: how long a peer may be out of reach.
-        own: the address family, and the address to listen at; see `own_address`.
-        credentials: this worker's; None for connections that are not encrypted.
+        place: of this worker.
 
     Raises:
         ValueError: the credentials cannot be used.
+        CommunicationError: the relay cannot be reached.
     """
 
     def __init__(
@@ -63,36 +99,74 @@ class Connections:
         rank: int,
         size: int,
         timeout_seconds: float,
-        own: tuple[socket.AddressFamily, str],
-        credentials: Credentials | None = None,
+        place: Place,
     ):
-        self.identity = None if credentials is None else Identity(credentials)
+        self.identity = None if place.credentials is None else Identity(place.credentials)
         self._rank, self._peers, self._timeout = rank, [peer for peer in range(size) if peer != rank], timeout_seconds
-        family, host = own
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.name = self.identity.name if self.identity else ""  # in this worker's certificate
+        seen_as = "" if place.relay is None else self._seen_by(place.relay)
+        self._relay = place.relay
+        self._listener = socket.socket(place.family)
+        if place.listens:
+            self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
+        port = self._listener.getsockname()[1]
+        self.told = Told(place.host, port, seen_as, self.identity.name if self.identity else "")
         self._closed = threading.Event()
-        self._wanted = {peer: NEAR_CONNECTIONS if peer < rank else 0 for peer in self._peers}
+        self._wanted = dict.fromkeys(self._peers, 0)
+        self._at_relay: set[socket.socket] = set()  # connections that wait there
         self._mending: set[int] = set()
         self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def open(self, engine: Engine, addresses: Sequence[tuple[str, int]], names: Sequence[str], secret: bytes) -> None:
+    def open(self, engine: Engine, told: Sequence[Told], secret: bytes) -> None:
         """Begin to connect, in the background, and keep up the connections until `close`.
 
         Args:
             engine: that gets the connections.
-            addresses, names: of all workers, in rank order.
+            told: by all workers, in rank order.
             secret: the run's.
+
+        Raises:
+            ValueError: two workers cannot reach each other, and there is no relay.
         """
-        self._engine, self._addresses, self._names, self._secret = engine, addresses, names, secret
-        for call in (self._accept, self._watch):
-            self._start(call)
+        self._engine, self._told, self._secret = engine, told, secret
+        for rank, one in enumerate(told):
+            for lower, other in enumerate(told[:rank]):
+                if not (self._relay or one.is_reached_by(other) or other.is_reached_by(one)):
+                    raise ValueError(
+                        f"ranks {lower} and {rank} can only dial out; name a relay that both reach: --relay HOST:PORT"
+                    )
+        if told[self._rank].port:
+            self._start(self._accept)
+        self._start(self._watch)
         for peer in self._peers:
-            if peer < self._rank:
+            engine.connects(peer, self._connects(peer))
+            if self._connects(peer):
+                self._wanted[peer] = NEAR_CONNECTIONS
                 self._mend_soon(peer)
+            elif self._is_relayed(peer):
+                self._start(self._wait_at_relay, peer)
+
+    def _reaches(self, peer: int) -> bool:
+        return self._told[peer].is_reached_by(self._told[self._rank])
+
+    def _is_reached_by(self, peer: int) -> bool:
+        return self._told[self._rank].is_reached_by(self._told[peer])
+
+    def _is_relayed(self, peer: int) -> bool:
+        return not self._reaches(peer) and not self._is_reached_by(peer)
+
+    def _connects(self, peer: int) -> bool:
+        """Whether this worker makes the connections with a peer, and not the peer."""
+        if self._reaches(peer) == self._is_reached_by(peer):
+            return peer < self._rank
+        return self._reaches(peer)
+
+    def _seen_by(self, relay_address: tuple[str, int]) -> str:
+        try:
+            return relay.own_address_at(relay_address, CONNECT_SECONDS)
+        except OSError as error:
+            raise CommunicationError(f"rank {self._rank}: {error}") from error
 
     def close(self) -> None:
         """Make no more connections; those that there are belong to the engine, which is closed before."""
@@ -102,12 +176,14 @@ class Connections:
 
     def _hang_up(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        for connection in (self._listener, *list(self._at_relay)):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the threads that listen
         self._listener.close()
 
-    def _start(self, call: Callable[[], None]) -> None:
-        thread = threading.Thread(target=call, name=f"thinwire-{call.__name__.strip('_')}", daemon=True)
+    def _start(self, call: Callable[..., None], *arguments: int) -> None:
+        name = f"thinwire-{call.__name__.strip('_')}"
+        thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -151,21 +227,28 @@ class Connections:
             self._turn_away(poll, greetings, next(iter(greetings)), "was silent for too long")
 
     def _end_greeting(self, poll: select.poll, greetings: Greetings, descriptor: int) -> None:
-        greeting, session = greetings[descriptor]
+        if why := self._refusal(*greetings[descriptor]):
+            self._turn_away(poll, greetings, descriptor, why)
+            return
+        poll.unregister(descriptor)
+        self._take(*greetings.pop(descriptor))
+
+    def _refusal(self, greeting: Greeting, session: Session | None) -> str:
+        """Why a connector that has said all is not taken; empty if it is, which it then has been told."""
         peer = greeting.proven()
         if peer is None or peer not in self._wanted:
-            self._turn_away(poll, greetings, descriptor, greeting.why)
-        elif session and session.peer_name != self._names[peer]:
-            self._turn_away(poll, greetings, descriptor, self._other_name(peer, session))
-        elif not greeting.accept():
-            self._turn_away(poll, greetings, descriptor, "has hung up")
-        else:
-            poll.unregister(descriptor)
-            del greetings[descriptor]
-            self._engine.attach(peer, greeting.connection.detach(), session)
+            return greeting.why
+        if session and session.peer_name != self._told[peer].name:
+            return self._other_name(peer, session)
+        return "" if greeting.accept() else "has hung up"
+
+    def _take(self, greeting: Greeting, session: Session | None) -> None:
+        peer = greeting.proven()
+        assert peer is not None
+        self._engine.attach(peer, greeting.connection.detach(), session)
 
     def _other_name(self, peer: int, session: Session) -> str:
-        return f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._names[peer]!r}"
+        return f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._told[peer].name!r}"
 
     def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor)[0].connection
@@ -173,11 +256,62 @@ class Connections:
         log.warning("thinwire: rank %d closed a connection from %s, which %s", self._rank, name_of(connection), why)
         connection.close()
 
+    # ---- at the relay ----
+
+    def _token(self, peer: int) -> bytes:
+        """What this pair of workers shows to the relay."""
+        return proof(self._secret, b"relay", max(peer, self._rank), min(peer, self._rank), b"")
+
+    def _wait_at_relay(self, peer: int) -> None:
+        """Keep one connection waiting there for a peer that connects."""
+        pause = FIRST_PAUSE
+        while not self._closed.is_set():
+            connection = None
+            try:
+                assert self._relay is not None
+                connection = relay.reach(self._relay, relay.WAIT, self._token(peer), CONNECT_SECONDS)
+                self._at_relay.add(connection)
+                if not self._closed.is_set():
+                    relay.await_other(connection, None)
+                    threading.Thread(
+                        target=self._greet_at_relay, args=(connection,), name="thinwire-greet", daemon=True
+                    ).start()
+                    connection, pause = None, FIRST_PAUSE
+            except OSError as error:
+                log.debug("thinwire: rank %d: %s", self._rank, error)
+                self._closed.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            finally:
+                if connection is not None:
+                    self._at_relay.discard(connection)
+                    connection.close()
+
+    def _greet_at_relay(self, connection: socket.socket) -> None:
+        """As `_accept` does, with one that the relay has joined with this worker."""
+        deadline, poll = time.monotonic() + HANDSHAKE_SECONDS, select.poll()
+        try:
+            session = self._session(connection, accepts=True)
+            greeting = Greeting(connection, self._rank, self._secret, session)
+            poll.register(connection, select.POLLIN)
+            while (left := deadline - time.monotonic()) > 0 and not self._closed.is_set():
+                if poll.poll(1000 * min(left, 1.0)) and not greeting.goes_on():
+                    why = self._refusal(greeting, session)
+                    if why:
+                        log.warning("thinwire: rank %d closed a connection from the relay, which %s", self._rank, why)
+                    else:
+                        self._take(greeting, session)
+                    return
+        except OSError as error:
+            log.debug("thinwire: rank %d: %s", self._rank, error)
+        finally:
+            self._at_relay.discard(connection)
+            connection.close()
+
     # ---- connecting ----
 
     def _watch(self) -> None:
         """Do what the engine asks for, until it has ended."""
-        from ._engine import FAILED, LOST, WANT
+        from ._engine import ENDED, FAILED, WANT
 
         while not self._closed.is_set():
             if self.identity and self.identity.refresh():
@@ -186,10 +320,17 @@ class Connections:
                 if what == FAILED:
                     self._hang_up()
                     return
-                if what == WANT and peer < self._rank:
+                if what == WANT and self._connects(peer):
                     self._wanted[peer] = max(self._wanted[peer], number)
-                if what == WANT or (what == LOST and (peer < self._rank or number == 0)):
+                if self._connects(peer) or (what != WANT and number == 0 and self._reaches(peer)):
                     self._mend_soon(peer)
+                elif what == ENDED and number == 0 and not self._is_relayed(peer):
+                    threading.Timer(GRACE_SECONDS, self._miss, [peer]).start()
+
+    def _miss(self, peer: int) -> None:
+        if not self._closed.is_set() and self._engine.counts(peer).connections == 0:
+            why = f"its connections ended, and it made no new ones in {GRACE_SECONDS:g} seconds"
+            self._engine.lose(peer, f"rank {peer} has died or hung up: {why}")
 
     def _mend_soon(self, peer: int) -> None:
         with self._lock:
@@ -202,7 +343,7 @@ class Connections:
         if peer in self._lost:
             return 0
         have = self._engine.counts(peer).connections
-        return max(self._wanted[peer] - have, int(have == 0))
+        return max(self._wanted[peer] - have, int(have == 0))  # only a peer that it can dial has a thread here
 
     def _mend(self, peer: int) -> None:
         """Connect until there are enough connections, or until there is no use in it."""
@@ -233,7 +374,9 @@ class Connections:
             self._engine.lose(peer, self._why(peer, error))
 
     def _why(self, peer: int, error: OSError) -> str:
-        host, port = self._addresses[peer]
+        if self._is_relayed(peer):
+            return f"rank {peer} cannot be reached: {error.strerror or error}"
+        host, port, *_ = self._told[peer]
         if isinstance(error, ConnectionRefusedError):
             return f"rank {peer} has died or hung up: {host}:{port} refuses connections"
         return f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}"
@@ -251,14 +394,26 @@ class Connections:
             thread.join()
         return min(errors, key=lambda error: not isinstance(error, ConnectionRefusedError), default=None)
 
+    def _dial(self, peer: int) -> socket.socket:
+        if not self._is_relayed(peer):
+            return socket.create_connection(self._told[peer][:2], CONNECT_SECONDS)
+        assert self._relay is not None
+        connection = relay.reach(self._relay, relay.CONNECT, self._token(peer), CONNECT_SECONDS)
+        try:
+            relay.await_other(connection, HANDSHAKE_SECONDS)
+        except OSError as error:
+            connection.close()
+            raise ConnectionError(f"rank {peer} did not come to the relay: {error}") from error
+        return connection
+
     def _connect(self, peer: int, errors: list[OSError]) -> None:
         try:
-            connection = socket.create_connection(self._addresses[peer], CONNECT_SECONDS)
+            connection = self._dial(peer)
             try:
                 session = self._session(connection, accepts=False)
                 deadline = time.monotonic() + HANDSHAKE_SECONDS
                 introduce(session or connection, self._rank, peer, self._secret, deadline)
-                if session and session.peer_name != self._names[peer]:
+                if session and session.peer_name != self._told[peer].name:
                     raise ConnectionError(f"who listens there {self._other_name(peer, session)}")
                 self._engine.attach(peer, connection.detach(), session)
             finally:

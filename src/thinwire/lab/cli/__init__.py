@@ -1,4 +1,4 @@
-"""The command line: `thinwire train`, `sweep`, `report`, `keys`, `demo`, `plan`, `consensus`, `topology` and `bench`.
+"""The command line: `thinwire train`, `sweep`, `report`, `keys`, `relay`, `demo`, `plan`, `consensus`, `topology` and `bench`.
 
 A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
 needs, after it has read its options, so that `--help` does not wait for PyTorch.
@@ -17,6 +17,7 @@ from .extras import EXTRAS, advice, missing_packages
 from .keys import keys_command
 from .options import fail, named
 from .plan import plan_command
+from .relay import relay_command
 from .report import report_command
 from .sweep import sweep_command
 from .topology import topology_command
@@ -31,6 +32,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   train --list    show the recipes
   sweep FILE      start many runs from one file, on this machine or a SLURM cluster
   report RUNS     make tables, figures and an HTML page from finished runs
+  relay           forward between machines of a run that can only dial out
   keys            make the keys of an encrypted run between machines, and let machines join it
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
@@ -103,6 +105,7 @@ COMMANDS = {
     "sweep": sweep_command,
     "report": report_command,
     "keys": keys_command,
+    "relay": relay_command,
     "plan": plan_command,
     "consensus": consensus_command,
     "topology": topology_command,

@@ -11,6 +11,7 @@ import tyro
 
 from ...algorithm import require
 from ...attaching import strategy_of
+from ...comm.relay import parse_address
 from ...comm.transport import Transport
 from ...plan import Link, Network
 from ...strategy import AveragerAttachment, Averaging
@@ -130,6 +131,11 @@ class RunConfig:
     credentials: Path | None = None
     """Folder of keys that `thinwire keys` has made: every connection is encrypted, and only machines of its run take part. None
     takes the folder in the variable THINWIRE_CREDENTIALS, if there is one."""
+    no_listen: bool = False
+    """These workers take no connections, as behind NAT: they dial the others. Differs between machines."""
+    relay: str | None = None
+    """HOST:PORT of a `thinwire relay`, the same on all machines. It finds out who is behind NAT, and carries messages between
+    workers that can only dial out."""
     port: int = 0
     """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
     timeout: float = 180.0
@@ -185,6 +191,12 @@ class RunConfig:
 
     def _check_elastic(self) -> None:
         encrypts = self.credentials is None or self.transport in ("auto", "tcp")
+        ours = self.transport in ("auto", "tcp") or not self.dials_out
+        require(
+            ours, f"transport {self.transport!r} needs to be reached; leave it out, or leave no_listen and relay out"
+        )
+        if self.relay is not None:
+            parse_address(self.relay)
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
         require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
         require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
@@ -195,11 +207,18 @@ class RunConfig:
             "split": self.split != "even",
             "data.in_order": bool(getattr(self.data, "in_order", False)),
             f"transport {self.transport}": self.transport in ("mpi", "tcp"),
+            "no_listen": self.no_listen,
+            "relay": self.relay is not None,
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(
             not named, f"elastic runs go over Gloo or NCCL with data that is split anew; leave out {', '.join(named)}"
         )
+
+    @property
+    def dials_out(self) -> bool:
+        """Whether workers may be out of each other's reach."""
+        return self.no_listen or self.relay is not None
 
     def parsed_strategy(self) -> Averaging[AveragerAttachment]:
         """The strategy object.

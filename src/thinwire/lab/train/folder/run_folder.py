@@ -30,7 +30,7 @@ FREE = (
         "variance",
     ),
     *("wandb", "test_batch_size", "threads", "device", "port", "interface", "transport", "requeue", "timeout"),
-    *("elastic", "min_workers", "lighthouse", "first_worker", "credentials"),
+    *("elastic", "min_workers", "lighthouse", "first_worker", "credentials", "no_listen", "relay"),
     "data.num_loaders",
 )
 """Fields that may change in a resumed run, because they change its result only by rounding."""

@@ -23,7 +23,7 @@ OWN_SETTINGS = frozenset(
     [
         *("recipe", "workers", "min_workers", "first_worker", "lighthouse", "elastic", "threads", "device", "compile"),
         *("output", "name", "suffix", "overwrite", "resume", "wandb", "keep", "requeue"),
-        *("transport", "interface", "credentials", "port", "timeout"),
+        *("transport", "interface", "credentials", "no_listen", "relay", "port", "timeout"),
     ]
 )
 """Options in which the workers of an elastic run may differ."""

@@ -54,19 +54,27 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         torch.cuda.set_device(device)
     rank, size = environment.rank, environment.size
     presence = None
-    if credentials is not None:
+    if credentials is not None or config.dials_out:
         with same_error_on_all():
-            require(device.type == "cpu", "with credentials, messages are sent from main memory; choose --device cpu")
+            why = "no listener or a relay" if credentials is None else "credentials"
+            require(device.type == "cpu", f"with {why}, messages are sent from main memory; choose --device cpu")
         if store is None:
             store = fresh(meeting_store(environment, credentials), rank, size)
             presence = Presence(store, rank, size)
         with (
             blaming(presence),
             TcpCommunicator.from_store(
-                store, rank, size, timeout_seconds=config.timeout, meeting_seconds=SECONDS, credentials=credentials
-            ) as encrypted,
+                store,
+                rank,
+                size,
+                timeout_seconds=config.timeout,
+                credentials=credentials,
+                meeting_seconds=SECONDS,
+                listens=not config.no_listen,
+                relay=config.relay,
+            ) as own,
         ):
-            yield encrypted
+            yield own
         return
     if config.transport == "mpi":
         dist.init_process_group("mpi", timeout=RENDEZVOUS)

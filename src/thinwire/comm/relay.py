@@ -1,0 +1,257 @@
+"""A relay for workers that can only dial out: it joins pairs of connections and forwards what they say, whatever it is.
+
+    worker -> relay     "thinwire", what it wants, a token     8 + 1 + 32 bytes
+    relay  -> worker    one byte, once the other one of the pair is there; then the bytes of the other one
+
+Who waits, and who connects to it, show the same token, which only workers that know the run's secret can compute. With
+credentials, the workers' TLS goes through the relay from end to end, so it forwards what it cannot read. It bounds the
+number of connections, the bytes that it keeps for each, and how many from one address wait for their other half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MAGIC = b"thinwire"
+HELLO = struct.Struct("<8sc32s")
+WAIT, CONNECT, WHO_AM_I = b"w", b"c", b"?"
+JOINED = b"j"
+TOKEN_BYTES = 32
+ADDRESS_BYTES = 64
+
+HELLO_SECONDS = 10.0
+CONNECT_SECONDS = 20.0  # that a connector waits for the other one
+MAX_CONNECTIONS = 2048
+MAX_UNPAIRED = 64  # from one address
+BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
+log = logging.getLogger("thinwire")
+
+
+class End(NamedTuple):
+    """A connection that is to be joined with another one."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    joined: asyncio.Future[None]  # the other one is there
+    ready: asyncio.Future[bool]  # nobody reads from this one any more; whether it is still there
+
+
+class Relay:
+    """Listens, and forwards until it is closed, in a thread of its own.
+
+    Args:
+        host: address of this machine to listen at.
+        port: TCP port; 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken, or this machine does not have the address.
+
+    Example:
+        >>> with Relay("127.0.0.1") as relay:
+        ...     own_address_at(relay.address)
+        '127.0.0.1'
+    """
+
+    def __init__(self, host: str, port: int = 0):
+        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._waiting: dict[tuple[bytes, bytes], list[End]] = {}  # by token and what they want, the newest last
+        self._unpaired: Counter[str] = Counter()  # by address
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop: Callable[[], None]
+        has_started = threading.Event()
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._run(has_started),), name="thinwire-relay", daemon=True
+        )
+        self._thread.start()
+        has_started.wait()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up on all. Calling it again does nothing."""
+        self._stop()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Block until the relay has ended; Ctrl-C gets through."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+
+    async def _run(self, has_started: threading.Event) -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # it was closed before
+                loop.call_soon_threadsafe(stopped.set)
+
+        self._stop = stop
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=1024)
+        has_started.set()
+        await stopped.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        address = str(writer.get_extra_info("peername")[0])
+        try:
+            loop = asyncio.get_running_loop()
+            own = End(reader, writer, loop.create_future(), loop.create_future())
+            self._unpaired[address] += 1
+            try:
+                other = await self._meet(own, address)
+            finally:
+                self._unpaired[address] -= 1
+                self._unpaired += Counter()  # drops zeros
+            if other:
+                await _forward(own, other)
+            elif own.joined.done():
+                await writer.wait_closed()  # the other one forwards for both
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # it has gone, or says nothing that a worker says, or the relay closes
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _meet(self, own: End, address: str) -> End | None:
+        """Do what a connection asks for; return the one that it is to be joined with, if that was there before."""
+        if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
+            log.warning("thinwire: the relay turned away %s, which has too many connections", address)
+            return None
+        keep_alive(own.writer.get_extra_info("socket"))
+        magic, want, token = HELLO.unpack(await asyncio.wait_for(own.reader.readexactly(HELLO.size), HELLO_SECONDS))
+        if magic == MAGIC and want == WHO_AM_I:
+            own.writer.write(address.encode().ljust(ADDRESS_BYTES))
+        elif magic == MAGIC and want in (WAIT, CONNECT):
+            others = self._waiting.get((token, CONNECT if want == WAIT else WAIT), [])
+            if not others:
+                await self._wait_for_other(own, token, want)
+                return None
+            other = others.pop()  # the newest; an older one may have lost its line
+            other.joined.set_result(None)
+            return other if await other.ready else None
+        return None
+
+    async def _wait_for_other(self, own: End, token: bytes, want: bytes) -> None:
+        place = self._waiting.setdefault((token, want), [])
+        place.append(own)
+        hung_up = asyncio.ensure_future(own.reader.read(1))  # it says nothing before it is joined
+        limit = CONNECT_SECONDS if want == CONNECT else None
+        try:
+            either: set[asyncio.Future[Any]] = {own.joined, hung_up}
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_there = hung_up.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await hung_up
+            own.ready.set_result(is_there)
+            if own in place:
+                place.remove(own)
+            if not place:
+                self._waiting.pop((token, want), None)
+
+
+async def _forward(one: End, other: End) -> None:
+    """Carry bytes both ways until both have ended, or one has failed."""
+    try:
+        for end in (one, other):
+            end.writer.write(JOINED)
+        await asyncio.gather(_pump(one.reader, other.writer), _pump(other.reader, one.writer))
+    except BaseException:
+        for end in (one, other):
+            end.writer.transport.abort()
+        raise
+    for end in (one, other):
+        end.writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(BUFFER_BYTES):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice a line that is cut within half a minute, and keep the entries of NATs on the way."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000)):
+        if option := getattr(socket, name, None):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+# ---- what workers call ----
+
+
+def reach(relay: tuple[str, int], want: bytes, token: bytes, seconds: float) -> socket.socket:
+    """A connection to the relay, which has been told what this worker wants.
+
+    Raises:
+        OSError: the relay cannot be reached. This says nothing about the other worker, so it is not a refusal.
+    """
+    try:
+        connection = socket.create_connection(relay, seconds)
+    except OSError as error:
+        raise ConnectionError(f"the relay at {relay[0]}:{relay[1]}: {error.strerror or error}") from error
+    keep_alive(connection)
+    connection.sendall(HELLO.pack(MAGIC, want, token))
+    return connection
+
+
+def await_other(connection: socket.socket, seconds: float | None) -> None:
+    """Wait until the relay has joined this connection with another one.
+
+    Raises:
+        OSError: the relay has hung up, or nobody came in time.
+    """
+    connection.settimeout(seconds)
+    if connection.recv(1) != JOINED:
+        raise ConnectionError("the relay has hung up before the other worker came")
+
+
+def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
+    """The address that the relay sees this worker come from: not its own one if it is behind NAT.
+
+    Raises:
+        OSError: the relay cannot be reached, or is none.
+    """
+    with contextlib.closing(reach(relay, WHO_AM_I, bytes(TOKEN_BYTES), seconds)) as connection:
+        said = b""
+        while part := connection.recv(ADDRESS_BYTES - len(said)):
+            said += part
+    if len(said) != ADDRESS_BYTES:
+        raise ConnectionError(f"no relay listens at {relay[0]}:{relay[1]}")
+    return said.decode("ascii", "replace").strip()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> parse_address("relay.example.org:29600"), parse_address("[::1]:80")
+        (('relay.example.org', 29600), ('::1', 80))
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) < 1 << 16:
+        raise ValueError(f"expected HOST:PORT, such as relay.example.org:29600, got {text!r}")
+    return host.strip("[]"), int(port)
