@@ -102,7 +102,7 @@ def _builder(name: str) -> Callable[..., Any]:
 def _built_in() -> dict[str, Callable[..., Any]]:
     packages = (average, codec, memory, schedule, strategy, topology)
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
-    functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc}
+    functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc, "sparse": average.sparse}
     functions |= {name: getattr(strategy, name) for name in METHODS}
     return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
 

@@ -101,6 +101,11 @@ class Averager(Algorithm, ABC):
         return False
 
     @property
+    def suits_adam(self) -> bool:
+        """Whether optimizers that divide by the root of mean squares train about as well by it as by dense gradients."""
+        return True
+
+    @property
     def is_exact(self) -> bool:
         """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False

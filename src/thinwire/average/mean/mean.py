@@ -167,6 +167,17 @@ class Mean(Averager):
         return self.memory is not None and self.memory.has_momentum
 
     @property
+    def cautions(self) -> list[str]:
+        traits = self.codec.traits
+        if self.memory is not None or traits.unbiased or traits.lossless or traits.votes:
+            return []
+        return [f"{self} loses what {self.codec} does not send; write Mean({self.codec}, ErrorFeedback())"]
+
+    @property
+    def suits_adam(self) -> bool:
+        return self.memory is None or self.codec.traits.sparse is None
+
+    @property
     def suits_parameters(self) -> bool:
         return self.codec.traits.lossless and self.memory is None
 

@@ -73,6 +73,10 @@ class TopK(Sparsifier):
         require(self.indices in ("fixed", "auto"), f"TopK: indices must be 'fixed' or 'auto', got {self.indices!r}")
 
     @property
+    def cautions(self) -> list[str]:
+        return [f"{self} sends every element; write TopK(0.01) for 1 % of them"] if self.ratio == 1 else []
+
+    @property
     def counts_travel(self) -> bool:
         return self.sample is not None
 
