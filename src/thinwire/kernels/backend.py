@@ -24,8 +24,8 @@ BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 _TITLES = {"cpu": "C++", "triton": "Triton"}
 _REMEDIES = {
     "cpu": "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install) and then thinwire again: "
-    "pip install --force-reinstall --no-deps thinwire",
-    "triton": "install the extra gpu: pip install 'thinwire[gpu]'",
+    "pip install --force-reinstall --no-deps . in the folder of its sources",
+    "triton": "install the extra gpu: pip install '.[gpu]' in the folder of thinwire's sources",
 }
 
 KERNELS: list[Kernel[..., Any]] = []
