@@ -49,5 +49,6 @@ def test_a_package_that_only_workers_need_is_missed_before_they_start(package, m
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else util.find_spec(name))
     assert main(["train", "digits"]) == 2
     assert capsys.readouterr().err == (
-        f"thinwire: thinwire train needs {package}, which is not installed; install it with this, in the folder of thinwire's sources: pip install '.[train]'\n"
+        f"thinwire: thinwire train needs {package}, which is not installed; install it with this, in the folder of "
+        "thinwire's sources: pip install '.[train]'\n"
     )
