@@ -33,8 +33,8 @@ def advice(algorithm: Algorithm) -> list[str]:
     return [line for part in algorithm.walk() for line in part.cautions]
 
 
-def advice_on_optimizer(algorithm: Algorithm, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Whether the optimizer bears what the algorithm does to gradients, a line for each averager that it does not.
+def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Whether the optimizer bears what the strategy does to its gradients, a line for each averager that it does not.
 
     Example:
         >>> import torch, thinwire as tw
@@ -42,11 +42,11 @@ def advice_on_optimizer(algorithm: Algorithm, optimizer: torch.optim.Optimizer) 
         >>> advice_on_optimizer(tw.Gradients(tw.sparse(warmup_steps=0)), adam)[0].partition(";")[2]
         ' Mean(QSGD(bits=4)) suits it'
     """
-    if not isinstance(optimizer, _ADAM):
+    if not (strategy.rhythm.in_backward and isinstance(optimizer, _ADAM)):
         return []
     return [
         f"{type(optimizer).__name__} trains worse by {part} than by dense gradients; Mean(QSGD(bits=4)) suits it"
-        for part in algorithm.walk()
+        for part in strategy.walk()
         if isinstance(part, Averager) and not part.suits_adam
     ]
 
@@ -70,7 +70,7 @@ class Advisor:
         rank: of this worker.
     """
 
-    def __init__(self, strategy: Algorithm, rank: int):
+    def __init__(self, strategy: Averaging[Attachment], rank: int):
         self._strategy, self._is_first = strategy, rank == 0
         self._waits_for_epoch, self._steps = follows_epochs(strategy), 0
         self._warn(advice(strategy))
