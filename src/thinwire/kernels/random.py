@@ -19,13 +19,6 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
 
 
-def _splitmix64(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
-
-
 def mix_key(seed: int, stream: int, step: int) -> int:
     """Mix three integers (each taken modulo 2^64) into one 64-bit key: `h = f(f(f(seed) ^ stream) ^ step)`.
 
@@ -45,9 +38,13 @@ def mix_key(seed: int, stream: int, step: int) -> int:
         >>> mix_key(0, 0, 1) == mix_key(0, 1, 0)
         False
     """
-    h = _splitmix64(seed & _MASK64)
-    h = _splitmix64(h ^ (stream & _MASK64))
-    return _splitmix64(h ^ (step & _MASK64))
+    h = 0
+    for number in (seed, stream, step):
+        h = ((h ^ (number & _MASK64)) + 0x9E3779B97F4A7C15) & _MASK64
+        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK64
+        h ^= h >> 31
+    return h
 
 
 def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:
@@ -81,7 +78,7 @@ def uniform(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
         True
     """
     device = torch.device(device)
-    return _uniform.on(device)(key, numel, device)
+    return _uniform.on[device.type](key, numel, device)
 
 
 @kernel
