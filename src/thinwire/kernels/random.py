@@ -7,7 +7,9 @@ read, and every backend draws the same numbers. `mix_key` makes a key of `(seed,
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,29 @@ from .backend import kernel
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
+
+
+class Key(NamedTuple):
+    """Names one independent sequence of random numbers: pure data, the same on every machine and backend.
+
+    Args:
+        seed: the seed of the run.
+        stream: tells tensors and workers apart.
+        step: tells training steps apart.
+    """
+
+    seed: int = 0
+    stream: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, seed: int, name: str, rank: int, step: int) -> Key:
+        """The key of a tensor on one worker, or on one edge in place of `rank`; workers that share a key pass 0."""
+        return cls(seed, zlib.crc32(name.encode()) | rank << 32, step)
+
+    def mixed(self) -> int:
+        """The 64-bit key of the counter-based generator."""
+        return mix_key(*self)
 
 
 def mix_key(seed: int, stream: int, step: int) -> int:

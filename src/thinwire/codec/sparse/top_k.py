@@ -16,8 +16,7 @@ from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Selection, number
 from .base import Sparsifier, check_ratio
-from .parts import SparseParts
-from .payload import with_length, without_length
+from .payload import SparseParts, with_length, without_length
 
 # From Deep Gradient Compression: the fewest coordinates, in units of k, and how the threshold is lowered.
 _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 0.8, 0.8, 10
