@@ -1,6 +1,8 @@
-"""Lines of code by package: without blank lines, docstrings, comments and imports.
+"""Lines of code by package.
 
     python benchmarks/code_lines.py [src/thinwire]
+
+Blank lines, docstrings, comments and imports do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def code_lines(source: str) -> int:
         if token.type not in LAYOUT:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
         if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)

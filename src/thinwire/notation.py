@@ -74,7 +74,7 @@ def register(cls: _T) -> _T:
 
 
 def vocabulary() -> dict[str, Callable[..., Any]]:
-    """The names that `parse` understands, with what builds each of them; loads all entry points."""
+    """The names that `parse` understands, and the constructor of each; loads all entry points."""
     return {name: _builder(name) for name in known_names()}
 
 

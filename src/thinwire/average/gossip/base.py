@@ -1,4 +1,4 @@
-"""What all gossip averagers share: the contract of a round.
+"""The contract of a gossip averager's round.
 
 A round moves every worker towards its neighbours in `topology`:
 

@@ -127,7 +127,7 @@ class MetricsWriter:
 
 
 def _present(file: TextIOWrapper, path: Path) -> TextIOWrapper:
-    """The file at its path: the open one, or a copy of it if it was deleted or replaced, which goes on."""
+    """The open file, or a new copy at its path if it was deleted or replaced."""
     if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
         return file
     copy = path.open("w+", buffering=1, newline="")  # an error if the folder is gone too
