@@ -50,8 +50,10 @@ SLOWEST = (
 
 # What lies outside of the library and its command line; `make test` leaves it out.
 INTEGRATION = (
+    "gpu/test_commands.py",
     "integrations/test_accelerated_optimizer.py",
     "integrations/test_trainers.py",
+    "lab/bench/test_netlab.py",
     "lab/train/start/test_launch.py",
     "test_docs.py",
     "test_tutorial.py",

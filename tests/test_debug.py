@@ -18,6 +18,8 @@ KEY = Key(seed=0, stream=0, step=0)
 @pytest.fixture
 def in_debug_mode(monkeypatch):
     monkeypatch.setattr(debug, "enabled", True)
+    monkeypatch.setattr(debug, "empty", debug.filling(torch.empty))
+    monkeypatch.setattr(debug, "empty_like", debug.filling(torch.empty_like))
 
 
 def write_early(name):

@@ -7,7 +7,20 @@ All other names are public in their package, such as `tw.codec.Dynamic8`, and `p
 
 from . import average, codec, comm, memory, schedule, strategy, topology
 from .attaching import attach
-from .average import ByName, Choco, DeepSqueeze, Mean, Mix, Moniqua, Pairwise, PowerGossip, PowerSGD, PushSum, dgc
+from .average import (
+    ByName,
+    Choco,
+    DeepSqueeze,
+    Mean,
+    Mix,
+    Moniqua,
+    Pairwise,
+    PowerGossip,
+    PowerSGD,
+    PushSum,
+    dgc,
+    sparse,
+)
 from .codec import (
     ALQ,
     AMQ,
@@ -69,6 +82,7 @@ __all__ = [
     "ByName",
     "PowerSGD",
     "dgc",
+    "sparse",
     "Mix",
     "PushSum",
     "Choco",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
@@ -45,6 +46,23 @@ class Algorithm:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return all(value.is_constant for value in values if isinstance(value, Algorithm))
 
+    @property
+    def cautions(self) -> list[str]:
+        """What is allowed but rarely meant: warnings for the user, a line each. Those of parts are their own."""
+        return []
+
+    def walk(self) -> Iterator[Algorithm]:
+        """The algorithm and all algorithms in its fields.
+
+        Example:
+            >>> import thinwire as tw
+            >>> [type(part).__name__ for part in tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()).walk()]
+            ['Mean', 'TopK', 'ErrorFeedback']
+        """
+        yield self
+        for field in dataclasses.fields(self):
+            yield from _algorithms_in(getattr(self, field.name))
+
     def __repr__(self) -> str:
         arguments, positional = [], True
         # Keyword-only fields come last, as in the constructor.
@@ -58,6 +76,14 @@ class Algorithm:
                 positional = False
                 arguments.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _algorithms_in(value: object) -> Iterator[Algorithm]:
+    if isinstance(value, Algorithm):
+        yield from value.walk()
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _algorithms_in(item)
 
 
 def _refuse_bools(algorithm: Algorithm) -> None:

@@ -12,7 +12,8 @@ from .average import Averager, Pairwise
 from .average.base import averager_hint
 from .comm import Communicator, Group
 from .notation import parse
-from .strategy import Attachment, Strategy
+from .strategy import Attachment, Gradients, Strategy
+from .strategy.advice import print_choice
 
 A = TypeVar("A", bound=Attachment)
 
@@ -33,8 +34,8 @@ def attach(
 @overload
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    strategy: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str | None = None,
     *,
     comm: Communicator | None = None,
     replicas: Group | None = None,
@@ -45,8 +46,8 @@ def attach(
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    strategy: Strategy[A] | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: Strategy[A] | str | None = None,
     *,
     comm: Communicator | None = None,
     replicas: Group | None = None,
@@ -62,7 +63,8 @@ def attach(
         model: a plain module, one in `DistributedDataParallel` (`Gradients`), or one under `fully_shard`.
         optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
             `prepare` returned. None suits strategies of gradients and shards.
-        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text.
+        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes `Gradients()`, gradients in 4
+            bits, and says so: on six small tasks by three optimizers it ends within one per cent of dense training.
         comm: how to communicate; by default a process group of its own over all workers, or over DDP's.
         replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
             `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
@@ -89,7 +91,12 @@ def attach(
         >>> tw.LocalWorld(1).run(worker)
         [True]
     """
-    return strategy_of(strategy).attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    if strategy is not None:
+        return strategy_of(strategy).attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    default = Gradients()
+    handle = default.attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    print_choice(default, handle.comm.rank)
+    return handle
 
 
 def strategy_of(value: Strategy[A] | str) -> Strategy[A] | Strategy[Attachment]:
@@ -106,10 +113,15 @@ def strategy_of(value: Strategy[A] | str) -> Strategy[A] | Strategy[Attachment]:
     read = parse(value) if isinstance(value, str) else value
     require(
         isinstance(read, Strategy),
-        f"strategy must be a strategy such as Gradients(Mean()), got {read!r}{_meant(read)}",
+        f"strategy must be a strategy such as Gradients(Mean()), got {_shown(read)}{_meant(read)}",
     )
     assert isinstance(read, Strategy)
     return read
+
+
+def _shown(value: Any) -> str:
+    """The value on one line."""
+    return f"an optimizer, {type(value).__name__}" if isinstance(value, torch.optim.Optimizer) else repr(value)
 
 
 def _meant(value: Any) -> str:
@@ -117,6 +129,8 @@ def _meant(value: Any) -> str:
     hint = averager_hint(value)
     if hint is not None:
         return f"; {hint}, within a strategy"
+    if isinstance(value, torch.optim.Optimizer):
+        return "; write the optimizer before the strategy: attach(model, optimizer, strategy)"
     if not isinstance(value, (Averager, Pairwise)):
         return ""
     name = "Asynchronous" if not value.has_rounds else "Gradients" if value.gives_one_mean else "Gossip"

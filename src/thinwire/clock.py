@@ -53,20 +53,6 @@ class Clock:
         """Time a phase; a profiler shows it as `thinwire::<phase>`."""
         return _Phase(self, phase)
 
-    def begin(self) -> torch.cuda.Event | None:
-        """An event at the begin of a phase on a GPU."""
-        return self._event() if self.device.type == "cuda" else None
-
-    def end(self, phase: str, start: float, began: torch.cuda.Event | None) -> None:
-        """Add a phase, since `start` on the host or since `began` on a GPU."""
-        with self._lock:
-            if began is None:
-                self._seconds[phase] += time.perf_counter() - start
-            else:
-                self._pending.append((phase, began, self._event()))
-                while self._pending and self._pending[0][2].query():  # keeps the list short
-                    self._add_first()
-
     def _event(self) -> torch.cuda.Event:
         stream = torch.cuda.current_stream(self.device)
         event: torch.cuda.Event = stream.record_event(torch.cuda.Event(enable_timing=True))
@@ -86,7 +72,8 @@ class _Phase:
         self._clock, self._name = clock, name
 
     def __enter__(self) -> None:
-        self._start, self._began = time.perf_counter(), self._clock.begin()
+        clock = self._clock
+        self._start, self._began = time.perf_counter(), clock._event() if clock.device.type == "cuda" else None
         # Leaving a range releases the interpreter's lock, so there is one only where a profiler looks, in any thread.
         self._range = profiler.record_function(f"thinwire::{self._name}") if profiler._is_profiler_enabled else None
         if self._range is not None:
@@ -97,4 +84,11 @@ class _Phase:
     ) -> None:
         if self._range is not None:
             self._range.__exit__(kind, error, traceback)
-        self._clock.end(self._name, self._start, self._began)
+        clock = self._clock
+        with clock._lock:
+            if self._began is None:
+                clock._seconds[self._name] += time.perf_counter() - self._start
+            else:
+                clock._pending.append((self._name, self._began, clock._event()))
+                while clock._pending and clock._pending[0][2].query():  # keeps the list short
+                    clock._add_first()

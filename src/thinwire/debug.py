@@ -9,44 +9,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 enabled: bool = os.environ.get("THINWIRE_DEBUG", "") not in ("", "0")
-
-
-def empty(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-    """Allocate a tensor that the caller writes completely: `torch.empty`, filled with NaN or 0xFF in debug mode.
-
-    Args:
-        shape: sizes of the dimensions.
-        dtype: None for PyTorch's default, float32.
-        device: None for PyTorch's default device.
-
-    Example:
-        >>> empty(2, 3).shape
-        torch.Size([2, 3])
-    """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    return filled(tensor) if enabled else tensor
-
-
-def empty_like(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-    """Allocate a tensor of the same shape and strides: `torch.empty_like`, filled with NaN or 0xFF in debug mode.
-
-    Args:
-        tensor: gives the shape, and dtype and device where these are None.
-        dtype: of the new tensor.
-        device: of the new tensor.
-
-    Example:
-        >>> empty_like(torch.zeros(2, dtype=torch.int32)).dtype
-        torch.int32
-    """
-    fresh = torch.empty_like(tensor, dtype=dtype, device=device)
-    return filled(fresh) if enabled else fresh
 
 
 def filled(tensor: Tensor) -> Tensor:
@@ -69,3 +37,18 @@ def checksums(messages: Iterable[Tensor]) -> list[int]:
         [558161692]
     """
     return [zlib.crc32(message.cpu().numpy().data) for message in messages]
+
+
+def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.empty` or `torch.empty_like`, with its result `filled`.
+
+    Example:
+        >>> filling(torch.empty)(2)
+        tensor([nan, nan])
+    """
+    return lambda *shape, **options: filled(allocate(*shape, **options))
+
+
+# These allocate a tensor that the caller writes completely.
+empty: Callable[..., Tensor] = filling(torch.empty) if enabled else torch.empty
+empty_like: Callable[..., Tensor] = filling(torch.empty_like) if enabled else torch.empty_like

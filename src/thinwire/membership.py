@@ -1,4 +1,4 @@
-"""What becomes of a state when the number of workers changes: every field of a state says it, and this module does it.
+"""Redistribute states when the number of workers changes, by the metadata of their fields.
 
 A state is a dataclass derived from `State`. Each of its fields has a kind:
 
@@ -182,7 +182,7 @@ def redistribute(state: State, saved: Sequence[Mapping[str, Any]], rank: int, si
 
 
 def shared_part(state: State) -> dict[str, Any]:
-    """What a worker that joins must know: all but what is this worker's own."""
+    """The part of a state that a joining worker loads: all fields that are not this worker's own."""
     return {name: saved_field(state, name) for name in _of_kind(state, "shared", "averaged", "agreed")} | {
         name: _each(value, [], lambda child, _: shared_part(child)) for name, value in _nested(state)
     }
@@ -194,7 +194,7 @@ def load_shared(state: State, part: Mapping[str, Any]) -> None:
 
 
 def own_norm(state: State) -> float:
-    """The Euclidean norm of what is this worker's own: what would be lost with it."""
+    """The Euclidean norm of this worker's own fields, which are lost if it fails."""
     norms = [norm_of(_tensors(saved_field(state, name))) for name in _of_kind(state, "own", "cut")]
     return math.hypot(*norms, *[own_norm(child) for child in _children(state)])
 
@@ -261,7 +261,7 @@ def _children(state: State) -> Iterator[State]:
 
 
 def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[Any]], Any]) -> Any:
-    """`change` of each nested state and what was saved of it; a state of which nothing was saved stays as it is."""
+    """Call `change` on each nested state and its saved part; a state without a saved part stays unchanged."""
     if isinstance(value, Mapping):
         return {key: _each(child, [one[key] for one in theirs], change) for key, child in value.items()}
     if isinstance(value, list):

@@ -74,7 +74,7 @@ def register(cls: _T) -> _T:
 
 
 def vocabulary() -> dict[str, Callable[..., Any]]:
-    """The names that `parse` understands, with what builds each of them; loads all entry points."""
+    """The names that `parse` understands, and the constructor of each; loads all entry points."""
     return {name: _builder(name) for name in known_names()}
 
 
@@ -102,7 +102,7 @@ def _builder(name: str) -> Callable[..., Any]:
 def _built_in() -> dict[str, Callable[..., Any]]:
     packages = (average, codec, memory, schedule, strategy, topology)
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
-    functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc}
+    functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc, "sparse": average.sparse}
     functions |= {name: getattr(strategy, name) for name in METHODS}
     return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
 

@@ -27,6 +27,12 @@ class Schedule(Algorithm, ABC):
     """A number as a function of progress."""
 
     is_constant = False
+    unit: str
+
+    @property
+    def follows_epochs(self) -> bool:
+        """Whether it counts epochs, not steps."""
+        return self.unit == "epoch"
 
     @abstractmethod
     def at(self, progress: Progress) -> float | int:

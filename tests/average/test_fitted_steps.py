@@ -55,10 +55,10 @@ def test_no_codec_makes_the_defaults_diverge(kind):
     ids=repr,
 )
 def test_the_mean_of_choco_does_not_drift(averager):
-    """By more than a few roundings of float32 in 1,000 rounds. With float32 sums of copies it moved 100 times as far."""
-    x = starts()
+    """By more than a few roundings of float32 in 500 rounds. With gaps in float32 it moves ten times as far."""
+    x = starts(5)
     mean = x.double().mean(0)
-    gossip_in_lockstep(averager, x, 1000)
+    gossip_in_lockstep(averager, x, 500)
     assert (x.double().mean(0) - mean).square().mean().sqrt() < 5e-7
     assert error(x) < 1e-5
 

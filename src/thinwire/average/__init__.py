@@ -16,6 +16,7 @@ from .low_rank.power_sgd import PowerSGD
 from .mean.clip import Clip, ClipByNorm, ClipByValue, ClipValueByGlobalNorm
 from .mean.dgc import dgc
 from .mean.mean import Mean
+from .mean.sparse import sparse
 from .robust.base import Rule
 from .robust.bucketing import Bucketing
 from .robust.centered_clipping import CenteredClipping
@@ -55,4 +56,5 @@ __all__ = [
     "Rule",
     "TrimmedMean",
     "dgc",
+    "sparse",
 ]

@@ -92,13 +92,18 @@ class Averager(Algorithm, ABC):
 
     @property
     def leaves_out_nonfinite(self) -> bool:
-        """Whether a round goes on without a worker that is not finite; if not, no worker commits it."""
+        """Whether a round continues without a worker whose values are not finite; otherwise no worker commits it."""
         return False
 
     @property
     def mixes_plainly(self) -> bool:
         """Whether a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds."""
         return False
+
+    @property
+    def suits_adam(self) -> bool:
+        """Whether optimizers that divide by the root of mean squares train about as well by it as by dense gradients."""
+        return True
 
     @property
     def is_exact(self) -> bool:
@@ -128,7 +133,7 @@ class Averager(Algorithm, ABC):
     def regroup(
         self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:
-        """Go on with other workers. All of them call it together, between two rounds; it may communicate.
+        """Continue with other workers. All of them call it together, between two rounds; it may communicate.
 
         Args:
             state: of this worker.
@@ -140,7 +145,7 @@ class Averager(Algorithm, ABC):
 
     @abstractmethod
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> Any:
-        """Make the state for these tensors, after checking that all workers agree on what they are about to do."""
+        """Make the state for these tensors, after checking that all workers have the same configuration."""
 
     @abstractmethod
     def step(self, state: Any, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
@@ -163,7 +168,7 @@ class Averager(Algorithm, ABC):
 
 
 def averager_hint(value: object) -> str | None:
-    """What to write in place of something that is no averager but a part of one, or its text; None for anything else.
+    """A suggestion for a value that is only a part of an averager, or its text; None otherwise.
 
     Example:
         >>> import thinwire as tw
@@ -183,7 +188,7 @@ def averager_hint(value: object) -> str | None:
 
 
 def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
-    """Fail on all workers together, naming what differs on which rank, unless all are configured alike."""
+    """Raise the same error on all workers unless their configurations are equal; it names each difference and its rank."""
     names = [name for name, _ in tensors]
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
     described = {f"tensor {i}": f"{name} {tuple(t.shape)} {t.dtype}" for i, (name, t) in enumerate(tensors)}

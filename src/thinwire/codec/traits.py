@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
     from .agreed import AgreedCodec
     from .base import Codec
-    from .sparse.parts import SparseParts
+    from .sparse.payload import SparseParts
 
 DEMANDS = {
     "shared_key": "is encoded and decoded with one key on all workers",

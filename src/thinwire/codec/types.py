@@ -7,31 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..kernels.entropy import Symbols as Symbols  # exported from here too
+from ..kernels.random import Key as Key
 from ..schedule import Schedule
 
 Size = int | torch.Size
 
 Number = TypeVar("Number", int, float)
-
-
-class Key(NamedTuple):
-    """Names one independent sequence of random numbers: pure data, the same on every machine and backend.
-
-    Args:
-        seed: the seed of the run.
-        stream: tells tensors and workers apart.
-        step: tells training steps apart.
-    """
-
-    seed: int = 0
-    stream: int = 0
-    step: int = 0
-
-    def mixed(self) -> int:
-        """The 64-bit key of the counter-based generator."""
-        return kernels.mix_key(*self)
 
 
 class Selection(NamedTuple):

@@ -1,4 +1,4 @@
-"""How workers find out that they were configured alike: digests first, and words only if digests differ."""
+"""How workers compare configurations: digests first, full text only if digests differ."""
 
 from __future__ import annotations
 

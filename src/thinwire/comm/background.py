@@ -13,7 +13,7 @@ from .handle import Handle
 
 
 class Background:
-    """One daemon thread that runs calls in order; it ends when closed, or when nobody refers to this object any more.
+    """One daemon thread that runs calls in order; it ends when closed, or when this object is garbage-collected.
 
     A daemon, so that a process can exit while its neighbours are silent.
 

@@ -1,4 +1,4 @@
-"""What every operation asks of its arguments. Each error names the rank, what was expected and what came."""
+"""Checks of the arguments of operations. Each error names the rank, what was expected and what came."""
 
 from __future__ import annotations
 

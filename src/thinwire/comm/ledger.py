@@ -55,14 +55,14 @@ class Ledger:
 
     Args:
         size: number of workers, W.
-
+        dense_numel: elements that were averaged, by whatever means, for the comparison with dense averaging.
         num_steps: optimizer steps, where the strategy does not send in each of them (`local_updates`).
         peak_bytes_sent: the most that one round of that strategy sent.
 
     Example:
         >>> ledger = Ledger(size=4)
         >>> ledger.record("all_gather", messages=3, bytes_sent=300, bytes_received=300)
-        >>> ledger.add_dense(numel=1000)
+        >>> ledger.dense_numel += 1000
         >>> ledger.bytes_sent, ledger.dense_fp32_bytes, ledger.dense_bf16_bytes
         (300, 6000, 3000)
     """
@@ -84,10 +84,6 @@ class Ledger:
     def add_received(self, collective: str, num_bytes: int) -> None:
         """Adds what a call that is recorded already turned out to receive, where its size was not known before."""
         self.collectives[collective].bytes_received += num_bytes
-
-    def add_dense(self, numel: int) -> None:
-        """Notes that `numel` elements were averaged, by whatever means, for the comparison with dense averaging."""
-        self.dense_numel += numel
 
     def count_step(self) -> None:
         """Notes an optimizer step, for `mean_bytes_sent`."""

@@ -347,5 +347,5 @@ def _module(name: str) -> ModuleType:
     except ImportError as error:
         raise ValueError(
             f"elastic runs need torchft, which cannot be imported ({error}); install the extra: "
-            "pip install 'thinwire[elastic]'"
+            "pip install '.[elastic]' in the folder of thinwire's sources"
         ) from None

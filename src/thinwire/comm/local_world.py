@@ -129,7 +129,7 @@ class Mail:
         raise CommunicationError(f"nothing came from rank {source} in {self.timeout_seconds} seconds")
 
     def post(self, box: Box, letter: Message | None) -> None:
-        """Puts a message for a channel into its box; None wakes whoever waits there."""
+        """Puts a message for a channel into its box; None wakes its readers."""
         with self._changed:
             if letter is not None or None not in self._boxes[box]:
                 self._boxes[box].append(letter)

@@ -33,7 +33,7 @@ class Members(NamedTuple):
 
 
 class LeftOut(RuntimeError):
-    """The others go on without this worker, because of its own trouble; it may be started again."""
+    """The others continue without this worker, because of its own failure; it may be restarted."""
 
 
 class LostRounds(ValueError):

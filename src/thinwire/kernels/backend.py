@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import torch
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,8 +22,8 @@ BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 _TITLES = {"cpu": "C++", "triton": "Triton"}
 _REMEDIES = {
     "cpu": "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install) and then thinwire again: "
-    "pip install --force-reinstall --no-deps thinwire",
-    "triton": "install the extra gpu: pip install 'thinwire[gpu]'",
+    "pip install --force-reinstall --no-deps . in the folder of its sources",
+    "triton": "install the extra gpu: pip install '.[gpu]' in the folder of thinwire's sources",
 }
 
 KERNELS: list[Kernel[..., Any]] = []
@@ -33,7 +31,7 @@ _forced: str | None = None
 
 
 class Kernel(Generic[P, R]):
-    """A kernel with its reference; `on(device)` gives the fastest function for a device."""
+    """A kernel with its reference; `on[device.type]` is the fastest function for a type of device."""
 
     def __init__(self, reference: Callable[P, R]) -> None:
         family, name = reference.__module__.rpartition(".")[2], reference.__name__
@@ -41,6 +39,7 @@ class Kernel(Generic[P, R]):
         self.reference = reference
         self.functions: dict[str, Callable[P, R]] = {}
         """The functions that run it, by backend."""
+        self.on = _Chosen(self)
         KERNELS.append(self)
 
     def runs_on(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -50,13 +49,23 @@ class Kernel(Generic[P, R]):
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
             self.functions[backend] = function
+            self.on.clear()
             return function
 
         return add
 
-    def on(self, device: torch.device) -> Callable[P, R]:
-        """The function that runs this kernel for tensors on `device`."""
-        return self.functions.get(_forced or backend_for(device.type), self.reference)
+
+class _Chosen(dict[str, Callable[P, R]]):
+    """The function of a kernel for each type of device. It is chosen when it is first asked for."""
+
+    def __init__(self, kernel: Kernel[P, R]) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def __missing__(self, device_type: str) -> Callable[P, R]:
+        backend = _forced or backend_for(device_type)
+        self[device_type] = self._kernel.functions.get(backend, self._kernel.reference)
+        return self[device_type]
 
 
 def kernel(reference: Callable[P, R]) -> Kernel[P, R]:
@@ -104,13 +113,20 @@ def use_backend(name: str) -> Iterator[None]:
         ...     kernels.uniform(key=1, numel=1)
         tensor([0.4083])
     """
-    global _forced
     if name not in (names := ["reference", *BACKENDS.values()]):
         raise ValueError(f"backend: expected one of {sorted(names)}, got {name!r}")
     if name != "reference":
         _load(name)
-    before, _forced = _forced, name
+    before = _forced
+    _force(name)
     try:
         yield
     finally:
-        _forced = before
+        _force(before)
+
+
+def _force(backend: str | None) -> None:
+    global _forced
+    _forced = backend
+    for each in KERNELS:
+        each.on.clear()

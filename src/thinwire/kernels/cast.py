@@ -70,7 +70,7 @@ def encode(xs: Sequence[Tensor], out: Tensor, dtype: str, residuals: Sequence[Te
         tensor([896.,   1.])
     """
     xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs), dtype), residuals)
-    _encode.on(out.device)(xs, out, dtype, residuals)
+    _encode.on[out.device.type](xs, out, dtype, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: str) -> None:
@@ -80,7 +80,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, dtype: st
         ValueError: if there is no such type, or the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs), dtype))
-    _decode_add.on(payload.device)(payload, outs, weight, dtype)
+    _decode_add.on[payload.device.type](payload, outs, weight, dtype)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, dtype: str) -> Flag:
@@ -93,7 +93,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, nbytes(numels_of(outs), dtype))
-    return _decode_sum.on(checked[0].device)(checked, outs, weight, dtype)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight, dtype)
 
 
 # ---- the reference ----
@@ -128,7 +128,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) 
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, dtype: str) -> Flag:
-    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, dtype)
+    return sum_payloads(_decode_add.on[payloads[0].device.type], payloads, outs, weight, dtype)
 
 
 def _power_of_two(x: Tensor, dtype: str) -> Tensor:

@@ -22,7 +22,7 @@ def device_of(tensors: Sequence[Tensor], other: Tensor | None = None) -> torch.d
 
 def numels_of(tensors: Sequence[Tensor]) -> list[int]:
     """Elements of each tensor."""
-    return [t.numel() for t in tensors]
+    return list(map(Tensor.numel, tensors))
 
 
 def vector(name: str, t: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ def segments(
     for i, t in enumerate(tensors):
         if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
             vector(f"{name}[{i}]", t, dtype, device)  # raises; called here alone, it costs less
-    return [t.detach() for t in tensors]
+    return list(map(Tensor.detach, tensors))
 
 
 def segments_alike(
@@ -55,7 +55,7 @@ def segments_alike(
 ) -> list[Tensor]:
     """Check that `tensors` are segments of the sizes of `like`, which an error calls `whose`; return them detached."""
     checked = segments(name, tensors, device, dtype)
-    sizes, expected = [t.numel() for t in checked], [t.numel() for t in like]
+    sizes, expected = list(map(Tensor.numel, checked)), list(map(Tensor.numel, like))
     if sizes != expected:
         raise ValueError(f"{name}: expected the {whose}' sizes {expected}, got {sizes}")
     return checked
@@ -131,10 +131,11 @@ def check_numels(numels: Sequence[int]) -> None:
 
 def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
     """Raise ValueError unless there is one count per segment and none exceeds its segment."""
-    check_numels(numels)
-    check_length("counts", counts, len(numels))
+    if len(counts) != len(numels):
+        check_length("counts", counts, len(numels))
     for i, (k, n) in enumerate(zip(counts, numels, strict=True)):
-        if not 0 <= k <= n:
+        if not 0 <= k <= n <= MAX_SEGMENT_NUMEL:
+            check_numels(numels)
             raise ValueError(f"counts[{i}]: expected 0 to {n} (the segment's elements), got {k}")
 
 

@@ -46,11 +46,13 @@ _float32 = partial(debug.empty, dtype=torch.float32, device="cpu")
 _double = partial(torch.tensor, dtype=torch.float64, device="cpu")
 
 
-def _arrays(xs: Sequence[Tensor] | None) -> list[Array]:
-    """Flat views of tensors with equally many dimensions; none for None."""
-    if not xs:
+def _arrays(items: Sequence[Any] | None) -> list[Any]:
+    """Flat views of tensors with equally many dimensions; other items as they are, and none for None."""
+    if not items:
         return []
-    return [x.numpy() for x in xs] if xs[0].dim() == 1 else [x.view(-1).numpy() for x in xs]
+    if not isinstance(items[0], Tensor):
+        return list(items)
+    return list(map(Tensor.numpy, items if items[0].dim() == 1 else [x.view(-1) for x in items]))
 
 
 def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:
@@ -64,7 +66,7 @@ def _levels(x: levels.Levels) -> _native.Levels:
 # What the extension takes in place of an argument, by the argument's type; all others as they are.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     Tensor: Tensor.numpy,
-    list: lambda items: _arrays(items) if items and isinstance(items[0], Tensor) else items,
+    list: _arrays,
     type(None): _arrays,
     quantize.Quantizer: _quantizer,
     levels.Levels: _levels,
@@ -74,13 +76,9 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
 _conversion = _CONVERSIONS.get
 
 
-def _calls(function: Callable[..., Any]) -> Callable[..., Any]:
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a C++ function with converted arguments."""
-
-    def call(*arguments: Any) -> Any:
-        return function(*[convert(a) if (convert := _conversion(type(a))) else a for a in arguments])
-
-    return call
+    return function(*[convert(a) if (convert := _conversion(type(a))) else a for a in arguments])
 
 
 # These C++ functions take the reference's arguments, in its order.
@@ -115,7 +113,7 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     words._encode: _native.words_encode,
 }
 for _kernel, _function in SAME_ARGUMENTS.items():
-    _kernel.runs_on("cpu")(_calls(_function))
+    _kernel.runs_on("cpu")(partial(_call, _function))
 
 
 # ---- other arguments than the reference's ----
@@ -165,7 +163,7 @@ def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array]
 
 @momentum._correct.runs_on("cpu")
 def momentum_correct(buffers: momentum.Buffers, rule: momentum.Momentum) -> None:
-    _calls(_native.momentum_correct)(*_buffers(buffers), rule)
+    _call(_native.momentum_correct, *_buffers(buffers), rule)
 
 
 # ---- numbers as new tensors ----
@@ -245,7 +243,7 @@ scatter._gather_marked.runs_on("cpu")(partial(_gather, _native.gather_marked))
 def _select(function: Callable[..., None], count: int, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Indices and values of `count` elements, which a C++ function writes to its last arguments."""
     kept, values = _int32(count), _float32(count)
-    _calls(function)(*arguments, kept, values)
+    _call(function, *arguments, kept, values)
     return kept, values
 
 

@@ -67,7 +67,7 @@ def encode(
     others = segments_alike("ys", ys, xs, device)
     check_length("keys", keys, len(xs))
     out = payload_bytes("out", out, quantizer.nbytes(numels_of(xs)), device)
-    return _encode.on(device)(checked, others, add, out, list(keys), quantizer, measured)
+    return _encode.on[device.type](checked, others, add, out, list(keys), quantizer, measured)
 
 
 def sums(vs: Sequence[Tensor], cs: Sequence[Tensor]) -> Tensor:
@@ -78,7 +78,7 @@ def sums(vs: Sequence[Tensor], cs: Sequence[Tensor]) -> Tensor:
         [1.0, 3.0, 25.0]
     """
     device = device_of(vs)
-    return _sums.on(device)(segments("vs", vs, device), segments_alike("cs", cs, vs, device))
+    return _sums.on[device.type](segments("vs", vs, device), segments_alike("cs", cs, vs, device))
 
 
 def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer, factor: float = 1.0) -> Flag:
@@ -124,7 +124,7 @@ def choco_add(
     device = device_of(outs, checked[0])
     copies = segments_alike("copies", copies, xs, device)
     gaps = segments_alike("gaps", gaps, xs, device, dtype=torch.float64)
-    function = _choco_add.on(device)
+    function = _choco_add.on[device.type]
     function(outs, copies, gaps, checked, list(factors), list(weights), step, quantizer)
 
 
@@ -143,7 +143,7 @@ def choco_add_dense(
     gaps = segments_alike("gaps", gaps, xs, device, dtype=torch.float64)
     check_length("weights", weights, len(vectors))
     checked = [vector(f"vectors[{k}]", v, torch.float32, device) for k, v in enumerate(vectors)]
-    _choco_add_dense.on(device)(outs, copies, gaps, checked, list(weights), step)
+    _choco_add_dense.on[device.type](outs, copies, gaps, checked, list(weights), step)
 
 
 def squeeze_add(
@@ -173,7 +173,7 @@ def squeeze_add(
     checked, outs = _messages(payloads, xs, factors, weights, quantizer)
     device = device_of(outs, checked[0])
     rests = None if lost is None else segments_alike("lost", lost, xs, device)
-    _squeeze_add.on(device)(outs, rests, checked, list(factors), list(weights), step, quantizer)
+    _squeeze_add.on[device.type](outs, rests, checked, list(factors), list(weights), step, quantizer)
 
 
 def _messages(

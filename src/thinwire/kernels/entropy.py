@@ -59,7 +59,7 @@ def encode(packed: Tensor, symbols: Symbols) -> Tensor:
     """
     _check_symbols(symbols)
     packed = payload_bytes("packed", packed, symbols.nbytes, packed.device)
-    return _encode.on(packed.device)(packed, symbols)
+    return _encode.on[packed.device.type](packed, symbols)
 
 
 def decode(payload: Tensor, symbols: Symbols) -> Tensor:
@@ -70,7 +70,7 @@ def decode(payload: Tensor, symbols: Symbols) -> Tensor:
     """
     _check_symbols(symbols)
     payload = vector("payload", payload, torch.uint8, payload.device)
-    return _decode.on(payload.device)(payload, symbols)
+    return _decode.on[payload.device.type](payload, symbols)
 
 
 def _check_symbols(symbols: Symbols) -> None:

@@ -73,7 +73,7 @@ def encode(indices: Tensor, counts: Sequence[int], numels: Sequence[int], out: T
     """
     device = indices.device
     out = payload_bytes("out", out, _total_nbytes(counts, numels), device)
-    _encode.on(device)(counted_indices(indices, counts, device), list(counts), list(numels), out)
+    _encode.on[device.type](counted_indices(indices, counts, device), list(counts), list(numels), out)
 
 
 def decode(payload: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
@@ -83,12 +83,12 @@ def decode(payload: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
         ValueError: if the payload's size is wrong or its bytes hold anything but `counts[i]` ascending indices.
     """
     payload = payload_bytes("payload", payload, _total_nbytes(counts, numels), payload.device)
-    return _decode.on(payload.device)(payload, list(counts), list(numels))
+    return _decode.on[payload.device.type](payload, list(counts), list(numels))
 
 
 def _total_nbytes(counts: Sequence[int], numels: Sequence[int]) -> int:
     check_counts(counts, numels)
-    return sum(nbytes(k, n) for k, n in zip(counts, numels, strict=True))
+    return sum(map(nbytes, counts, numels))
 
 
 # ---- the reference ----

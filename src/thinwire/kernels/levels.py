@@ -126,7 +126,7 @@ def encode(
     """
     xs, out, residuals = checked_encoder(xs, out, levels.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    _encode.on(out.device)(xs, out, list(keys), levels, residuals)
+    _encode.on[out.device.type](xs, out, list(keys), levels, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, levels: Levels) -> None:
@@ -142,7 +142,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, levels: L
         ValueError: if the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, levels.nbytes(numels_of(outs)))
-    _decode_add.on(payload.device)(payload, outs, weight, levels)
+    _decode_add.on[payload.device.type](payload, outs, weight, levels)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, levels: Levels) -> Flag:
@@ -161,7 +161,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, levels.nbytes(numels_of(outs)))
-    return _decode_sum.on(checked[0].device)(checked, outs, weight, levels)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight, levels)
 
 
 # ---- the reference ----
@@ -187,7 +187,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Leve
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, levels: Levels) -> Flag:
-    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, levels)
+    return sum_payloads(_decode_add.on[payloads[0].device.type], payloads, outs, weight, levels)
 
 
 def _quantize_segment(x: Tensor, key: int, levels: Levels) -> Coded:

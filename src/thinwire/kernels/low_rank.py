@@ -42,7 +42,7 @@ def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], le
     device = device_of(xs)
     checked = _matrices(xs, rows, device)
     vectors, outs = _vectors(checked, rows, ps, left, device)
-    _products.on(device)(checked, list(rows), vectors, left, outs)
+    _products.on[device.type](checked, list(rows), vectors, left, outs)
     return outs
 
 
@@ -66,7 +66,7 @@ def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seque
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    _add.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+    _add.on[device.type](checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
 
 
 def add_products(
@@ -105,7 +105,7 @@ def add_products(
     es = segments_alike("es", es, gs, device, "gradients")
     outs = segments_alike("outs", outs, gs, device, "gradients")
     vectors, made = _vectors(checked, rows, ps, False, device)
-    _add_products.on(device)(checked, es, outs, factor, list(rows), vectors, made)
+    _add_products.on[device.type](checked, es, outs, factor, list(rows), vectors, made)
     return made
 
 
@@ -133,7 +133,7 @@ def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seq
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    return _store.on(device)(checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+    return _store.on[device.type](checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
 
 
 def _vectors(
@@ -214,7 +214,7 @@ def _add_products(
 ) -> None:
     for g, e, out in zip(gs, es, outs, strict=True):
         torch.add(e, g * float32(factor, g.device), out=out)
-    _products.on(device_of(outs))(outs, rows, ps, False, made)
+    _products.on[device_of(outs).type](outs, rows, ps, False, made)
 
 
 @kernel

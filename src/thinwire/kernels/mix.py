@@ -46,7 +46,7 @@ def add(
         if x.numel() != numel:
             raise ValueError(f"{name}: expected {numel} elements, those of all segments, got {x.numel()}")
     vectors = [vector(f"theirs[{k}]", x, torch.float32, device) for k, x in enumerate(theirs)]
-    return _add.on(device)(checked, vector("own", own, torch.float32, device), vectors, list(weights), own_weight)
+    return _add.on[device.type](checked, vector("own", own, torch.float32, device), vectors, list(weights), own_weight)
 
 
 def change_of(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], own_weight: float) -> Tensor:

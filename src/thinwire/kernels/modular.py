@@ -63,7 +63,7 @@ def encode(xs: Sequence[Tensor], out: Tensor, key: int, bits: int, modulus: floa
     device = device_of(xs, out)
     checked = segments("xs", xs, device)
     out = payload_bytes("out", out, nbytes(sum(numels_of(xs)), bits), device)
-    return _encode.on(device)(checked, out, key, bits, modulus)
+    return _encode.on[device.type](checked, out, key, bits, modulus)
 
 
 def sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tensor:
@@ -78,7 +78,7 @@ def sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tensor
     """
     device = own.device
     checked = [payload_bytes(name, p, nbytes(numel, bits), device) for name, p in (("own", own), ("theirs", theirs))]
-    return _sums.on(device)(checked[0], checked[1], numel, key, bits)
+    return _sums.on[device.type](checked[0], checked[1], numel, key, bits)
 
 
 def add(outs: Sequence[Tensor], payloads: Sequence[Tensor], weights: Sequence[float], bits: int) -> None:
@@ -92,7 +92,7 @@ def add(outs: Sequence[Tensor], payloads: Sequence[Tensor], weights: Sequence[fl
     """
     device = device_of(outs, payloads[0])
     checked, payloads = _checked(outs, payloads, weights, bits, device)
-    _add.on(device)(checked, payloads, list(weights), bits)
+    _add.on[device.type](checked, payloads, list(weights), bits)
 
 
 def recover_add(
@@ -113,7 +113,7 @@ def recover_add(
     device = device_of(outs, payloads[0])
     checked, payloads = _checked(outs, payloads, weights, bits, device)
     own = vector("own", own, torch.float32, device)
-    return _recover_add.on(device)(checked, own, payloads, list(weights), bits, modulus)
+    return _recover_add.on[device.type](checked, own, payloads, list(weights), bits, modulus)
 
 
 def decode(payload: Tensor, numel: int, bits: int) -> Tensor:

@@ -69,7 +69,7 @@ def correct(buffers: Buffers, rule: Momentum) -> None:
         >>> new_u, new_v
         (tensor([2.]), tensor([5.]))
     """
-    _correct.on(device_of(buffers.gs))(buffers.checked(), rule)
+    _correct.on[device_of(buffers.gs).type](buffers.checked(), rule)
 
 
 def correct_topk(buffers: Buffers, rule: Momentum, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def correct_topk(buffers: Buffers, rule: Momentum, counts: Sequence[int]) -> tup
     """
     checked = buffers.checked()
     check_counts(counts, numels_of(checked.gs))
-    return _correct_topk.on(device_of(buffers.gs))(checked, rule, list(counts))
+    return _correct_topk.on[device_of(buffers.gs).type](checked, rule, list(counts))
 
 
 def add_topk(
@@ -119,7 +119,7 @@ def add_topk(
     es = segments_alike("es", es, gs, device, "gradients")
     outs = segments_alike("outs", outs, gs, device, "gradients")
     check_counts(counts, numels_of(gs))
-    return _add_topk.on(device)(checked, es, outs, factor, list(counts))
+    return _add_topk.on[device.type](checked, es, outs, factor, list(counts))
 
 
 # ---- the reference ----

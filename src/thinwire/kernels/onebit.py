@@ -63,7 +63,7 @@ def encode(
         tensor([ 2., -4.,  2., -4.])
     """
     xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs), bucket_size), residuals)
-    _encode.on(out.device)(xs, out, bucket_size or MAX_SEGMENT_NUMEL, residuals)
+    _encode.on[out.device.type](xs, out, bucket_size or MAX_SEGMENT_NUMEL, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, bucket_size: int | None = None) -> None:
@@ -73,7 +73,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, bucket_si
         ValueError: if the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs), bucket_size))
-    _decode_add.on(payload.device)(payload, outs, weight, bucket_size or MAX_SEGMENT_NUMEL)
+    _decode_add.on[payload.device.type](payload, outs, weight, bucket_size or MAX_SEGMENT_NUMEL)
 
 
 def decode_sum(
@@ -88,7 +88,7 @@ def decode_sum(
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, nbytes(numels_of(outs), bucket_size))
-    return _decode_sum.on(checked[0].device)(checked, outs, weight, bucket_size or MAX_SEGMENT_NUMEL)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight, bucket_size or MAX_SEGMENT_NUMEL)
 
 
 # ---- the reference ----
@@ -119,7 +119,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, bucket_size:
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
-    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight, bucket_size)
+    return sum_payloads(_decode_add.on[payloads[0].device.type], payloads, outs, weight, bucket_size)
 
 
 def rows_of(x: Tensor, bucket_size: int) -> Tensor:

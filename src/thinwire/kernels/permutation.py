@@ -45,7 +45,7 @@ def random_indices(
     check_length("keys", range(len(keys)), len(counts))
     device = torch.device(device)
     keys = keys if isinstance(keys, Tensor) else list(keys)
-    return _random_indices.on(device)(keys, list(counts), list(numels), device)
+    return _random_indices.on[device.type](keys, list(counts), list(numels), device)
 
 
 # ---- the reference ----

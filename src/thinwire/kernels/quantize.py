@@ -107,7 +107,7 @@ def encode(
     """
     xs, out, residuals = checked_encoder(xs, out, quantizer.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    _encode.on(out.device)(xs, out, list(keys), quantizer, residuals)
+    _encode.on[out.device.type](xs, out, list(keys), quantizer, residuals)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> None:
@@ -123,7 +123,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer
         ValueError: if the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, quantizer.nbytes(numels_of(outs)))
-    _decode_add.on(payload.device)(payload, outs, weight, quantizer)
+    _decode_add.on[payload.device.type](payload, outs, weight, quantizer)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> Flag:
@@ -142,7 +142,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, quantizer.nbytes(numels_of(outs)))
-    return _decode_sum.on(checked[0].device)(checked, outs, weight, quantizer)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight, quantizer)
 
 
 def check_buckets(bits: int, bucket_size: int, norm: str) -> None:
@@ -157,7 +157,7 @@ def check_buckets(bits: int, bucket_size: int, norm: str) -> None:
 def codes_nbytes(numels: Sequence[int], bits: int, bucket_size: int) -> int:
     """Bytes of a float32 scale per bucket and of bit-packed codes, byte aligned per segment."""
     check_numels(numels)
-    return sum(4 * -(-n // bucket_size) + (n * bits + 7) // 8 for n in numels)
+    return sum([4 * -(-n // bucket_size) + (n * bits + 7) // 8 for n in numels])
 
 
 # ---- the reference ----

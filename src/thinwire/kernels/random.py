@@ -7,7 +7,9 @@ read, and every backend draws the same numbers. `mix_key` makes a key of `(seed,
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +21,27 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
 
 
-def _splitmix64(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+class Key(NamedTuple):
+    """Names one independent sequence of random numbers: pure data, the same on every machine and backend.
+
+    Args:
+        seed: the seed of the run.
+        stream: tells tensors and workers apart.
+        step: tells training steps apart.
+    """
+
+    seed: int = 0
+    stream: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, seed: int, name: str, rank: int, step: int) -> Key:
+        """The key of a tensor on one worker, or on one edge in place of `rank`; workers that share a key pass 0."""
+        return cls(seed, zlib.crc32(name.encode()) | rank << 32, step)
+
+    def mixed(self) -> int:
+        """The 64-bit key of the counter-based generator."""
+        return mix_key(*self)
 
 
 def mix_key(seed: int, stream: int, step: int) -> int:
@@ -45,9 +63,13 @@ def mix_key(seed: int, stream: int, step: int) -> int:
         >>> mix_key(0, 0, 1) == mix_key(0, 1, 0)
         False
     """
-    h = _splitmix64(seed & _MASK64)
-    h = _splitmix64(h ^ (stream & _MASK64))
-    return _splitmix64(h ^ (step & _MASK64))
+    h = 0
+    for number in (seed, stream, step):
+        h = ((h ^ (number & _MASK64)) + 0x9E3779B97F4A7C15) & _MASK64
+        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK64
+        h ^= h >> 31
+    return h
 
 
 def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:
@@ -81,7 +103,7 @@ def uniform(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
         True
     """
     device = torch.device(device)
-    return _uniform.on(device)(key, numel, device)
+    return _uniform.on[device.type](key, numel, device)
 
 
 @kernel

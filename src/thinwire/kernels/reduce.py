@@ -32,7 +32,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Flag:
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
         return finite(tensors)
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    return _all_finite.on(device)([t.view(-1) for t in tensors])
+    return _all_finite.on[device.type]([t.view(-1) for t in tensors])
 
 
 def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
@@ -57,7 +57,7 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
     device = device_of(xs)
     checked = segments("xs", xs, device)
     norms = debug.empty(sum(-(-n // chunk) for n in numels_of(xs)), device=device)
-    _chunk_norms.on(device)(checked, chunk, norms)
+    _chunk_norms.on[device.type](checked, chunk, norms)
     return norms
 
 
@@ -83,7 +83,7 @@ def mark_nonfinite(xs: Sequence[Tensor], values: Tensor, counts: Sequence[int]) 
     check_counts(counts, numels_of(xs))
     if values.numel() != sum(counts):
         raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
-    _mark_nonfinite.on(device)(checked, vector("values", values, torch.float32, device), list(counts))
+    _mark_nonfinite.on[device.type](checked, vector("values", values, torch.float32, device), list(counts))
 
 
 def sum_payloads(

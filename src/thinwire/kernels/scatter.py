@@ -32,7 +32,7 @@ def gather(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tens
     device = device_of(xs, indices)
     checked = segments("xs", xs, device)
     check_counts(counts, numels_of(xs))
-    return _gather.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+    return _gather.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
 def gather_marked(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tensor:
@@ -48,7 +48,7 @@ def gather_marked(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) 
     device = device_of(xs, indices)
     checked = segments("xs", xs, device)
     check_counts(counts, numels_of(xs))
-    return _gather_marked.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+    return _gather_marked.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
 def write(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ def write(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Seque
     device = device_of(outs, values)
     checked = segments("outs", outs, device)
     check_counts(counts, numels_of(outs))
-    _write.on(device)(checked, *_pairs(indices, values, counts, device), list(counts))
+    _write.on[device.type](checked, *_pairs(indices, values, counts, device), list(counts))
 
 
 def clear(outs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ def clear(outs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Non
     device = device_of(outs, indices)
     checked = segments("outs", outs, device)
     check_counts(counts, numels_of(outs))
-    _clear.on(device)(checked, counted_indices(indices, counts, device), list(counts))
+    _clear.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
 def add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequence[int], weight: float) -> None:
@@ -102,7 +102,7 @@ def add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequenc
     device = device_of(outs, values)
     checked = segments("outs", outs, device)
     check_counts(counts, numels_of(outs))
-    _add.on(device)(checked, *_pairs(indices, values, counts, device), list(counts), weight)
+    _add.on[device.type](checked, *_pairs(indices, values, counts, device), list(counts), weight)
 
 
 def total(
@@ -144,7 +144,9 @@ def total(
     for index, value, count in zip(indices, values, counts, strict=True):
         check_counts(count, numels_of(outs))
         pairs.append(_pairs(index, value, count, device))
-    return _total.on(device)(checked, [i for i, _ in pairs], [v for _, v in pairs], [list(c) for c in counts], weight)
+    return _total.on[device.type](
+        checked, [i for i, _ in pairs], [v for _, v in pairs], [list(c) for c in counts], weight
+    )
 
 
 def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -193,7 +195,7 @@ def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int],
 def _total(
     outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
 ) -> Flag:
-    add = _add.on(indices[0].device)
+    add = _add.on[indices[0].device.type]
     for out in outs:
         out.zero_()
     for index, value, count in zip(indices, values, counts, strict=True):

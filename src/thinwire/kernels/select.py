@@ -36,7 +36,7 @@ def topk(xs: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     device = device_of(xs)
     checked = segments("xs", xs, device)
     check_counts(counts, numels_of(xs))
-    return _topk.on(device)(checked, list(counts))
+    return _topk.on[device.type](checked, list(counts))
 
 
 def above(xs: Sequence[Tensor], thresholds: Sequence[float]) -> tuple[Tensor, Tensor, list[int]]:
@@ -63,7 +63,7 @@ def above(xs: Sequence[Tensor], thresholds: Sequence[float]) -> tuple[Tensor, Te
         if not threshold >= 0:
             raise ValueError(f"thresholds[{i}]: expected a number >= 0, got {threshold}")
     # The absolute value, because -0.0 is no magnitude.
-    return _above.on(device)(checked, [abs(float(t)) for t in thresholds])
+    return _above.on[device.type](checked, [abs(float(t)) for t in thresholds])
 
 
 def topk_in_chunks(xs: Sequence[Tensor], chunk: int, count: int, last_counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def topk_in_chunks(xs: Sequence[Tensor], chunk: int, count: int, last_counts: Se
         raise ValueError(f"count: expected 0 to {chunk} (a chunk's elements), got {count}")
     check_counts(last_counts, [n % chunk for n in numels])
     total = sum(n // chunk * count for n in numels) + sum(last_counts)
-    return _topk_in_chunks.on(device)(checked, chunk, count, list(last_counts), total)
+    return _topk_in_chunks.on[device.type](checked, chunk, count, list(last_counts), total)
 
 
 def largest(xs: Sequence[Tensor]) -> list[float]:
@@ -104,7 +104,7 @@ def largest(xs: Sequence[Tensor]) -> list[float]:
         [5.0, 0.0]
     """
     device = device_of(xs)
-    return _largest.on(device)(segments("xs", xs, device))
+    return _largest.on[device.type](segments("xs", xs, device))
 
 
 # ---- the reference ----

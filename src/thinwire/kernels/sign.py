@@ -66,7 +66,7 @@ def encode(
         tensor([ 2., -2.,  2.])
     """
     xs, out, residuals = checked_encoder(xs, out, nbytes(numels_of(xs)), residuals)
-    _encode.on(out.device)(xs, out, residuals, fixed_scale)
+    _encode.on[out.device.type](xs, out, residuals, fixed_scale)
 
 
 def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
@@ -76,7 +76,7 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float) -> None:
         ValueError: if the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, nbytes(numels_of(outs)))
-    _decode_add.on(payload.device)(payload, outs, weight)
+    _decode_add.on[payload.device.type](payload, outs, weight)
 
 
 def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float) -> Flag:
@@ -89,7 +89,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, nbytes(numels_of(outs)))
-    return _decode_sum.on(checked[0].device)(checked, outs, weight)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight)
 
 
 # ---- the reference ----
@@ -119,7 +119,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float) -> None:
 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Flag:
-    return sum_payloads(_decode_add.on(payloads[0].device), payloads, outs, weight)
+    return sum_payloads(_decode_add.on[payloads[0].device.type], payloads, outs, weight)
 
 
 def _mean_magnitude(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def encode(indices: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     """
     check_counts(counts, numels)
     checked = counted_indices(indices, counts, indices.device)
-    return _encode.on(indices.device)(checked, list(counts), list(numels))
+    return _encode.on[indices.device.type](checked, list(counts), list(numels))
 
 
 def decode(payload: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
@@ -55,7 +55,7 @@ def decode(payload: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     """
     check_counts(counts, numels)
     payload = vector("payload", payload, torch.uint8, payload.device)
-    return _decode.on(payload.device)(payload, list(counts), list(numels))
+    return _decode.on[payload.device.type](payload, list(counts), list(numels))
 
 
 # ---- the reference ----

@@ -115,7 +115,7 @@ def scales(xs: Sequence[Tensor], clip: float = float("inf"), bucket_size: int | 
     device = device_of(xs)
     checked = segments("xs", xs, device)
     num_scales = num_buckets(numels_of(xs), bucket_size)
-    return _scales.on(device)(checked, clip, bucket_size or MAX_SEGMENT_NUMEL, num_scales)
+    return _scales.on[device.type](checked, clip, bucket_size or MAX_SEGMENT_NUMEL, num_scales)
 
 
 def encode(
@@ -153,7 +153,7 @@ def encode(
     xs, out, residuals = checked_encoder(xs, out, ternary.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
     scales = _checked_scales(scales, xs, ternary, out.device)
-    _encode.on(out.device)(xs, scales, out, list(keys), ternary, residuals)
+    _encode.on[out.device.type](xs, scales, out, list(keys), ternary, residuals)
 
 
 def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: float, ternary: Ternary) -> None:
@@ -171,7 +171,7 @@ def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: 
     """
     payload, outs = checked_payload(payload, outs, ternary.nbytes(numels_of(outs)))
     scales = _checked_scales(scales, outs, ternary, payload.device)
-    _decode_add.on(payload.device)(payload, scales, outs, weight, ternary)
+    _decode_add.on[payload.device.type](payload, scales, outs, weight, ternary)
 
 
 def decode_sum(
@@ -197,7 +197,7 @@ def decode_sum(
     checked_scales = [_checked_scales(s, outs, ternary, device) for s in scales]
     if len(checked_scales) != len(checked):
         raise ValueError(f"scales: expected one tensor for each of {len(checked)} payloads, got {len(checked_scales)}")
-    return _decode_sum.on(device)(checked, checked_scales, segments, weight, ternary)
+    return _decode_sum.on[device.type](checked, checked_scales, segments, weight, ternary)
 
 
 def _checked_scales(scales: Tensor, xs: Sequence[Tensor], ternary: Ternary, device: torch.device) -> Tensor:
@@ -253,7 +253,7 @@ def _decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: flo
 def _decode_sum(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary
 ) -> Flag:
-    decode_add = _decode_add.on(payloads[0].device)
+    decode_add = _decode_add.on[payloads[0].device.type]
 
     def add(pair: tuple[Tensor, Tensor], outs: list[Tensor], weight: float) -> None:
         decode_add(*pair, outs, weight, ternary)

@@ -34,7 +34,7 @@ def encode(words: Tensor, bits: int, out: Tensor) -> None:
     """
     device = words.device
     out = payload_bytes("out", out, nbytes(words.numel(), _checked_bits(bits)), device)
-    _encode.on(device)(vector("words", words, torch.int32, device), bits, out)
+    _encode.on[device.type](vector("words", words, torch.int32, device), bits, out)
 
 
 def decode(payload: Tensor, count: int, bits: int) -> Tensor:
@@ -44,7 +44,7 @@ def decode(payload: Tensor, count: int, bits: int) -> Tensor:
         ValueError: if `bits` is out of range or the payload has the wrong size.
     """
     payload = payload_bytes("payload", payload, nbytes(count, _checked_bits(bits)), payload.device)
-    return _decode.on(payload.device)(payload, count, bits)
+    return _decode.on[payload.device.type](payload, count, bits)
 
 
 def _checked_bits(bits: int) -> int:

@@ -23,7 +23,7 @@ def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
 
 
 def multiplies(averager: Averager) -> bool:
-    """Whether it compresses by matrix products of its own, of some rank, rather than with a codec."""
+    """Whether it compresses by low-rank matrix products rather than with a codec."""
     return "rank" in parts_of(averager)
 
 

@@ -39,6 +39,7 @@ from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Ledger, ProcessGroupCommunicator, check
 from ..membership import State, load_shared, redistribute, rewind, shared_part
+from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .model.models import NamedParameters, check_model
@@ -176,6 +177,7 @@ class AveragerAttachment(Attachment):
         self._ready()
         if not self.comm.is_elastic:  # there, workers are made equal instead
             self.comm.check_agreement({"epoch": epoch})
+        self._advisor.epoch_begins()
         for state in self._states:
             self.averager.set_epoch(state, epoch)
 
@@ -281,6 +283,7 @@ class AveragerAttachment(Attachment):
         if self._comm is not None:
             check.own_process(self._comm)
         refuse_in_backward(self.call, optimizer)
+        self._advisor.before_step(optimizer)
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, args, kwargs)
 
@@ -338,6 +341,7 @@ class AveragerAttachment(Attachment):
             self._shards.connect(self._comm)
             yield self._comm
             register(self)
+            self._advisor = Advisor(self.strategy, self._comm.rank)
         except BaseException:
             self.detach()
             raise

@@ -34,7 +34,7 @@ class Flight(Generic[T]):
         self._handle = background.submit(self._run)
 
     def settle(self) -> T:
-        """As `wait`, for callers that only need the communicator to be free: the training does not go on from here."""
+        """As `wait`, for callers that only need a free communicator; the training does not continue from here."""
         try:
             return self._outcome.result()
         finally:

@@ -25,7 +25,7 @@ def describe_tensors(tensors: NamedTensors) -> str:
 
 
 def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to deal out.
+    """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to redistribute.
 
     Args:
         call: the strategy's name, for messages.

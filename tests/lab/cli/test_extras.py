@@ -36,7 +36,7 @@ def test_every_command_names_the_extra_on_one_line(tmp_path):
     assert len(lines) == len(COMMANDS), done.stderr
     for command, line in zip(COMMANDS, lines, strict=True):
         assert line.startswith(f"thinwire: thinwire {command.split()[0]} needs "), line
-        assert line.endswith("with: pip install 'thinwire[train]'"), line
+        assert line.endswith("with this, in the folder of thinwire's sources: pip install '.[train]'"), line
     assert [line for line in done.stdout.splitlines() if line.isdecimal()] == ["2"] * len(COMMANDS) + ["0"] * 2
 
 
@@ -49,5 +49,6 @@ def test_a_package_that_only_workers_need_is_missed_before_they_start(package, m
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else util.find_spec(name))
     assert main(["train", "digits"]) == 2
     assert capsys.readouterr().err == (
-        f"thinwire: thinwire train needs {package}, which is not installed; install it with: pip install 'thinwire[train]'\n"
+        f"thinwire: thinwire train needs {package}, which is not installed; install it with this, in the folder of "
+        "thinwire's sources: pip install '.[train]'\n"
     )

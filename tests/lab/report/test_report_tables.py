@@ -40,6 +40,16 @@ def table_of(*paths, **options):
     return comparison(grouped(found.runs, **options), main_metric(found.runs, None))
 
 
+@pytest.mark.parametrize("differs", [{"workers": 2}, {"epochs": 3}, {"max_steps": 7}, {}])
+def test_nothing_is_best_among_runs_of_other_sizes(tmp_path, differs):
+    write_run(tmp_path / "a", 0.9, 4e8, strategy="Gradients(Mean())", name="a")
+    write_run(tmp_path / "b", 0.8, 1e7, strategy=SPARSE, name="b", **differs)
+    text = as_markdown(table_of(tmp_path))
+    assert ("**" in text) == (not differs)
+    words = {"workers": "2 workers", "epochs": "epochs=3", "max_steps": "max_steps=7"}
+    assert all(words[key] in text for key in differs), text
+
+
 def test_means_and_deviations_over_seeds(runs):
     table = table_of(runs)
     records = list(csv.DictReader(io.StringIO(as_csv(table))))

@@ -1,4 +1,4 @@
-"""What all gossip averagers share: the contract of a round.
+"""The contract of a gossip averager's round.
 
 A round moves every worker towards its neighbours in `topology`:
 
@@ -101,7 +101,7 @@ class GossipAverager(Averager):
     def start(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Pending:
         require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
         state.layout.check(tensors)
-        comm.ledger.add_dense(state.layout.numel)
+        comm.ledger.dense_numel += state.layout.numel
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
         state.progress, state.in_flight = state.progress._replace(step=state.progress.step + 1), True
 

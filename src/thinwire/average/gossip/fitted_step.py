@@ -104,7 +104,7 @@ class FittedStep(State):
         return torch.cat([payload, trailer.view(torch.uint8)])
 
     def agree(self, messages: Mapping[int, Tensor]) -> None:
-        """Take over what neighbours sent, and at the end of a window the step size that follows."""
+        """Merge what neighbours sent; at the end of a window, set the step size from it."""
         agreed = self.maxima.received(_trailer(message)[1:] for message in messages.values())
         if agreed is not None:
             rates = difference_rates(self.maxima.topology, self.maxima.size)

@@ -1,4 +1,4 @@
-"""Numbers that all workers agree on, carried by the messages that neighbours exchange anyhow.
+"""Numbers that all workers agree on, carried by the messages of gossip rounds.
 
     1. propose   at the start of a window each worker has a few numbers of its own
     2. flood     in each round of the window it sends the largest that it knows, and takes over what is larger
@@ -23,7 +23,7 @@ from ...topology.speed import rounds_to_reach_all
 
 @dataclass
 class Maxima(State):
-    """The numbers in flight.
+    """The numbers under way in a window.
 
     Attributes:
         topology: who talks to whom.
@@ -54,7 +54,7 @@ class Maxima(State):
         return self.flying
 
     def received(self, theirs: Iterable[Tensor]) -> Tensor | None:
-        """Take over what neighbours sent in the round; the maxima over all workers if the window ends, else None."""
+        """Merge what neighbours sent. Returns the maxima over all workers at the end of a window, else None."""
         for numbers in theirs:
             self.flying = torch.maximum(self.flying, numbers)
         self.age = (self.age + 1) % self.span

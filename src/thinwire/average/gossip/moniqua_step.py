@@ -151,7 +151,7 @@ class MoniquaStepControl(State):
                 self.seen = torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now)
 
     def agree(self, messages: Mapping[int, Tensor]) -> None:
-        """Take over what neighbours sent, and at the end of a window the bound and the step size that follow."""
+        """Merge what neighbours sent; at the end of a window, set the bound and the step size from it."""
         trailers = [kernels.payload_as(m[-TRAILER_NBYTES + 8 :], torch.float32, "Moniqua's") for m in messages.values()]
         agreed = self.maxima.received(trailers)
         if agreed is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -241,8 +240,7 @@ class _HalfStep:
         """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
         low, high = sorted((self.round.comm.rank, peer))
         edge = 0 if self.averager.shared_p else 1 + low * self.round.comm.size + high
-        stream = zlib.crc32(name.encode()) | edge << 32
-        key = kernels.mix_key(self.state.seed, stream, self.state.memory.half_steps)
+        key = kernels.random.Key.of(self.state.seed, name, edge, self.state.memory.half_steps).mixed()
         return kernels.uniform(key, math.prod(shape), device).mul_(2.0).sub_(1.0).view(shape)
 
     def _messages(self, x: Parts) -> dict[int, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,4 +126,4 @@ class Round:
 def tensor_keys(state: GossipState, round: Round) -> list[Key]:
     """The random key of each tensor, for this worker and round."""
     rank, step = round.comm.rank, round.progress.step
-    return [Key(state.seed, zlib.crc32(name.encode()) | rank << 32, step) for name in state.layout.names]
+    return [Key.of(state.seed, name, rank, step) for name in state.layout.names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 
 import torch
@@ -26,8 +25,7 @@ def gains(t: Tensor, rank: int) -> bool:
 
 def warm_start(q: Tensor, seed: int, name: str, rank: int) -> Tensor:
     """Q' of the last step (r, m); missing rows are drawn, each from its own key."""
-    stream = zlib.crc32(name.encode())
-    keys = [Key(seed, stream, row).mixed() for row in range(len(q), rank)]
+    keys = [Key.of(seed, name, 0, row).mixed() for row in range(len(q), rank)]
     fresh = [2.0 * kernels.uniform(key, q.shape[1], q.device)[None] - 1.0 for key in keys]
     return torch.cat([q[:rank], *fresh])
 

@@ -1,4 +1,4 @@
-"""Gradient clipping in `Mean`: of what is encoded before it enters memory, of what travels dense after it was averaged.
+"""Gradient clipping in `Mean`: encoded gradients before they enter memory, dense ones after averaging.
 
 A sum of many accumulated gradients may explode where a single one does not, so Deep Gradient Compression clips before
 it accumulates. A tensor that travels dense is clipped once its mean is known, as in the authors' implementation. Clips see

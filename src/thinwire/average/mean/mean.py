@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -154,9 +155,12 @@ class Mean(Averager):
     @property
     def _may_use_nodes(self) -> bool:
         """Whether nodes are of use: where a memory needs the support, only a sparse all-reduce between nodes gives it."""
-        needs_support = self.memory is not None and self.memory.needs_support
         tells_support = self.exchange == "auto" or EXCHANGES[self.exchange].tells_support
-        return not needs_support or (tells_support and self.codec.traits.sparse is not None)
+        return not self._needs_support or (tells_support and self.codec.traits.sparse is not None)
+
+    @cached_property
+    def _needs_support(self) -> bool:
+        return self.memory is not None and self.memory.needs_support
 
     @property
     def whole_model(self) -> bool:
@@ -165,6 +169,17 @@ class Mean(Averager):
     @property
     def has_momentum(self) -> bool:
         return self.memory is not None and self.memory.has_momentum
+
+    @property
+    def cautions(self) -> list[str]:
+        traits = self.codec.traits
+        if self.memory is not None or traits.unbiased or traits.lossless or traits.votes:
+            return []
+        return [f"{self} loses what {self.codec} does not send; write Mean({self.codec}, ErrorFeedback())"]
+
+    @property
+    def suits_adam(self) -> bool:
+        return self.memory is None or self.codec.traits.sparse is None
 
     @property
     def suits_parameters(self) -> bool:
@@ -224,7 +239,7 @@ class Mean(Averager):
             workers_per_node=nodes,
             merged=self.granularity != "layer",
             remembers=self.memory is not None,
-            needs_support=self.memory is not None and self.memory.needs_support,
+            needs_support=self._needs_support,
         )
         return cheapest(load).word, nodes
 
@@ -233,19 +248,21 @@ class Mean(Averager):
         observe = None if part is None else state.adapt(part, comm, tensors[0][1].device)
         codec = self.current_codec(state)
         targets = [(name, t.detach()) for name, t in tensors]
-        comm.ledger.add_dense(sum(t.numel() for _, t in tensors))
+        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
 
         with state.clock("compensate"):
             encoded, dense = self._split(targets, codec)
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
+        all_dense = self._is_dense_round(codec)
+        rank, step = 0 if codec.traits.shared_key else comm.rank, state.progress.step
         job = Job(
             comm=comm,
-            codec=Identity() if self._is_dense_round(codec) else codec,
+            codec=Identity() if all_dense else codec,
             clock=state.clock,
             tensors=x,
             names=[name for name, _ in encoded],
-            keys=[state.key(name, 0 if self.codec.traits.shared_key else comm.rank) for name, _ in encoded],
+            keys=[Key.of(state.seed, name, rank, step) for name, _ in encoded],
             merged=self.granularity != "layer",
             keep_residual=self.memory is not None,
             dense=flatten([g for _, g in dense], tensors[0][1].device),
@@ -260,7 +277,7 @@ class Mean(Averager):
             observe=observe,
             combine=self._rule_of_round(state, encoded, dense, comm, scale),
         )
-        word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
+        word = AllReduce.word if all_dense and self.rule is None else state.exchange
         flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
         for earlier in state.flights:
             earlier.advance()
@@ -268,7 +285,7 @@ class Mean(Averager):
         return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
 
     def current_codec(self, state: MeanState) -> Codec:
-        codec: Codec = resolve(self.codec, state.progress)
+        codec = self.codec if self.codec.is_constant else resolve(self.codec, state.progress)
         return codec if state.codec is None else adapted(codec, state.codec)
 
     @property
@@ -352,7 +369,7 @@ class Mean(Averager):
 
     def _is_dense_round(self, codec: Codec) -> bool:
         """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
-        return self.has_momentum and codec.traits.lossless
+        return codec.traits.lossless and self.has_momentum
 
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """The tensors that are encoded, and those that travel dense."""
@@ -379,7 +396,7 @@ class Mean(Averager):
 
     def _masked(self, state: MeanState, encoded: NamedTensors) -> list[Tensor]:
         """The buffers that memory wants zeroed wherever something was sent."""
-        if self.memory is None or not self.memory.needs_support:
+        if self.memory is None or not self._needs_support:
             return []
         return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from ...clock import Clock
-from ...codec import AdaptiveCodec, Key
+from ...codec import AdaptiveCodec
 from ...comm import Communicator
 from ...kernels import Flag
 from ...membership import State, agreed, config, nested, pending, shared
@@ -54,13 +53,6 @@ class MeanState(State):
     rule: RuleState | None = nested(default=None)
     was_not_finite: bool = pending(default=False)
     clock: Clock = config(default_factory=Clock)
-
-    def key(self, name: str, rank: int) -> Key:
-        """The random key of a tensor on one worker in this round; it does not depend on the bucket.
-
-        Under a `shared_key` all workers pass rank 0.
-        """
-        return Key(self.seed, zlib.crc32(name.encode()) | rank << 32, self.progress.step)
 
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """Take the exchange whose owners remember something, where "auto" has chosen another for this number of workers."""

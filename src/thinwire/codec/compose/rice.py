@@ -82,8 +82,8 @@ class GapCoded(Sparsifier):
     def counts_travel(self) -> bool:
         return self.sparsifier.counts_travel
 
-    def gain(self, numel: int) -> float:
-        return self.sparsifier.gain(numel)
+    def gains(self, numels: list[int]) -> list[float] | None:
+        return self.sparsifier.gains(numels)
 
     def count(self, numel: int) -> int:
         return self.sparsifier.count(numel)

@@ -17,25 +17,17 @@ from ..traits import Traits
 from .checks import check_bucket_size
 
 
-@dataclass(frozen=True, repr=False)
-class SignNorm(Codec):
-    """One bit an element and one scale a segment: `C(x) = |x|_1 / n * sign(x)`, with sign(0) = +1.
+class _SignCodec(Codec):
+    """One bit an element, and a scale a segment: its mean magnitude, or `_fixed_scale`."""
 
-    Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 = |x|^2 - |x|_1^2 / n`.
-
-    Source: Karimireddy et al. 2019, EF-SGD, arXiv 1901.09847.
-
-    Example:
-        >>> import torch, thinwire as tw
-        >>> codec = tw.codec.SignNorm()
-        >>> codec.decode(codec.encode(torch.tensor([3.0, -1.0])), 2)
-        tensor([ 2., -2.])
-    """
+    @property
+    def _fixed_scale(self) -> float | None:
+        return None
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         size = self.segments_nbytes([s.numel() for s in segments])
         payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.sign.encode(segments, payload, residuals=residuals)
+        kernels.sign.encode(segments, payload, residuals, self._fixed_scale)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
@@ -51,7 +43,23 @@ class SignNorm(Codec):
 
 
 @dataclass(frozen=True, repr=False)
-class SignSGD(Codec):
+class SignNorm(_SignCodec):
+    """One bit an element and one scale a segment: `C(x) = |x|_1 / n * sign(x)`, with sign(0) = +1.
+
+    Biased: use it with a memory such as `ErrorFeedback`. Check: `|x - C(x)|^2 = |x|^2 - |x|_1^2 / n`.
+
+    Source: Karimireddy et al. 2019, EF-SGD, arXiv 1901.09847.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec = tw.codec.SignNorm()
+        >>> codec.decode(codec.encode(torch.tensor([3.0, -1.0])), 2)
+        tensor([ 2., -2.])
+    """
+
+
+@dataclass(frozen=True, repr=False)
+class SignSGD(_SignCodec):
     """One bit an element; workers take a majority vote: the result is `scale * sign(sum_i sign(x_i))`.
 
     A worker sends signs, with sign(0) = +1, and every worker counts them. A tie gives 0, so the element is not changed.
@@ -97,22 +105,9 @@ class SignSGD(Codec):
             votes = (total / self.scale).round_().sign_()
             total.sub_(total).add_(votes, alpha=self.scale)  # zero, or NaN where the sum was not finite
 
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.sign.encode(segments, payload, residuals=residuals, fixed_scale=self.scale)
-        return payload
-
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.sign.decode_add(payload, outs, weight)
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        return kernels.sign.decode_sum(payloads, outs, weight)
-
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return kernels.sign.nbytes(numels)
+    @property
+    def _fixed_scale(self) -> float:
+        return self.scale
 
 
 @dataclass(frozen=True, repr=False)

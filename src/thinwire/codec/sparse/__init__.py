@@ -3,7 +3,7 @@
 from .base import Sparsifier
 from .blockwise_top_k import BlockwiseTopK
 from .coarse_grained import CoarseGrainedTopK
-from .parts import SparseParts
+from .payload import SparseParts
 from .random_k import RandomK
 from .threshold import AdaptiveThreshold, Threshold
 from .top_k import TopK

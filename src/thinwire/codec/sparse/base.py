@@ -51,9 +51,9 @@ class Sparsifier(Codec):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         """Choose coordinates of float32 vectors; `keys` has a 64-bit random key for each."""
 
-    def gain(self, numel: int) -> float:
-        """The factor of the kept values of a segment of `numel` elements."""
-        return 1.0
+    def gains(self, numels: list[int]) -> list[float] | None:
+        """The factor of the kept values of each segment, by its number of elements; None if all are 1."""
+        return None
 
     @property
     def codes_plainly(self) -> bool:

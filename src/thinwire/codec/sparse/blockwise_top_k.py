@@ -15,8 +15,7 @@ from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Selection
 from .base import Sparsifier, check_ratio
-from .parts import SparseParts
-from .payload import tail
+from .payload import SparseParts, tail
 from .top_k import TopK, num_kept
 
 _MAX_BLOCK = 4096  # so that a position in a block fits 12 bits

@@ -18,7 +18,7 @@ from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
 from .base import Sparsifier, check_ratio
-from .parts import SparseParts
+from .payload import SparseParts
 from .top_k import TopK, num_kept
 
 

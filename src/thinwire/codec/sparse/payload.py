@@ -1,9 +1,12 @@
-"""The payload of a sparsifier: it selects, sends the values through a codec, and codes the support."""
+"""The payload of a sparsifier: it selects, sends the values through a codec, and codes the support.
+
+`SparseParts` is what a sparse all-reduce needs of a codec: who selects, and how coordinates and values travel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,79 @@ from ..types import Selection
 
 if TYPE_CHECKING:
     from .base import Sparsifier
+
+
+class SparseParts(NamedTuple):
+    """A sparsifying codec, taken apart. Its messages hold any number of coordinates: `[values][coded indices]`.
+
+    Attributes:
+        sparsifier: selects what a worker sends.
+        coding: codes indices, with `pack_indices`.
+        values: carries the values.
+        is_topk: whether the sparsifier keeps exactly the largest elements of each segment.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> parts = tw.TopK(0.1).traits.sparse
+        >>> indices, values = torch.tensor([3, 7], dtype=torch.int32), torch.tensor([1.0, 2.0])
+        >>> message, lost = parts.encode(indices, values, counts=[2], numels=[100], keys=[0])
+        >>> message.numel() == parts.nbytes([2], [100]), parts.decode(message, [2], [100])[1]
+        (True, tensor([1., 2.]))
+    """
+
+    sparsifier: Sparsifier
+    coding: Sparsifier
+    values: Codec
+    is_topk: bool = False
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the size of a message follows from the counts."""
+        return self.values.traits.fixed_size and self.coding.codes_plainly
+
+    def topk_counts(self, numels: list[int]) -> list[int] | None:
+        """How many elements are kept of segments of these sizes, if these are exactly the largest; else None.
+
+        A memory can then select in the same pass that makes the segments, and hand its choice to `encode_topk`.
+        """
+        return [self.sparsifier.count(n) for n in numels] if self.is_topk else None
+
+    def encode_topk(
+        self, selection: Selection, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None
+    ) -> Tensor:
+        """The payload of the whole codec, as its `encode_segments` makes it, for a selection that is known already."""
+        return encode_sparse(self.coding, self.values, segments, keys, residuals, selection)
+
+    def encode(
+        self, indices: Tensor, values: Tensor, counts: list[int], numels: list[int], keys: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """A message of some coordinates of each segment.
+
+        Args:
+            indices: (sum of counts,) int32, ascending within each segment.
+            values: (sum of counts,) float32.
+            counts: coordinates of each segment.
+            numels: elements of each segment.
+            keys: a mixed key for each segment.
+
+        Returns:
+            The message, and what it lacks of the values; None if it lacks nothing.
+        """
+        sent, lost = encode_values(self.values, values, counts, keys)
+        return torch.cat([sent, self.coding.pack_indices(indices, counts, numels)]), lost
+
+    def decode(self, message: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, Tensor]:
+        """The indices and values of a message of these counts.
+
+        Raises:
+            ValueError: the message is corrupt.
+        """
+        indices, nbytes = self.coding.unpack_indices(message, counts, numels)
+        return indices, decode_values(self.coding, self.values, message[: message.numel() - nbytes], counts, [])
+
+    def nbytes(self, counts: list[int], numels: list[int]) -> int:
+        """Bytes of a message of these counts: exact, or a bound where not `fixed_size`."""
+        return self.values.segments_nbytes(counts) + self.coding.indices_nbytes(counts, numels)
 
 
 def with_length(codes: Tensor) -> Tensor:
@@ -49,7 +125,7 @@ def encode_sparse(
     if sparsifier.counts_travel:
         selection = _all_where_smaller(sparsifier, values_codec, selection, segments)
     indices, values, counts = selection
-    sent, lost = encode_values(values_codec, values, counts, keys, gains=[sparsifier.gain(n) for n in numels])
+    sent, lost = encode_values(values_codec, values, counts, keys, sparsifier.gains(numels))
     if residuals is not None:
         for x, r in zip(segments, residuals, strict=True):
             if r.data_ptr() != x.data_ptr():
@@ -122,13 +198,13 @@ def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]
 
 
 def encode_values(
-    values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float]
+    values_codec: Codec, values: Tensor, counts: list[int], keys: list[int], gains: list[float] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Encode the values times `gains`; also return the values' residual, or None if it is zero."""
-    if values_codec.traits.sends_floats and all(gain == 1.0 for gain in gains):
+    """Encode the values, times `gains` if given; also return the values' residual, or None if it is zero."""
+    if values_codec.traits.sends_floats and gains is None:
         return values.view(torch.uint8), None
     kept, lost = list(values.split(counts)), debug.empty_like(values)
-    if all(gain == 1.0 for gain in gains):
+    if gains is None:
         sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
         return sent, lost
     sent = values_codec.encode_segments([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)

@@ -68,8 +68,9 @@ class RandomK(Sparsifier):
     def count(self, numel: int) -> int:
         return num_kept(self.ratio, numel)
 
-    def gain(self, numel: int) -> float:
-        return numel / self.count(numel) if self.scaled and numel else 1.0
+    def gains(self, numels: list[int]) -> list[float] | None:
+        gains = [n / self.count(n) if self.scaled and n else 1.0 for n in numels]
+        return None if all(gain == 1.0 for gain in gains) else gains
 
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         numels = [s.numel() for s in segments]

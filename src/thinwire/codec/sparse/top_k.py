@@ -16,8 +16,7 @@ from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Selection, number
 from .base import Sparsifier, check_ratio
-from .parts import SparseParts
-from .payload import with_length, without_length
+from .payload import SparseParts, with_length, without_length
 
 # From Deep Gradient Compression: the fewest coordinates, in units of k, and how the threshold is lowered.
 _TOO_FEW, _LOWER_BY, _MAX_ROUNDS = 0.8, 0.8, 10
@@ -71,6 +70,10 @@ class TopK(Sparsifier):
             f"TopK: sample must be above 0 and at most 1, or None, got {self.sample!r}; 0.01 samples one in a hundred",
         )
         require(self.indices in ("fixed", "auto"), f"TopK: indices must be 'fixed' or 'auto', got {self.indices!r}")
+
+    @property
+    def cautions(self) -> list[str]:
+        return [f"{self} sends every element; write TopK(0.01) for 1 % of them"] if self.ratio == 1 else []
 
     @property
     def counts_travel(self) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `thinwire train`, `sweep`, `report`, `keys`, `relay`, `demo`, `plan`, `consensus`, `topology` and `bench`.
+"""The command line, `thinwire COMMAND`: one module for each command.
 
 A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
 needs, after it has read its options, so that `--help` does not wait for PyTorch.
@@ -22,6 +22,7 @@ from .report import report_command
 from .sweep import sweep_command
 from .topology import topology_command
 from .train import train_command
+from .watch import watch_command
 
 USAGE = """\
 usage: thinwire COMMAND ...
@@ -32,8 +33,9 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   train --list    show the recipes
   sweep FILE      start many runs from one file, on this machine or a SLURM cluster
   report RUNS     make tables, figures and an HTML page from finished runs
-  relay           forward between machines of a run that can only dial out
+  watch RUN       show what a run is doing, in the terminal or as a live page
   keys            make the keys of an encrypted run between machines, and let machines join it
+  relay           forward between machines of a run that can only dial out
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
   consensus       average without training: the error against the bits sent
@@ -104,6 +106,7 @@ COMMANDS = {
     "demo": demo_command,
     "sweep": sweep_command,
     "report": report_command,
+    "watch": watch_command,
     "keys": keys_command,
     "relay": relay_command,
     "plan": plan_command,

@@ -9,7 +9,7 @@ TRAIN = (
     *("tyro", "rich", "sklearn", "matplotlib", "jinja2", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
     *(("tomli",) if sys.version_info < (3, 11) else ()),
 )
-EXTRAS = dict.fromkeys(TRAIN, "train") | {"cryptography": "secure"}
+EXTRAS = dict.fromkeys((*TRAIN, "prometheus_client"), "train") | {"cryptography": "secure"}
 TRAINING = ("train", "demo", "sweep")  # commands that check the packages before they start workers
 
 
@@ -22,13 +22,16 @@ def advice(command: str, packages: list[str]) -> str:
     """One line that says how to install the packages.
 
     Example:
-        >>> advice("train", ["tyro"])
-        "thinwire train needs tyro, which is not installed; install it with: pip install 'thinwire[train]'"
+        >>> advice("train", ["tyro"]).partition("; ")[2]
+        "install it with this, in the folder of thinwire's sources: pip install '.[train]'"
     """
     names = ", ".join(packages)
     are, them = ("is", "it") if len(packages) == 1 else ("are", "them")
     extra = EXTRAS[packages[0]]
-    return f"thinwire {command} needs {names}, which {are} not installed; install {them} with: pip install 'thinwire[{extra}]'"
+    return (
+        f"thinwire {command} needs {names}, which {are} not installed; install {them} with this, in the folder of thinwire's "
+        f"sources: pip install '.[{extra}]'"
+    )
 
 
 def _is_installed(name: str) -> bool:

@@ -92,7 +92,7 @@ def _recipe(name: str, about: str, base: RunConfig, strategy: str, changes: Mapp
 
 
 def momentum_applied_once(config: RunConfig) -> Any:
-    """The optimizer, with no momentum of its own for gradients if the averager applies momentum to them.
+    """The optimizer, without momentum if the averager applies momentum already.
 
     The optimizer's Nesterov form stays in the momentum of weight decay, also where the averager's momentum is plain.
 

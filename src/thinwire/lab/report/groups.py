@@ -26,6 +26,7 @@ IGNORED = {
         "wandb",
     ),
 }
+SIZES = {"workers", "epochs", "max_steps"}  # always named where they differ: longer runs are no better methods
 MISSING = "not set"
 
 
@@ -95,9 +96,12 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
 
 
 def _telling(configs: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
-    """The fewest fields that distinguish all groups, the strategy first."""
+    """The sizes of runs, and the fewest other fields that distinguish all groups, the strategy first."""
     chosen: list[str] = []
     for key in sorted(fields, key=lambda key: key != "strategy"):
+        if key in SIZES:
+            chosen.append(key)
+            continue
         before, after = (
             {tuple(repr(c.get(k, MISSING)) for k in keys) for c in configs} for keys in (chosen, [*chosen, key])
         )

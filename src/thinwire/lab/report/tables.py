@@ -10,7 +10,7 @@ from functools import partial
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .groups import Group
+from .groups import SIZES, Group, differing
 from .metrics import Metric, main_metric, metric, on_test_sets
 from .runs import Run
 
@@ -56,6 +56,8 @@ class Comparison(NamedTuple):
 def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
     """Compare the finished runs of each group; columns that no run has are left out.
 
+    The best value of a column is marked, unless runs differ in workers, epochs or steps: a longer run is no better method.
+
     Args:
         groups: those without a finished run get empty cells.
         main: the metric by which lines are sorted.
@@ -63,8 +65,9 @@ def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
     runs = [run for group in groups for run in group.runs if run.finished]
     columns = [column for column in _columns(runs, main) if any(column.read(run) is not None for run in runs)]
     lines = [_line(group, columns) for group in groups]
-    for place, column in enumerate(columns):
-        _mark_best(lines, place, column.metric)
+    if not SIZES & set(differing(runs)):
+        for place, column in enumerate(columns):
+            _mark_best(lines, place, column.metric)
     if main is not None and main.higher_is_better is not None:
         order = next((place for place, column in enumerate(columns) if column.metric.key == main.key), None)
         if order is not None:

@@ -32,7 +32,7 @@ class Watcher(Protocol):
 
 
 def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> None:
-    """Begin, or go on with, all runs that are neither finished nor running, `at_once` at a time; a failed one stops no other.
+    """Start or resume all runs that are neither finished nor running, `at_once` at a time; a failure stops no other run.
 
     Args:
         runs: in this order.
@@ -81,7 +81,7 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 class _Interrupts:
-    """SIGTERM and SIGHUP do as Ctrl-C does; none of them comes while a run is being begun, or nobody would know of it."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C, and delay all three while a run starts, so that no started run is forgotten."""
 
     def __enter__(self) -> _Interrupts:
         self._is_held, self._came = False, False

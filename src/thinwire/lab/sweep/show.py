@@ -110,7 +110,7 @@ def watch(sweep: Sweep) -> None:
 
 
 class LiveTable:
-    """The table of states in one place of the terminal, while runs go on."""
+    """A table of states that is redrawn in place during a sweep."""
 
     def __init__(self, sweep: Sweep, console: Console):
         self._sweep, self._live = sweep, Live(console=console, auto_refresh=False)

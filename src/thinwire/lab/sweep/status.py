@@ -1,4 +1,4 @@
-"""The state of a run, read from its files alone, so that any process can ask while the sweep goes on.
+"""The state of a run, read from its files alone, so that any process can read it during a sweep.
 
     finished    summary.json is in its folder, and config.json there has the run's identity
     running     its lock is held
@@ -73,7 +73,7 @@ def is_locked(path: Path) -> bool:
 
 
 def locked(file: IO[str]) -> bool:
-    """Take the lock that is this file; False where somebody holds it."""
+    """Try to lock this file; False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

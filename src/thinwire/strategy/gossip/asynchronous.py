@@ -145,7 +145,7 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check()
-        self.comm.ledger.add_dense(self._state.layout.numel)
+        self.comm.ledger.dense_numel += self._state.layout.numel
         self._publish("optimizer.step()")
         self._exchange.after_step()
 

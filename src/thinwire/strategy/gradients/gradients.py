@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...average.base import Averager
+from ...average.mean.mean import Mean
+from ...codec import QSGD
 from ...comm import Communicator, Group
+from ..advice import print_choice
 from ..model.models import refuse_ddp
 from ..strategy import Averaging, Rhythm, Runtime
 from .compression import GradientCompression, ddp_hook
@@ -64,7 +67,7 @@ class Gradients(Averaging[GradientCompression]):
         [[[0.5, 0.5]], [[0.5, 0.5]]]
     """
 
-    averager: Averager
+    averager: Averager = Mean(QSGD(bits=4))
     _: KW_ONLY
     bucket_bytes: int | None = None
 
@@ -97,7 +100,7 @@ class Gradients(Averaging[GradientCompression]):
 
 def compress_gradients(
     model: nn.Module,
-    averager: Averager,
+    averager: Averager | None = None,
     *,
     comm: Communicator | None = None,
     replicas: Group | None = None,
@@ -107,6 +110,8 @@ def compress_gradients(
 ) -> GradientCompression:
     """Attach `Gradients(averager, **options)` to a model; any optimizer may step on it. See `attach` for the arguments.
 
+    Without an averager it takes that of `Gradients()`, and says so.
+
     Example:
         >>> import torch, thinwire as tw
         >>> def worker(comm):
@@ -115,7 +120,11 @@ def compress_gradients(
         >>> tw.LocalWorld(1).run(worker)
         [Gradients(Mean(), bucket_bytes=1048576)]
     """
-    return Gradients(averager, **options).attach(model, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    strategy = Gradients(**options) if averager is None else Gradients(averager, **options)
+    handle = strategy.attach(model, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    if averager is None:
+        print_choice(strategy, handle.comm.rank)
+    return handle
 
 
 def gradient_hook(

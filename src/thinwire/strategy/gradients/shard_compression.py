@@ -15,7 +15,6 @@ reduce-scatters so far, encoded or dense. So every step rounds with new random n
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +141,7 @@ class ShardCompression(Attachment):
 
     def key(self, wire: _Wire, codec: Codec, what: str, rank: int) -> Key:
         """The key of what worker `rank` encodes; the same for all workers where the codec asks for it."""
-        stream = zlib.crc32(f"{what} {wire.name}".encode()) | (0 if codec.traits.shared_key else rank) << 32
-        return Key(self._seed, stream, wire.step)
+        return Key.of(self._seed, f"{what} {wire.name}", 0 if codec.traits.shared_key else rank, wire.step)
 
 
 class _Wire:
@@ -161,7 +159,7 @@ class _Wire:
         owner, codec = self.owner, self.owner.strategy.parameters
         assert codec is not None
         comm = owner.connected(group, shard.device)
-        comm.ledger.add_dense(output.numel() // 2)  # an all-gather sends half of an all-reduce
+        comm.ledger.dense_numel += output.numel() // 2  # an all-gather sends half of an all-reduce
         if not shard.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
             for part, whole in zip(output.view(comm.size, -1), comm.all_gather(shard.clone()).wait(), strict=True):
                 part.copy_(whole)
@@ -181,7 +179,7 @@ class _Wire:
         owner, codec = self.owner, self.owner.strategy.gradients
         assert codec is not None
         comm = owner.connected(group, whole.device)
-        comm.ledger.add_dense(whole.numel() // 2)
+        comm.ledger.dense_numel += whole.numel() // 2
         key = owner.key(self, codec, "gradients", comm.rank)
         with owner._clock("encode"):
             keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard

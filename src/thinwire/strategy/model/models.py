@@ -1,4 +1,4 @@
-"""What strategies ask of a model, and what all of them do to it: find its parameters, make workers' models equal."""
+"""What all strategies do with a model: find its parameters, and make workers' models equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class Kind(NamedTuple):
-    """What an averager's state relies on in a parameter. Every step compares it, and only a message needs it as text.
+    """The properties of a parameter that an averager's state relies on. Every step compares them; errors show them as text.
 
     Example:
         >>> str(kind_of(torch.ones(2, 3)))

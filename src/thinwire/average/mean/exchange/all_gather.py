@@ -34,23 +34,19 @@ class AllGather(Exchange):
         return self.cost(load)
 
     def begin(self, job: Job) -> Finish:
-        return _all_gather(job)
+        message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+        with job.clock("exchange"):
+            if job.codec.traits.fixed_size:
+                handle = job.comm.all_gather(message)
+            else:
+                handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
 
+        def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+            with job.clock("wait"):
+                messages = handle.wait()
+            return job.decode_messages(messages, totals, dense_total)
 
-def _all_gather(job: Job) -> Finish:
-    message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
-    with job.clock("exchange"):
-        if job.codec.traits.fixed_size:
-            handle = job.comm.all_gather(message)
-        else:
-            handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
-
-    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
-        with job.clock("wait"):
-            messages = handle.wait()
-        return job.decode_messages(messages, totals, dense_total)
-
-    return finish
+        return finish
 
 
 def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | None) -> None:

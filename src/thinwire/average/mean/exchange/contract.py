@@ -1,4 +1,4 @@
-"""What every exchange says of itself, and what a round weighs in its formulas.
+"""The contract of exchanges: their properties and cost formulas, and the load of a round.
 
 A message is m = p + d bytes: the payload and the dense vectors of one worker. N of the W workers share a node. The slow
 network is the one between nodes, so the cost is what a node sends to all other nodes. With N = 1, a node is a worker.
@@ -47,7 +47,7 @@ class Load:
 
 
 class Exchange(ABC):
-    """How workers exchange payloads; `base.py` says what it does with a job. Its class attributes are what `Mean` asks."""
+    """How workers exchange payloads; `base.py` has the contract of `begin`. `Mean` reads the class attributes."""
 
     word: ClassVar[str]
     """Its name in the notation."""

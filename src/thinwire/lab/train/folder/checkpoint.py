@@ -261,7 +261,7 @@ def last_described(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 class Loaded(NamedTuple):
-    """Where a run goes on.
+    """Where a resumed run continues.
 
     Args:
         step: number of steps so far.

@@ -66,7 +66,7 @@ class Meter:
         totals = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
         sent = (totals[4:7] / comm.size).round().long().tolist()
         row = self._data.metrics(totals[:4])
-        row |= dict(zip(COUNTS, sent, strict=True))
+        row |= dict(zip(COUNTS, sent, strict=True)) | {"dense_fp32_bytes": ledger.dense_fp32_bytes}
         skips = round(totals[8].item())  # where models are equal, all workers skip together
         row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
         row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}

@@ -51,6 +51,7 @@ COLUMNS = {
     "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",
+    "dense_fp32_bytes": "that rank 0 would have sent so far with dense float32 collectives",
     "examples_per_second": "of all workers together, since the last row",
     "seconds": "since the first step began",
     "virtual_seconds": "with --network: seconds of the steps so far on that network, of the slowest worker",
@@ -126,7 +127,7 @@ class MetricsWriter:
 
 
 def _present(file: TextIOWrapper, path: Path) -> TextIOWrapper:
-    """The file at its path: the open one, or a copy of it if it was deleted or replaced, which goes on."""
+    """The open file, or a new copy at its path if it was deleted or replaced."""
     if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
         return file
     copy = path.open("w+", buffering=1, newline="")  # an error if the folder is gone too

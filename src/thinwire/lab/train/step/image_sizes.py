@@ -26,7 +26,7 @@ MAX_SIDE = 512  # where the search for a sufficient image size ends
 
 @dataclass(frozen=True)
 class BlindLayer:
-    """A layer whose kernel has places that never meet a pixel.
+    """A layer whose kernel has positions that only see padding.
 
     Args:
         name: the module's name in the model.
@@ -93,7 +93,7 @@ def check_image_sizes(
 
 
 def blind_layers(network: nn.Module, shape: Shape) -> list[BlindLayer]:
-    """The layers of a network with places that meet no pixel at an image size, in the order of the forward pass.
+    """The layers whose kernels have positions that only see padding at an image size, in the order of the forward pass.
 
     Args:
         network: in evaluation mode, on the meta device or any other.
@@ -172,7 +172,7 @@ def _is_blind(layer: BlindLayer, module: nn.Module, output: Tensor) -> bool:
 
 
 def _has_blind_place(size: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether a place of the kernel, along one side, lies outside the input at every output."""
+    """Whether a position of the kernel, along one side, lies outside the input for every output."""
     for place in range(kernel):
         pixels = (output * stride - padding + place * dilation for output in range(outputs))
         if not any(0 <= pixel < size for pixel in pixels):
@@ -181,7 +181,7 @@ def _has_blind_place(size: int, outputs: int, kernel: int, stride: int, padding:
 
 
 def _enough(network: nn.Module, shape: Shape) -> tuple[int, int] | None:
-    """The next larger square image that all layers see, height and width; None where there is none up to `MAX_SIDE`."""
+    """The next larger square image size, height and width, without blind layers; None if there is none up to `MAX_SIDE`."""
     for side in range(max(shape[1:]) + 1, min(8 * max(shape[1:]), MAX_SIDE) + 1):
         _, found, error = _forward(network, (shape[0], side, side))
         if error is None and not found:

@@ -1,0 +1,52 @@
+"""Lines of code by package.
+
+    python benchmarks/code_lines.py [src/thinwire]
+
+Blank lines, docstrings, comments and imports do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code.
+
+    Example:
+        >>> code_lines('import os\\n\\nx = 1  # one\\n')
+        1
+    """
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def main() -> None:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/thinwire")
+    counts: Counter[str] = Counter()
+    for path in root.rglob("*.py"):
+        package = path.relative_to(root).parts[:-1] or (path.name,)
+        counts["/".join(package[:2] if package[0] == "lab" else package[:1])] += code_lines(path.read_text())
+    for package, count in sorted(counts.items()):
+        print(f"{count:7,} {package}")
+    print(f"{sum(counts.values()):7,} in all")
+
+
+if __name__ == "__main__":
+    main()

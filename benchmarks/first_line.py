@@ -1,0 +1,358 @@
+"""Does the first line disappoint? The default and the lines of the README beside dense training, on six small tasks.
+
+    python benchmarks/first_line.py run     train what is missing, and append a line of JSON for each run
+    python benchmarks/first_line.py table   print the tables of docs/first-lines.md, and write them there
+
+Four workers, threads of one process, train an MLP, a network of convolutions and a residual network on handwritten digits,
+and a GPT, an LSTM and the LoRA factors of a frozen GPT on the bytes of Python's own library, by SGD with momentum, AdamW and
+Muon, for 100 and for 500 steps. Digits are measured by test accuracy, text by test loss. Bytes are the ledger's.
+A run that is in the results is not repeated, so that the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fcntl
+import json
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from studies import replace_part
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from thinwire.lab.train.data import Digits
+from thinwire.lab.train.models import GPT, DigitsNet, LSTMLanguageModel, apply
+from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule, Muon, Optimizer, set_learning_rate
+
+WORKERS, CONTEXT = 4, 64
+LENGTHS, SEEDS = (100, 500), (0, 1, 2)
+SCHEDULE = LearningRateSchedule(warmup_fraction=0.1)
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": SGD(0.05, weight_decay=0.0, nesterov=False, schedule=SCHEDULE),
+    "AdamW": Adam(2e-3, beta2=0.99, eps=1e-8, schedule=SCHEDULE),
+    "Muon": Muon(5e-3, scale="rms", schedule=SCHEDULE),
+}
+LINES = {
+    "dense": "Gradients(Mean())",
+    "default": "Gradients()",
+    "sparse": "Gradients(sparse())",
+    "sparse, no warm-up": "Gradients(sparse(warmup_steps=0))",
+    "4 bits every 4 steps": "Local(Mean(QSGD(bits=4), exchange='scatter_reduce'), every=4)",
+}
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Args:
+        build: the model with its first weights, from PyTorch's global generator.
+        batches: an endless stream of one worker's batches, by seed, rank and batch size.
+        measure: a number of the trained model; higher is better for an accuracy, lower for a loss.
+        rates: learning rates of optimizers where they differ from `OPTIMIZERS`, chosen on dense runs.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[int, int], Iterator[Batch]]
+    measure: Callable[[nn.Module], float]
+    rates: dict[str, float]
+
+    @property
+    def is_loss(self) -> bool:
+        return self.measure is text_loss
+
+
+# ---- digits ----
+
+
+@cache
+def digits() -> tuple[Batch, Batch]:
+    train, test = Digits().splits()
+    return tuple(train), tuple(test)  # type: ignore[return-value]
+
+
+def digit_batches(seed: int, rank: int) -> Iterator[Batch]:
+    """Batches of 16 from this worker's share, in a new order each epoch."""
+    images, labels = digits()[0]
+    share = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[rank::WORKERS]
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        for chosen in share[torch.randperm(len(share), generator=generator)].split(16)[:-1]:
+            yield images[chosen], labels[chosen]
+
+
+@torch.no_grad()
+def digit_accuracy(model: nn.Module) -> float:
+    """Share of the test images that are recognised, in per cent."""
+    images, labels = digits()[1]
+    return 100 * (model.eval()(images).argmax(1) == labels).double().mean().item()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+class Block(nn.Module):
+    """Two convolutions with batch normalisation, beside the identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        layers = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+        self.layers = nn.Sequential(*layers, nn.ReLU(), *copy.deepcopy(layers))
+        nn.init.kaiming_normal_(self.layers[3].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+def residual() -> nn.Module:
+    stem = [nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(
+        *stem, Block(32), nn.MaxPool2d(2), Block(32), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
+# ---- text ----
+
+
+@cache
+def text() -> tuple[Tensor, Tensor]:
+    """Bytes of Python's own library: 600 KB to learn from, and 64 KB of other files for the test."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts = []
+    for chosen, size in ((files[::2], 600_000), (files[1::2], 64_000)):
+        parts.append(torch.tensor(list(b"".join(f.read_bytes() for f in chosen)[:size]), dtype=torch.int64))
+    return parts[0], parts[1]
+
+
+def text_batches(seed: int, rank: int) -> Iterator[Batch]:
+    """Four windows from random places of this worker's quarter of the text."""
+    mine = text()[0].tensor_split(WORKERS)[rank]
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        places = torch.randint(len(mine) - CONTEXT - 1, (4,), generator=generator)
+        windows = torch.stack([mine[i : i + CONTEXT + 1] for i in places.tolist()])
+        yield windows[:, :-1], windows[:, 1:]
+
+
+@torch.no_grad()
+def text_loss(model: nn.Module) -> float:
+    """Mean cross-entropy of the test text, in nats a byte."""
+    windows = text()[1].unfold(0, CONTEXT + 1, CONTEXT)[::4]
+    scores, _ = apply(model, (windows[:, :-1],))  # nothing in these models drops out
+    return cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten()).item()
+
+
+GPT_SIZE = GPT(layers=2, width=64, heads=4, context=CONTEXT, dropout=0.0)
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer and a trained change of rank 8, `W x + B A x`."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(8, layer.in_features) / layer.in_features**0.5)
+        self.b = nn.Parameter(torch.zeros(layer.out_features, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.a.T @ self.b.T
+
+
+@cache
+def base() -> nn.Module:
+    """A GPT that has learned the C++ headers of PyTorch for 300 steps, alone."""
+    folder = Path(torch.__file__).parent / "include"
+    header = torch.tensor(list(b"".join(f.read_bytes() for f in sorted(folder.rglob("*.h"))[:200])), dtype=torch.int64)
+    torch.manual_seed(7)
+    model = GPT_SIZE.build(256)
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    for _ in range(300):
+        windows = torch.stack(
+            [header[i : i + CONTEXT + 1] for i in torch.randint(len(header) - CONTEXT - 1, (16,)).tolist()]
+        )
+        optimizer.zero_grad()
+        loss_of(model, windows[:, :-1], windows[:, 1:]).backward()
+        optimizer.step()
+    return model
+
+
+def lora() -> nn.Module:
+    model = copy.deepcopy(base()).requires_grad_(False)
+    for layer in model.layers.layers:
+        layer.linear1, layer.linear2 = LoRA(layer.linear1), LoRA(layer.linear2)
+    return model
+
+
+TASKS = {
+    "MLP": Task(mlp, digit_batches, digit_accuracy, {}),
+    "CNN": Task(DigitsNet(24).build, digit_batches, digit_accuracy, {}),
+    "residual network": Task(residual, digit_batches, digit_accuracy, {}),
+    "GPT": Task(lambda: GPT_SIZE.build(256), text_batches, text_loss, {"SGD": 0.1}),
+    "LSTM": Task(
+        lambda: LSTMLanguageModel(128, 1, 0.0).build(256), text_batches, text_loss, {"SGD": 2.0, "AdamW": 5e-3}
+    ),
+    "LoRA": Task(lora, text_batches, text_loss, {"SGD": 0.2, "AdamW": 5e-3}),
+}
+
+
+# ---- runs ----
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train every combination that the results lack."""
+    torch.set_num_threads(1)
+    for seed in options.seeds:
+        for steps in options.steps:
+            for name in options.tasks:
+                for optimizer in options.optimizers:
+                    for label in options.lines:
+                        key = {"task": name, "optimizer": optimizer, "steps": steps, "line": label, "seed": seed}
+                        key["strategy"] = LINES[label]
+                        if not any(key.items() <= row.items() for row in read(options.results)):
+                            append(options.results, key | measured(TASKS[name], optimizer, steps, LINES[label], seed))
+
+
+def measured(task: Task, optimizer: str, steps: int, strategy: str, seed: int) -> dict[str, float]:
+    """One run: its measure, and the bytes that a worker sent with the dense ones beside them."""
+    began = time.monotonic()
+    torch.manual_seed(seed)
+    initial = task.build()
+    settings = OPTIMIZERS[optimizer]
+    settings = replace(settings, learning_rate=task.rates.get(optimizer, settings.learning_rate))
+    world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
+    value, ledger = world.run(train, task, settings, steps, strategy, seed, initial)[0]
+    return {
+        "value": round(value, 4),
+        "bytes_sent": ledger.bytes_sent,
+        "dense_bytes": ledger.dense_fp32_bytes,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def train(
+    comm: tw.comm.Communicator,
+    task: Task,
+    settings: Optimizer,
+    steps: int,
+    strategy: str,
+    seed: int,
+    initial: nn.Module,
+) -> tuple[float, tw.comm.Ledger]:
+    """One worker of one run from the `initial` weights."""
+    model = copy.deepcopy(initial)
+    optimizer = settings.build(model)
+    handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
+    batches = task.batches(seed, comm.rank)
+    model.train()
+    for step in range(steps):
+        set_learning_rate(optimizer, settings.learning_rate_at(step, steps))
+        inputs, labels = next(batches)
+        optimizer.zero_grad()
+        loss_of(model, inputs, labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if isinstance(handle, tw.strategy.LocalUpdates):
+        handle.synchronize()
+    handle.detach()
+    return task.measure(model), handle.ledger
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats an image or a byte."""
+    scores, _ = apply(model, (inputs,))
+    return cross_entropy(scores.reshape(-1, scores.shape[-1]), labels.flatten())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All finished runs."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a run, and show it."""
+    print(json.dumps(row), flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- tables ----
+
+
+def table(options: argparse.Namespace) -> None:
+    """A table for each length, into the page."""
+    rows = read(options.results)
+    for steps in LENGTHS:
+        lines = lines_of([row for row in rows if row["steps"] == steps])
+        print("\n".join(lines), end="\n\n")
+        replace_part(options.page, f"{steps} steps", lines)
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown: how far each line is from dense, and how many times fewer bytes it sent."""
+    lines = ["| task | optimizer | dense | " + " | ".join(list(LINES)[1:]) + " |", "|---|---|" + "---|" * len(LINES)]
+    for name, task in TASKS.items():
+        for optimizer in OPTIMIZERS:
+            cells = []
+            for label in LINES:
+                runs = [r for r in rows if (r["task"], r["optimizer"], r["line"]) == (name, optimizer, label)]
+                cells.append(cell(task, runs, label, cells))
+            if any(cells):
+                lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def cell(task: Task, runs: list[dict[str, Any]], label: str, before: list[str]) -> str:
+    if not runs:
+        return ""
+    values = [row["value"] for row in runs]
+    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+    if label == "dense":
+        return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
+    times = mean(row["dense_bytes"] / row["bytes_sent"] for row in runs)
+    dense = float(before[0].split()[0]) if before and before[0] else float("nan")
+    away = f"{mean(values) / dense - 1:+.1%}" if task.is_loss else f"{mean(values) - dense:+.1f} points"
+    return f"{away}, {times:.1f} times fewer"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    train_command = commands.add_parser("run")
+    train_command.set_defaults(command=run)
+    for name, known in (
+        ("tasks", TASKS),
+        ("optimizers", OPTIMIZERS),
+        ("lines", LINES),
+        ("steps", LENGTHS),
+        ("seeds", SEEDS),
+    ):
+        values = list(known)
+        train_command.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=values, default=values)
+    write = commands.add_parser("table")
+    write.set_defaults(command=table)
+    write.add_argument("--page", type=Path, default=Path("docs/first-lines.md"))
+    for command in (train_command, write):
+        command.add_argument("--results", type=Path, default=Path("runs/first-line.jsonl"))
+    options = parser.parse_args()
+    options.command(options)
+
+
+if __name__ == "__main__":
+    main()

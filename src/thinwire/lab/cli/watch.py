@@ -1,0 +1,57 @@
+"""`thinwire watch`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .options import parsed, show
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Show what a run is doing, as in: thinwire watch runs/NAME
+
+    Reads the run's folder, so it works beside a run, after it, and on any machine that sees the folder. Ctrl-C ends it.
+    """
+
+    once: bool = False
+    """Whether to print the view once and end; else it is refreshed until the run has finished."""
+    serve: str | None = None
+    """[ADDRESS:]PORT of a live page at /, its data at /run.json and Prometheus' metrics at /metrics. Without an address it
+    listens on the loopback: the page asks nobody for a password."""
+
+
+def watch_command(options: list[str]) -> None:
+    """Show a run in the terminal, or serve its page."""
+    if not options or options[0].startswith("-"):
+        parsed(WatchOptions, options, "thinwire watch RUN")  # --help, or a wrong option
+        raise ValueError("the folder of a run comes first, as in: thinwire watch runs/digits")
+    folder, asked = Path(options[0]), parsed(WatchOptions, options[1:], "thinwire watch RUN")
+    from ..report.watch import as_rich, server, snapshot
+
+    seen = snapshot(folder)
+    if asked.serve is not None:
+        address, port = _place(asked.serve)
+        with server(folder, address, port) as serving:
+            print(f"  http://{address}:{serving.server_address[1]}", flush=True)
+            serving.serve_forever()
+    if asked.once:
+        show(as_rich(seen))
+        return
+    from rich.live import Live
+
+    with Live(as_rich(seen), auto_refresh=False) as live:
+        while not seen["finished"]:
+            time.sleep(1)
+            seen = snapshot(folder)
+            live.update(as_rich(seen), refresh=True)
+
+
+def _place(text: str) -> tuple[str, int]:
+    """Where to listen, from [ADDRESS:]PORT."""
+    address, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--serve takes [ADDRESS:]PORT, such as 9100 or 0.0.0.0:9100, got {text!r}")
+    return address or "127.0.0.1", int(port)

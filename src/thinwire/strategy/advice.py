@@ -1,0 +1,98 @@
+"""Warnings about configurations that are allowed but rarely meant, and the choice where the user makes none."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..algorithm import Algorithm
+from ..average.base import Averager
+from ..schedule import Schedule
+from .strategy import Averaging
+
+if TYPE_CHECKING:
+    from .base import Attachment
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+STEPS_WITHOUT_EPOCH = 1000  # more than most epochs have
+
+
+def advice(algorithm: Algorithm) -> list[str]:
+    """What a user should know before training starts, a line each.
+
+    Example:
+        >>> import thinwire as tw
+        >>> advice(tw.Gradients(tw.Mean(tw.TopK(0.01))))[0]
+        'Mean(TopK(ratio=0.01)) loses what TopK(ratio=0.01) does not send; write Mean(TopK(ratio=0.01), ErrorFeedback())'
+        >>> advice(tw.Gradients(tw.Mean(tw.QSGD(bits=4))))
+        []
+    """
+    return [line for part in algorithm.walk() for line in part.cautions]
+
+
+def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Whether the optimizer bears what the strategy does to its gradients, a line for each averager that it does not.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> adam = torch.optim.Adam([torch.zeros(1)])
+        >>> advice_on_optimizer(tw.Gradients(tw.sparse(warmup_steps=0)), adam)[0].partition(";")[2]
+        ' Mean(QSGD(bits=4)) suits it'
+    """
+    if not (strategy.rhythm.in_backward and isinstance(optimizer, _ADAM)):
+        return []
+    return [
+        f"{type(optimizer).__name__} trains worse by {part} than by dense gradients; Mean(QSGD(bits=4)) suits it"
+        for part in strategy.walk()
+        if isinstance(part, Averager) and not part.suits_adam
+    ]
+
+
+def follows_epochs(algorithm: Algorithm) -> bool:
+    """Whether a number in it follows epochs, so that the training must say which epoch it is.
+
+    Example:
+        >>> import thinwire as tw
+        >>> follows_epochs(tw.dgc()), follows_epochs(tw.sparse())
+        (True, False)
+    """
+    return any(isinstance(part, Schedule) and part.follows_epochs for part in algorithm.walk())
+
+
+class Advisor:
+    """Gives its advice as warnings, each once, on rank 0: when a strategy attaches, and as training goes on.
+
+    Args:
+        strategy: what was attached.
+        rank: of this worker.
+    """
+
+    def __init__(self, strategy: Averaging[Attachment], rank: int):
+        self._strategy, self._is_first = strategy, rank == 0
+        self._waits_for_epoch, self._steps = follows_epochs(strategy), 0
+        self._warn(advice(strategy))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the optimizer in its first step, and at the epoch in a late one."""
+        self._steps += 1
+        if self._steps == 1:
+            self._warn(advice_on_optimizer(self._strategy, optimizer))
+        if self._steps == STEPS_WITHOUT_EPOCH and self._waits_for_epoch:
+            self._warn([f"{self._strategy} changes by epochs, and still is in epoch 0: call handle.set_epoch(epoch)"])
+
+    def epoch_begins(self) -> None:
+        """The training says which epoch it is."""
+        self._waits_for_epoch = False
+
+    def _warn(self, lines: list[str]) -> None:
+        for line in lines if self._is_first else []:
+            warnings.warn(line, stacklevel=2)
+
+
+def print_choice(strategy: Averaging[Attachment], rank: int) -> None:
+    """Say what was chosen for a user who chose nothing, on rank 0 alone."""
+    if rank == 0:
+        print(f"thinwire: no strategy was given, so it takes Gradients({strategy.averager})", file=sys.stderr)

@@ -1,0 +1,148 @@
+"""`thinwire watch` beside a run that is being written, finished or gone, in its three forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from helpers.report_runs import write_run
+from prometheus_client.parser import text_string_to_metric_families
+
+from thinwire.lab.cli import main
+from thinwire.lab.report.watch import MAX_ROWS, server, snapshot, sparkline, state_of
+
+ROWS = [
+    {
+        "step": 10,
+        "loss": 2.0,
+        "bytes_sent": 1_000_000,
+        "dense_fp32_bytes": 8_000_000,
+        "seconds": 1.0,
+        "wait_seconds": 0.5,
+    },
+    {
+        "step": 19,
+        "loss": 1.5,
+        "test_accuracy": 0.5,
+        "bytes_sent": 2_000_000,
+        "dense_fp32_bytes": 16_000_000,
+        "seconds": 2.0,
+    },
+    {
+        "step": 20,
+        "loss": 1.0,
+        "bytes_sent": 8_000_000,
+        "dense_fp32_bytes": 24_000_000,
+        "seconds": 4.0,
+        "wait_seconds": 0.5,
+    },
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that is under way: it has no summary, and its last row is written in part."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"strategy": "Gradients(Mean())", "recipe": "digits", "workers": 2})
+    )
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 21, "los')
+    return tmp_path
+
+
+def get(serving, path):
+    url = f"http://127.0.0.1:{serving.server_address[1]}{path}"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.headers.get_content_type(), answer.read().decode()
+
+
+@pytest.fixture
+def serving(run):
+    with server(run, "127.0.0.1", 0) as made:
+        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def test_the_moment_has_the_last_rows_and_the_rates_between_them(run):
+    now = snapshot(run)["now"]
+    assert now["step"] == 20 and now["test_accuracy"] == 0.5  # of an earlier row
+    assert now["megabytes_per_second"] == pytest.approx((8 - 2) / 2) and now["waiting"] == pytest.approx(0.5 / 2)
+
+
+def test_the_state_follows_the_files(run, tmp_path):
+    assert state_of(snapshot(run)) == "running"
+    hours_ago = time.time() - 7300
+    os.utime(run / "metrics.jsonl", (hours_ago, hours_ago))
+    assert state_of(snapshot(run)) == "no row for 2 h"
+    write_run(tmp_path / "done", 0.9, 4e8, strategy="Gradients(Mean())", name="done")
+    assert state_of(snapshot(tmp_path / "done")) == "finished"
+    (run / "metrics.jsonl").unlink()
+    assert snapshot(run)["now"] == {}  # before its first row
+
+
+def test_long_runs_are_thinned(run):
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(10 * MAX_ROWS)))
+    rows = snapshot(run)["rows"]
+    assert MAX_ROWS // 2 < len(rows) <= MAX_ROWS and rows[0]["step"] == 0
+
+
+def test_the_terminal_shows_the_moment(run, capsys):
+    assert main(["watch", str(run), "--once"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("running", "50.0 %", "8 MB", "3 times", "3 MB/s", sparkline([2.0, 1.5, 1.0], 60), "Gradients(Mean())"):
+        assert text in shown, text
+
+
+def test_the_page_and_its_data(serving):
+    kind, page = get(serving, "/")
+    assert kind == "text/html" and "http" not in page.replace(
+        "<!doctype html>", ""
+    )  # nothing is fetched from elsewhere
+    kind, body = get(serving, "/run.json")
+    seen = json.loads(body)
+    assert kind == "application/json" and seen["state"] == "running" and seen["rows"] == ROWS
+    assert ["loss", "1"] in seen["facts"]
+
+
+def test_prometheus_reads_the_moment(serving, run):
+    families = {family.name: family for family in text_string_to_metric_families(get(serving, "/metrics")[1])}
+    for name, value in ROWS[-1].items():
+        (sample,) = families[f"thinwire_{name}"].samples
+        assert sample.value == value and sample.labels == {"run": run.name}
+    assert families["thinwire_finished"].samples[0].value == 0
+
+
+def test_what_is_not_there_is_said(serving, run, capsys, tmp_path):
+    for path, code in (("/other", 404), ("/run.json", 503)):
+        if code == 503:
+            (run / "config.json").unlink()
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            get(serving, path)
+        assert refusal.value.code == code
+    assert main(["watch", str(tmp_path / "none")]) == 2
+    assert "holds no run: config.json is missing" in capsys.readouterr().err
+    assert main(["watch", "--once"]) == 2
+    assert "as in: thinwire watch runs/digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["nine", "99999", "1.2.3.4:"])
+def test_a_place_that_cannot_be_is_one_line(run, capsys, place):
+    assert main(["watch", str(run), "--serve", place]) == 2
+    assert f"--serve takes [ADDRESS:]PORT, such as 9100 or 0.0.0.0:9100, got '{place}'" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_one_line(run, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["watch", str(run), "--serve", str(taken.getsockname()[1])]) == 2
+    assert "Address already in use; give another port" in capsys.readouterr().err

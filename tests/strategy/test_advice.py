@@ -1,0 +1,118 @@
+"""The strategy of a user who names none, and warnings about configurations that are rarely meant."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.strategy import advice
+
+EF = tw.ErrorFeedback()
+
+
+def warnings_of(
+    averager: tw.average.Averager, optimizer=torch.optim.SGD, steps: int = 1, epoch: int | None = None
+) -> list[str]:
+    """What one worker is warned of while it trains some steps."""
+
+    def worker(comm):
+        model = nn.Linear(20, 10)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with tw.compress_gradients(model, averager, comm=comm) as handle:
+                if epoch is not None:
+                    handle.set_epoch(epoch)
+                ours = optimizer(model.parameters(), lr=0.1)
+                for _ in range(steps):
+                    model(torch.ones(4, 20)).square().mean().backward()
+                    ours.step()
+        return [str(w.message) for w in seen if w.category is UserWarning]
+
+    return tw.LocalWorld(1).run(worker)[0]
+
+
+@pytest.mark.parametrize("door", [lambda m, c: tw.compress_gradients(m, comm=c), lambda m, c: tw.attach(m, comm=c)])
+def test_without_a_strategy_gradients_go_in_four_bits_and_rank_0_says_so_once(door, capsys):
+    def worker(comm):
+        with door(nn.Linear(2, 2), comm) as handle:
+            return handle.strategy
+
+    assert tw.LocalWorld(2).run(worker) == [tw.Gradients(tw.Mean(tw.QSGD(bits=4)))] * 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["thinwire: no strategy was given, so it takes Gradients(Mean(QSGD(bits=4)))"]
+    assert tw.parse(said[0].split("takes ")[1]) == tw.Gradients()
+
+
+@pytest.mark.parametrize(
+    "averager, optimizer, expected",
+    [
+        (
+            tw.Mean(tw.TopK(0.1)),
+            torch.optim.SGD,
+            ["loses what TopK(ratio=0.1) does not send; write Mean(TopK(ratio=0.1), Error"],
+        ),
+        (tw.ByName({"*": tw.Mean(tw.TopK(0.1))}), torch.optim.SGD, ["loses what TopK(ratio=0.1) does not send"]),
+        (
+            tw.Mean(tw.TopK(1), EF),
+            torch.optim.SGD,
+            ["TopK(ratio=1) sends every element; write TopK(0.01) for 1 % of them"],
+        ),
+        (
+            tw.Mean(tw.TopK(0.1), EF),
+            torch.optim.AdamW,
+            ["AdamW trains worse by Mean(TopK(ratio=0.1), ErrorFeedback()) than"],
+        ),
+        (tw.Mean(tw.TopK(0.1), EF), torch.optim.SGD, []),
+        (tw.Mean(tw.QSGD(bits=4)), torch.optim.AdamW, []),
+        (tw.Mean(), torch.optim.AdamW, []),
+        (tw.Mean(tw.SignSGD()), torch.optim.SGD, []),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_what_is_rarely_meant_is_one_warning(averager, optimizer, expected):
+    got = warnings_of(averager, optimizer, steps=2)
+    assert len(got) == len(expected) and all(text in line for text, line in zip(expected, got, strict=True)), got
+
+
+def test_a_warm_up_by_epochs_asks_for_the_epoch_after_many_steps(monkeypatch):
+    monkeypatch.setattr(advice, "STEPS_WITHOUT_EPOCH", 3)
+    assert warnings_of(tw.dgc(0.1), steps=2) == []
+    (line,) = warnings_of(tw.dgc(0.1), steps=5)
+    assert "call handle.set_epoch(epoch)" in line
+    assert warnings_of(tw.dgc(0.1), steps=5, epoch=0) == []
+    assert warnings_of(tw.sparse(0.1), steps=5) == []
+
+
+def test_only_rank_0_warns():
+    def worker(comm):
+        tw.compress_gradients(nn.Linear(2, 2), tw.Mean(tw.TopK(0.1)), comm=comm).detach()
+
+    with pytest.warns(UserWarning) as seen:
+        tw.LocalWorld(3).run(worker)
+    assert len([w for w in seen if "loses what" in str(w.message)]) == 1
+
+
+def test_the_warm_up_of_sparse_counts_steps_and_bytes():
+    def worker(comm):
+        model, sent = nn.Linear(100, 100, bias=False), []
+        with tw.compress_gradients(model, tw.sparse(0.01, warmup_steps=3), comm=comm) as handle:
+            for _ in range(5):
+                before = handle.ledger.bytes_sent
+                model(torch.randn(4, 100)).square().mean().backward()
+                sent.append(handle.ledger.bytes_sent - before)
+        return sent
+
+    ratios = [0.25 * (0.01 / 0.25) ** (step / 4) for step in (1, 2, 3)] + [0.01, 0.01]
+    expected = [tw.chain(tw.TopK(ratio), tw.QSGD(bits=4)).nbytes(10_000) for ratio in ratios]
+    assert tw.LocalWorld(2).run(worker) == [expected] * 2
+
+
+def test_an_optimizer_in_the_place_of_the_strategy_is_one_line():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"got an optimizer, SGD; write the optimizer before the strategy") as caught:
+        tw.attach(model, tw.Gradients(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(caught.value)
