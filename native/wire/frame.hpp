@@ -1,7 +1,8 @@
 // What crosses a connection between two workers: frames, each a header of 32 bytes and, for data, a piece of a message.
 //
-// Messages of one direction are numbered from 0, in each of several streams, which the upper bits of a number name. A message is cut into chunks, which travel over any of the connections, in
-// any order, and more than once if a connection was lost or is slow. So a chunk says which bytes of which message it has.
+// Messages of one direction are numbered from 0, in each of several streams, which the upper bits of a number name. A message is
+// cut into chunks, which travel over any of the connections, in any order, and more than once if a connection was lost or is
+// slow. So a chunk says which bytes of which message it has.
 // Everything in a header comes from the network: `check` bounds it before memory is taken or written.
 #pragma once
 
