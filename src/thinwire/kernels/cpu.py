@@ -68,6 +68,7 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     Tensor: Tensor.numpy,
     list: _arrays,
     type(None): _arrays,
+    str: list(cast.WIDTHS).index,  # a float type
     quantize.Quantizer: _quantizer,
     levels.Levels: _levels,
     ternary.Ternary: lambda t: _native.Ternary(t.base, t.size),
@@ -83,6 +84,8 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 # These C++ functions take the reference's arguments, in its order.
 SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
+    cast._encode: _native.cast_encode,
+    cast._decode_add: _native.cast_decode_add,
     difference._choco_add: _native.choco_decode_add,
     difference._choco_add_dense: _native.choco_dense_add,
     difference._squeeze_add: _native.squeeze_decode_add,
@@ -122,16 +125,6 @@ for _kernel, _function in SAME_ARGUMENTS.items():
 @sign._encode.runs_on("cpu")
 def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
     _native.sign_encode(_arrays(xs), out.numpy(), _arrays(residuals), fixed_scale)
-
-
-@cast._encode.runs_on("cpu")
-def cast_encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] | None) -> None:
-    _native.cast_encode(_arrays(xs), out.numpy(), list(cast.WIDTHS).index(dtype), _arrays(residuals))
-
-
-@cast._decode_add.runs_on("cpu")
-def cast_decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
-    _native.cast_decode_add(payload.numpy(), _arrays(outs), weight, list(cast.WIDTHS).index(dtype))
 
 
 @reduce._mark_nonfinite.runs_on("cpu")
