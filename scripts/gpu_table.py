@@ -8,25 +8,26 @@ from __future__ import annotations
 import sys
 
 import thinwire.kernels.triton  # noqa: F401  its modules fill the list of variants
-from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant
+from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant, instructions_per_element
 from thinwire.kernels.triton.variants import VARIANTS
 
 
 def table(targets: list[str]) -> str:
-    """Markdown: per kernel its launches, registers and spills for each target, and bytes an element."""
+    """Markdown: per kernel its launches, registers and spills for each target; instructions and bytes an element."""
     lines = [
-        f"| kernel | launches | registers: {', '.join(targets)} | spills | bytes loaded, stored | least |",
-        "|---|---|---|---|---|---|",
+        f"| kernel | launches | registers: {', '.join(targets)} | spills | instructions | bytes loaded, stored | least |",
+        "|---|---|---|---|---|---|---|",
     ]
     for variant in VARIANTS:
         codes = {target: compile_variant(variant, target) for target in targets}
         registers = ", ".join(str(code.registers) for code in codes.values())
         spills = sum(code.spills for code in codes.values())
-        ptx = next(code.text for target, code in codes.items() if target.startswith("sm_"))
-        loaded, stored = bytes_per_element(variant, ptx)
+        code = next(code for target, code in codes.items() if target.startswith("sm_"))
+        instructions = instructions_per_element(variant, code)
+        loaded, stored = bytes_per_element(variant, code.text)
         again = f" (+ {variant.cached_bytes:g} from the cache)" if variant.cached_bytes else ""
         lines.append(
-            f"| {variant.name} | {variant.launches} | {registers} | {spills} | {loaded:.2f}, {stored:.2f} "
+            f"| {variant.name} | {variant.launches} | {registers} | {spills} | {instructions:.1f} | {loaded:.2f}, {stored:.2f} "
             f"| {variant.least_bytes:.2f}{again} |"
         )
     return "\n".join(lines)

@@ -28,7 +28,7 @@ def any_bits(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def hard_segments() -> list[torch.Tensor]:
-    """Several segments: odd sizes, an empty one, huge and tiny numbers, zeros, ties, infinity and NaN."""
+    """Several segments: odd and even sizes, an empty one, huge and tiny numbers, zeros, ties, infinity and NaN."""
     special = gaussian(521, seed=1)
     special[: len(SPECIAL)] = torch.tensor(SPECIAL, device=DEVICE)
     special[500] = float("nan")
@@ -36,6 +36,7 @@ def hard_segments() -> list[torch.Tensor]:
         gaussian(2500),
         special,
         torch.empty(0, device=DEVICE),
+        gaussian(2304, seed=4),  # aligned: loaded 16 bytes at a time, in a launch of its own
         gaussian(7, scale=1e-40),
         gaussian(1030, seed=2, scale=1e37).round(),
         any_bits(100),

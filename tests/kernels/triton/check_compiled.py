@@ -9,7 +9,13 @@ import pytest
 
 import thinwire.kernels.triton  # noqa: F401  its modules fill the list of variants
 from thinwire.kernels import backend
-from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant, inexact_instructions
+from thinwire.kernels.triton.compiled import (
+    TARGETS,
+    bytes_per_element,
+    compile_variant,
+    inexact_instructions,
+    instructions_per_element,
+)
 from thinwire.kernels.triton.variants import VARIANTS
 
 # The encoder and the decoder of buckets take the family's rule as a constant.
@@ -35,6 +41,28 @@ def test_a_kernel_rounds_as_the_reference_and_moves_few_bytes(variant):
     assert re.search(r"\b(st|atom|red)\.global", code.text)
     moved = sum(bytes_per_element(variant, code.text))
     assert moved <= 1.5 * (variant.least_bytes + variant.cached_bytes) + 0.25, moved
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.constants.get("VECTOR", 1) > 1], ids=lambda v: v.name)
+def test_aligned_segments_are_read_and_written_sixteen_bytes_at_a_time(variant):
+    code = compile_variant(variant, "sm_90")
+    assert re.search(r"\b(LDG|STG)\.E\.128\b", code.machine_code)
+
+
+MOST_INSTRUCTIONS = {  # per element; before loads were vectors: 243, 81, 38, 34, 14
+    "select.topk: first histogram, none": 80,
+    "quantize.encode: 4 bits, buckets of 512, max, residual": 66,
+    "quantize.decode_add: 4 bits, buckets of 512": 32,
+    "sign.encode: whole segments, residual": 25,
+    "block_sums: magnitudes": 9,
+}
+
+
+@pytest.mark.parametrize("name", MOST_INSTRUCTIONS)
+def test_instructions_of_an_element(name):
+    (variant,) = (v for v in VARIANTS if v.name == name)
+    count = instructions_per_element(variant, compile_variant(variant, "sm_90"))
+    assert 1 < count <= MOST_INSTRUCTIONS[name]
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])

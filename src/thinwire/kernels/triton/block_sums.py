@@ -11,6 +11,7 @@ a bucket's numbers and keeps the sums in the first part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,13 +21,37 @@ from torch import Tensor
 
 from ..checks import MAX_SEGMENT_NUMEL, numels_of
 from ..scales import SUM_BLOCK
-from .device import find_segment, halve, magnitude, one_nan, scale_of_magnitude, scale_of_sums, store_floats
-from .launch import are_aligned, launch, pointers, starts, table
+from .device import (
+    find,
+    find_segment,
+    halve,
+    load_pointer,
+    load_size,
+    magnitude,
+    one_nan,
+    scale_of_magnitude,
+    scale_of_sums,
+    store_floats,
+)
+from .launch import (
+    WHOLE_WORDS,
+    Launch,
+    are_aligned,
+    kept,
+    launch,
+    launch_each,
+    plan_launches,
+    pointers,
+    starts,
+    table,
+    tiles_of,
+)
+from .payloads import WHOLE
 from .variants import VARIANTS, Variant
 
 # Kinds of reductions, and how many numbers each gives.
 KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
-PROGRAM_BLOCKS = 8
+PROGRAM_BLOCKS = 16
 FOLDED = tl.constexpr(1024)  # numbers of a bucket that one program adds up
 BUCKET_NUMEL = 1024 * SUM_BLOCK  # elements of a bucket that a program reads without a loop
 PARTS, COLUMNS = tl.constexpr(16), tl.constexpr(64)
@@ -37,7 +62,7 @@ class BlockSums:
     """The reduced blocks of all segments.
 
     Args:
-        rows: a table with one column per segment: address, size, first tile, first block, first bucket.
+        rows: a table with one column per segment: first tile, address, size, first block, first bucket.
         sums: (numbers, blocks) of float64; folded, so that `total_of` can add them up.
         num_blocks: of all segments.
         num_buckets: of all segments.
@@ -62,28 +87,37 @@ def block_sums(
         bucket_size: elements of a bucket; by default, each segment is one.
         least_buckets: the number of buckets of an empty segment.
     """
-    numels = numels_of(xs)
+    numels = tuple(numels_of(xs))
+    launches, num_blocks, num_buckets = _plan(device, numels, pointers(xs), bucket_size, least_buckets)
+    sums = torch.empty(KINDS[kind], num_blocks, dtype=torch.float64, device=device)
+    constants = {"KIND": kind, "BUCKET": bucket_size, **_block_constants(bucket_size)}
+    launch_each(_reduce_blocks, launches, device, sums, len(xs), num_blocks, **constants)
+    if min(bucket_size, max(numels, default=0)) > BUCKET_NUMEL:
+        fold(sums, *_blocks_of_buckets(numels, bucket_size), kind == "max")
+    return BlockSums(launches[0].rows, sums, num_blocks, num_buckets)
+
+
+@kept
+def _plan(
+    device: torch.device, numels: tuple[int, ...], addresses: tuple[int, ...], bucket_size: int, least_buckets: int
+) -> tuple[list[Launch], int, int]:
+    """The launches that reduce blocks, and the numbers of blocks and of buckets."""
     in_bucket = -(-bucket_size // SUM_BLOCK)
     blocks = [n // bucket_size * in_bucket + -(-(n % bucket_size) // SUM_BLOCK) for n in numels]
-    buckets = [max(least_buckets, -(-n // bucket_size)) for n in numels]
-    first_tile = starts([-(-count // PROGRAM_BLOCKS) for count in blocks])
-    rows = table(device, pointers(xs), numels, first_tile[:-1], starts(blocks)[:-1], starts(buckets)[:-1])
-    sums = torch.empty(KINDS[kind], sum(blocks), dtype=torch.float64, device=device)
-    arguments = (rows, sums, len(xs), sum(blocks))
-    constants = {"KIND": kind, "BUCKET": bucket_size, **_block_constants(bucket_size)}
-    launch(_reduce_blocks, first_tile[-1], device, *arguments, **constants)
-    first_of_bucket = [
-        first + i for first, n in zip(starts(blocks), numels, strict=False) for i in _bucket_starts(n, bucket_size)
-    ]
-    ends = [*first_of_bucket[1:], sum(blocks)]
-    fold(sums, first_of_bucket, [end - first for first, end in zip(first_of_bucket, ends, strict=True)], kind == "max")
-    return BlockSums(rows, sums, sum(blocks), sum(buckets))
+    buckets = [max(least_buckets, count) for count in tiles_of(numels, bucket_size)]
+    tiles = tiles_of(blocks, PROGRAM_BLOCKS)
+    rows = [addresses, numels, starts(blocks)[:-1], starts(buckets)[:-1]]
+    return plan_launches(device, rows, tiles, numels, addresses), sum(blocks), sum(buckets)
 
 
-def _bucket_starts(numel: int, bucket_size: int) -> range:
-    """The first block of each bucket of a segment."""
-    in_bucket = -(-bucket_size // SUM_BLOCK)
-    return range(0, -(-numel // bucket_size) * in_bucket, in_bucket)
+@lru_cache(maxsize=256)
+def _blocks_of_buckets(numels: tuple[int, ...], bucket_size: int) -> tuple[list[int], list[int]]:
+    """The first block of each bucket, and how many it has."""
+    counts: list[int] = []
+    for n in numels:
+        whole, rest = divmod(n, bucket_size)
+        counts += [-(-size // SUM_BLOCK) for size in [bucket_size] * whole + [rest] * (rest > 0)]
+    return starts(counts)[:-1], counts
 
 
 def fold(sums: Tensor, first_blocks: list[int], counts: list[int], largest: bool) -> None:
@@ -98,7 +132,7 @@ def fold(sums: Tensor, first_blocks: list[int], counts: list[int], largest: bool
     left = [(first, count, 1 << (count - 1).bit_length()) for first, count in zip(first_blocks, counts, strict=True)]
     while left := [item for item in left if item[2] > FOLDED.value]:
         first_program = starts([size // (PARTS.value * COLUMNS.value) for _, _, size in left])
-        rows = table(sums.device, *zip(*left, strict=True), first_program[:-1])
+        rows = table(sums.device, first_program[:-1], *zip(*left, strict=True))
         for numbers in sums:
             launch(_fold, first_program[-1], sums.device, rows, numbers, len(left), MAX=largest)
         left = [(first, size // PARTS.value, size // PARTS.value) for first, _, size in left]
@@ -154,18 +188,27 @@ def _reduce_blocks(
     BUCKET: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Each row is a block; element i of it is added to lane `i mod 32`."""
-    segment, tile = find_segment(rows, num_segments, 2)
-    x = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
-    numel = tl.load(rows + num_segments + segment)
+    segment, tile = find_segment(rows, num_segments)
+    x = load_pointer(rows + num_segments + segment, VECTOR)
+    numel = load_size(rows + 2 * num_segments + segment, VECTOR)
     first_block = tl.load(rows + 3 * num_segments + segment)
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    IN_BUCKET: tl.constexpr = (BUCKET + 1023) // 1024
-    bucket = block // IN_BUCKET
-    in_bucket = (block - bucket * IN_BUCKET) * 1024
-    start = bucket * BUCKET + in_bucket
-    size = tl.minimum(tl.minimum(BUCKET - in_bucket, 1024), numel - start)[:, None]
+    if BUCKET == WHOLE:
+        in_bucket = block * 1024
+        start = in_bucket
+    else:
+        IN_BUCKET: tl.constexpr = (BUCKET + 1023) // 1024
+        bucket = block // IN_BUCKET
+        in_bucket = (block - bucket * IN_BUCKET) * 1024
+        start = bucket * BUCKET + in_bucket
+    size = tl.minimum(tl.minimum(BUCKET - in_bucket, 1024), numel - start).to(tl.int32)
+    if VECTOR > 1 and (BUCKET == WHOLE or BUCKET % 4 == 0):
+        size = tl.multiple_of(size, 4)
+    size = size[:, None]
+    row = (x + start)[:, None]
     lane = tl.arange(0, 32)[None, :]
     out = sums + first_block + block
     stored = start < numel
@@ -173,14 +216,14 @@ def _reduce_blocks(
         largest = tl.zeros((BLOCKS, 32), tl.int32)
         for i in range(STEPS):
             at = 32 * i + lane
-            value = tl.load(x + start[:, None] + at, mask=at < size, other=0.0)
+            value = tl.load(row + at, mask=at < size, other=0.0)
             largest = tl.maximum(largest, magnitude(value))
         tl.store(out, tl.max(largest, axis=1).to(tl.float64), mask=stored)
     elif KIND == "squares" or KIND == "magnitudes":
         total = tl.zeros((BLOCKS, 32), tl.float64)
         for i in range(STEPS):
             at = 32 * i + lane
-            value = tl.load(x + start[:, None] + at, mask=at < size, other=0.0).to(tl.float64)
+            value = tl.load(row + at, mask=at < size, other=0.0).to(tl.float64)
             if KIND == "squares":
                 total += value * value
             else:
@@ -195,7 +238,7 @@ def _reduce_blocks(
         for i in range(STEPS):
             at = 32 * i + lane
             inside = at < size
-            value = tl.load(x + start[:, None] + at, mask=inside, other=0.0).to(tl.float64)
+            value = tl.load(row + at, mask=inside, other=0.0).to(tl.float64)
             if KIND == "moments":
                 shifted = tl.where(inside, value - shift, 0.0)
                 first += shifted
@@ -213,8 +256,11 @@ def _reduce_blocks(
 @triton.jit
 def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
     """The segment of a program's bucket, the bucket's size, its first block, and the number of its blocks."""
-    segment, bucket = find_segment(rows, num_segments, 4)
-    size = tl.minimum(tl.load(rows + num_segments + segment) - bucket * BUCKET, BUCKET)
+    first_bucket = rows + 4 * num_segments
+    program = tl.program_id(0)
+    segment = find(first_bucket, num_segments, program)
+    bucket = program - tl.load(first_bucket + segment)
+    size = tl.minimum(tl.load(rows + 2 * num_segments + segment) - bucket * BUCKET, BUCKET)
     first_block = tl.load(rows + 3 * num_segments + segment) + bucket * ((BUCKET + 1023) // 1024)
     return segment, size, first_block, (size + 1023) // 1024
 
@@ -222,10 +268,10 @@ def find_bucket(rows, num_segments, BUCKET: tl.constexpr):
 @triton.jit(do_not_specialize=["num_buckets"])
 def _fold(rows, sums, num_buckets, MAX: tl.constexpr):
     """Add the parts of a run of columns, which no other program reads or writes."""
-    bucket, run = find_segment(rows, num_buckets, 3)
-    sums += tl.load(rows + bucket)
-    count = tl.load(rows + num_buckets + bucket)
-    width = tl.load(rows + 2 * num_buckets + bucket) // PARTS
+    bucket, run = find_segment(rows, num_buckets)
+    sums += tl.load(rows + num_buckets + bucket)
+    count = tl.load(rows + 2 * num_buckets + bucket)
+    width = tl.load(rows + 3 * num_buckets + bucket) // PARTS
     column = run * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, PARTS)[:, None] * width + column[None, :]
     parts = tl.load(sums + at, mask=at < count, other=0.0)
@@ -319,7 +365,7 @@ VARIANTS += [
     Variant(
         f"block_sums: {_kind}",
         _reduce_blocks,
-        {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, **_block_constants(MAX_SEGMENT_NUMEL)},
+        {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, "VECTOR": WHOLE_WORDS, **_block_constants(MAX_SEGMENT_NUMEL)},
         PROGRAM_BLOCKS * SUM_BLOCK,
         4 + 8 * _numbers / SUM_BLOCK,
         loop_trips=32,

@@ -22,6 +22,8 @@ from .device import (
     find_segment,
     load_codes,
     load_floats,
+    load_pointer,
+    load_size,
     magnitude,
     negated,
     position_of,
@@ -33,13 +35,23 @@ from .device import (
     tile_offsets,
     uniform,
 )
-from .launch import are_aligned, floats, launch
+from .launch import (
+    WHOLE_WORDS,
+    Launch,
+    are_aligned,
+    floats,
+    kept,
+    launch_each,
+    plan_launches,
+    pointers,
+    starts,
+    tiles_of,
+)
 from .payloads import (
     WHOLE,
     decoder_variants,
     launch_decoder,
     load_total,
-    segment_rows,
     store_residual,
     store_total,
 )
@@ -92,23 +104,18 @@ class Coding:
         device = out.device
         if self.norm and self.tiles.size != self.bucket_size:
             store_scales(xs, out, self.bucket_size, self.norm, self.least, self.most)
-        rows, num_tiles = self._rows(xs, residuals, device)
         tables = None if keys is None else keys_on(keys, device), self._level_table(device)
         constants = self._encoder_constants(residuals is not None, are_aligned(out))
-        launch(_encode, num_tiles, device, rows, *tables, out, len(xs), **constants)
+        launch_each(_encode, self._launches(xs, residuals, device), device, *tables, out, len(xs), **constants)
 
     def decode(self, payloads: list[Tensor], outs: list[Tensor], weight: float, add: bool) -> Flag:
         """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite."""
         device = payloads[0].device
-        rows, levels = self._rows(outs, None, device), self._level_table(device)
-        return launch_decoder(_decode, rows, payloads, outs, weight, add, self._decoder_constants(), levels)
+        launches, levels = self._launches(outs, None, device), self._level_table(device)
+        return launch_decoder(_decode, launches, payloads, outs, weight, add, self._decoder_constants(), levels)
 
-    def _rows(self, xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device) -> tuple[Tensor, int]:
-        numels, tiles = numels_of(xs), self.tiles
-        num_buckets = [max(self.least_buckets, -(-n // self.bucket_size)) for n in numels]
-        num_tiles, code_bytes = [tiles.count(n) for n in numels], [(n * self.bits + 7) // 8 for n in numels]
-        first_byte = 4 * self.numbers * sum(num_buckets)
-        return segment_rows(xs, residuals, device, num_tiles, num_buckets, code_bytes, first_byte)
+    def _launches(self, xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device) -> list[Launch]:
+        return _plan(device, self, tuple(numels_of(xs)), pointers(xs), pointers(residuals, len(xs)))
 
     def _level_table(self, device: torch.device) -> Tensor | None:
         return None if self.levels is None else floats(device, self.levels)
@@ -150,7 +157,12 @@ class Coding:
         """
         tiles = self.tiles
         absent = {} if random else {"key_table": None}
-        constants = {**self._encoder_constants(residual, True), **absent, **self._absent_levels()}
+        constants = {
+            **self._encoder_constants(residual, True),
+            "VECTOR": WHOLE_WORDS,
+            **absent,
+            **self._absent_levels(),
+        }
         least_bytes = 4 + self._bytes + 4 * residual
         loop_trips = min(32, tiles.width // 32)
         return Variant(name, _encode, constants, tiles.numel, least_bytes, cached_bytes, launches, loop_trips)
@@ -169,18 +181,41 @@ class Coding:
         return self.bits / 8 + 4 * self.numbers / self.bucket_size
 
 
+@kept
+def _plan(
+    device: torch.device,
+    coding: Coding,
+    numels: tuple[int, ...],
+    addresses: tuple[int, ...],
+    residuals: tuple[int, ...],
+) -> list[Launch]:
+    num_buckets = [max(coding.least_buckets, count) for count in tiles_of(numels, coding.bucket_size)]
+    code_bytes = [(n * coding.bits + 7) // 8 for n in numels]
+    first_code = starts(code_bytes, 4 * coding.numbers * sum(num_buckets))
+    rows = [addresses, residuals, numels, starts(num_buckets)[:-1], first_code[:-1]]
+    return plan_launches(device, rows, tiles_of(numels, coding.tiles.numel), numels, addresses, residuals)
+
+
 @triton.jit
-def _find_tile(rows, num_segments, BUCKET: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _find_tile(
+    rows,
+    num_segments,
+    BUCKET: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Where a program's tile lies, and its buckets.
 
     Returns the segment, the tile's start in it, the pointer to the start, the elements from there on, each element's offset,
     whether it is one, the index of each row's or of each element's bucket, and whether there is such a bucket.
     """
-    segment, tile = find_segment(rows, num_segments, 3)
+    segment, tile = find_segment(rows, num_segments)
     first_row = tile * ROWS
     start = first_row * SIZE
-    pointer = tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start
-    numel = tl.load(rows + 2 * num_segments + segment) - start
+    pointer = load_pointer(rows + num_segments + segment, VECTOR) + start
+    numel = load_size(rows + 3 * num_segments + segment, VECTOR) - start
     offset, inside = tile_offsets(SIZE, WIDTH, ROWS)
     inside = inside & (offset < numel)
     first = tl.load(rows + 4 * num_segments + segment)
@@ -218,10 +253,12 @@ def _first_code(rows, num_segments, segment, start, BITS: tl.constexpr):
 
 
 @triton.jit
-def _bytes_of(numel, BITS: tl.constexpr):
+def _bytes_of(numel, BITS: tl.constexpr, VECTOR: tl.constexpr):
     """Bytes of the codes of `numel` elements."""
     if BITS % 8 == 0:
         nbytes = numel * (BITS // 8)
+    elif VECTOR >= 128:
+        nbytes = numel // 8 * BITS  # a multiple of 4, which the compiler sees
     else:
         nbytes = (numel * BITS + 7) // 8
     return nbytes
@@ -244,12 +281,13 @@ def _encode(
     BUCKET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Find or load the numbers of buckets, round, pack, and write the residual in one pass."""
-    tile = _find_tile(rows, num_segments, BUCKET, SIZE, WIDTH, ROWS)
+    tile = _find_tile(rows, num_segments, BUCKET, VECTOR, SIZE, WIDTH, ROWS)
     segment, start, pointer, numel, offset, inside, index, exists = tile
     x = tl.load(pointer + offset, mask=inside, other=0.0)
     if NORM == "":
@@ -269,9 +307,12 @@ def _encode(
     codes, values = RULE(x, first, second, u, level_table, PARAMETERS)
     lost = x - values
     address = payload + _first_code(rows, num_segments, segment, start, BITS)
-    store_codes(address, tl.where(inside, codes, 0), _bytes_of(numel, BITS), BITS, SIZE, WIDTH, ROWS)
+    if ALIGNED and VECTOR >= 128:
+        address = tl.multiple_of(address, 4)
+    nbytes = _bytes_of(numel, BITS, VECTOR)
+    store_codes(address, tl.where(inside, codes, 0), nbytes, BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:
-        store_residual(rows, num_segments, segment, start + offset, inside, lost)
+        store_residual(rows, num_segments, segment, start + offset, inside, lost, VECTOR)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_payloads"])
@@ -291,20 +332,25 @@ def _decode(
     BUCKET: tl.constexpr,
     ADD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Add the first payload to a tile, or overwrite it with the sum of all payloads in their order."""
-    tile = _find_tile(rows, num_segments, BUCKET, SIZE, WIDTH, ROWS)
+    tile = _find_tile(rows, num_segments, BUCKET, VECTOR, SIZE, WIDTH, ROWS)
     segment, start, pointer, numel, offset, inside, index, exists = tile
     first_byte = _first_code(rows, num_segments, segment, start, BITS)
+    nbytes = _bytes_of(numel, BITS, VECTOR)
     total = load_total(pointer + offset, inside, ADD)
     if KEEPS_SIGN and not ADD:
         total = negated(total)  # -0 + x is x; 0 + -0 would lose the sign
     for i in range(1 if ADD else num_payloads):
         payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        codes = load_codes(payload + first_byte, _bytes_of(numel, BITS), BITS, SIZE, WIDTH, ROWS)
+        address = payload + first_byte
+        if ALIGNED and VECTOR >= 128:
+            address = tl.multiple_of(address, 4)
+        codes = load_codes(address, nbytes, BITS, SIZE, WIDTH, ROWS)
         first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
         total += RULE(codes, first, second, weight, level_table, PARAMETERS)
     store_total(pointer + offset, inside, total, flag, ADD)

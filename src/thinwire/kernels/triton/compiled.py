@@ -33,11 +33,13 @@ class Compiled:
         text: PTX for NVIDIA, assembly for AMD.
         registers: per thread.
         spills: registers, or bytes on NVIDIA, that a thread keeps in memory.
+        machine_code: its instructions, one in a line, after their addresses; "" for AMD.
     """
 
     text: str
     registers: int
     spills: int
+    machine_code: str = ""
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:
@@ -50,7 +52,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     )
     code = triton.compile(source, target=TARGETS[target], options=OPTIONS).asm
     if "ptx" in code:
-        return Compiled(code["ptx"], *_usage(code["cubin"]))
+        return Compiled(code["ptx"], *_usage(code["cubin"]), _cuobjdump(code["cubin"], "--dump-sass"))
     text = code["amdgcn"]
     usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count): *(\d+)", text))
     return Compiled(text, int(usage["vgpr_count"]), int(usage["vgpr_spill_count"]))
@@ -58,13 +60,16 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes that it keeps in memory."""
+    report = _cuobjdump(cubin, "--dump-resource-usage")
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report))
+    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report))
-    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+        return subprocess.run([str(CUOBJDUMP), option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 # What rounds otherwise than the reference: contraction, approximate functions, subnormal numbers taken for zero.
@@ -80,16 +85,22 @@ def bytes_per_element(variant: Variant, ptx: str) -> tuple[float, float]:
     """Bytes that a program loads and stores per element, counted from its PTX.
 
     Every thread is counted for every instruction, also where a mask leaves some out: an upper bound. Loads of one 64-bit
-    number come from tables, and all threads read the same one: they count once.
+    number come from tables, and all threads read the same one: they do not count. Of loads by one thread from one address,
+    which the assembler merges, the first counts.
     """
     num_threads = 32 * OPTIONS["num_warps"]
     loaded = stored = 0.0
     lines = ptx.splitlines()
     in_loop = _lines_in_loops(lines)
+    seen: set[str] = set()
     for i, line in enumerate(lines):
         access = re.search(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b", line)
         if access is None or (access[1], access[2], access[3]) == ("ld", None, "64"):
             continue
+        address = line[line.rindex("[") :]
+        if access[1] == "ld" and address in seen:
+            continue
+        seen.add(address)
         nbytes = int(access[2] or 1) * int(access[3]) // 8 * num_threads * (variant.loop_trips if in_loop[i] else 1)
         if access[1] == "ld":
             loaded += nbytes
@@ -107,3 +118,36 @@ def _lines_in_loops(lines: list[str]) -> list[bool]:
         if jump and labels.get(jump[1], i) < i:
             inside[labels[jump[1]] : i] = [True] * (i - labels[jump[1]])
     return inside
+
+
+def instructions_per_element(variant: Variant, code: Compiled) -> float:
+    """Machine instructions that a program's threads execute per element, on NVIDIA.
+
+    The loop over elements counts as often as it runs: `variant.loop_trips` times, less where the assembler unrolled it. It
+    is the loop with the most loads of elements. All else, such as the search for the segment in the table, counts once.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", code.machine_code)
+    lines = [(int(at, 16), text) for at, text in found if not text.startswith(("NOP", f"BRA 0x{at.lstrip('0')} "))]
+    loops = []
+    for at, text in lines:
+        jump = re.search(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            body = [inner for i, inner in lines if int(jump[1], 16) <= i <= at]
+            loops.append((sum(bool(re.search(r"\bLDG\.E(?!\.64)", inner)) for inner in body), len(body)))
+    num_loads, length = max(loops, default=(0, 0))
+    count = len(lines)
+    if num_loads and variant.loop_trips > 1:
+        count += length * (max(1, variant.loop_trips * _loads_in_loops(code.text) // num_loads) - 1)
+    num_threads: int = 32 * OPTIONS["num_warps"]
+    return count * num_threads / variant.numel
+
+
+def _loads_in_loops(ptx: str) -> int:
+    """Loads of elements in loops, each address once."""
+    lines = ptx.splitlines()
+    loads = {
+        line[line.rindex("[") :]
+        for line, inside in zip(lines, _lines_in_loops(lines), strict=True)
+        if inside and "ld.global" in line and ("b64" not in line or ".v" in line)
+    }
+    return len(loads)

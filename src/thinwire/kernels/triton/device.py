@@ -25,11 +25,29 @@ def find(first, count, item):
 
 
 @triton.jit
-def find_segment(rows, num_segments, FIRST: tl.constexpr):
-    """This program's segment, and its tile there; row FIRST of the table has the first tile of each segment."""
+def find_segment(rows, num_segments):
+    """This program's segment, and its tile there; row 0 of the table has the first tile of each segment."""
     program = tl.program_id(0)
-    segment = find(rows + FIRST * num_segments, num_segments, program)
-    return segment, program - tl.load(rows + FIRST * num_segments + segment)
+    segment = find(rows, num_segments, program)
+    return segment, program - tl.load(rows + segment)
+
+
+@triton.jit
+def load_pointer(entry, VECTOR: tl.constexpr):
+    """A segment's address from its entry in a table, as a pointer to float32; for `VECTOR` see `launch.by_alignment`."""
+    pointer = tl.load(entry).to(tl.pointer_type(tl.float32))
+    if VECTOR > 1:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def load_size(entry, VECTOR: tl.constexpr):
+    """A segment's number of elements from its entry in a table."""
+    size = tl.load(entry)
+    if VECTOR > 1:
+        size = tl.multiple_of(size, VECTOR)
+    return size
 
 
 @triton.jit

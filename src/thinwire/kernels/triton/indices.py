@@ -7,6 +7,8 @@ write each one's index at its rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from ..indices import code_bits, low_bits, nbytes
 from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
-from .launch import launch, starts, table
+from .launch import kept, launch, starts, tiles_of, uploaded
 from .variants import VARIANTS, Variant
 
 BYTES = 128
@@ -27,39 +29,52 @@ CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(F
 
 @family._encode.runs_on("triton")
 def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -> None:
-    sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
-    first_tile = starts([triton.cdiv(size, BYTES) for size in sizes])
-    rows = table(out.device, *_layout(counts, numels, sizes), first_tile[:-1])
+    rows, num_tiles = _encoder_rows(out.device, tuple(counts), tuple(numels))
     faults = faults_of(out.device)
     steps = max(counts, default=0).bit_length()
-    launch(_encode, first_tile[-1], out.device, rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
+    launch(_encode, num_tiles, out.device, rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
     raise_on_cpu(faults)
 
 
 @family._decode.runs_on("triton")
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     device = payload.device
-    sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
-    layout = _layout(counts, numels, sizes)
-    first_tile = starts([triton.cdiv(bits, 8 * BYTES) for bits in layout[HIGH]])
-    rows, first = table(device, *layout, first_tile[:-1]), table(device, first_tile)
+    rows, first, num_tiles = _decoder_rows(device, tuple(counts), tuple(numels))
     indices = torch.zeros(sum(counts), dtype=torch.int32, device=device)
-    before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
+    before = torch.empty(num_tiles, dtype=torch.int32, device=device)
     totals = torch.empty(len(counts), dtype=torch.int32, device=device)
     faults = faults_of(device)
-    launch(_count_ones, first_tile[-1], device, rows, payload, before, len(counts), BYTES=BYTES)
+    launch(_count_ones, num_tiles, device, rows, payload, before, len(counts), BYTES=BYTES)
     launch(scan, len(counts), device, first, before, totals, len(counts), ROWS=1, BLOCK=SCAN_BLOCK)
     arguments = (rows, payload, before, totals, indices, faults, len(counts))
-    launch(_decode, first_tile[-1], device, *arguments, BYTES=BYTES)
+    launch(_decode, num_tiles, device, *arguments, BYTES=BYTES)
     raise_on_cpu(faults)
     return indices
 
 
-COUNT, NUMEL, AT, CODE, HIGH, LOW, STEP, SIZE, TILE = range(9)  # the rows of a table
+@kept
+def _encoder_rows(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Tensor, int]:
+    """The encoder's table, and its number of tiles."""
+    layout, sizes, _ = _layout(counts, numels)
+    first_tile = starts(tiles_of(sizes, BYTES))
+    return uploaded(device, [first_tile[:-1], *layout]), first_tile[-1]
 
 
-def _layout(counts: list[int], numels: list[int], sizes: list[int]) -> list[list[int]]:
-    """One list per row of the table, without the tiles."""
+@kept
+def _decoder_rows(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
+    """The decoder's table, the first tile of each segment with the end of the last, and the number of tiles."""
+    layout, _, high = _layout(counts, numels)
+    first_tile = starts(tiles_of(high, 8 * BYTES))
+    return uploaded(device, [first_tile[:-1], *layout]), uploaded(device, first_tile), first_tile[-1]
+
+
+def _layout(counts: Sequence[int], numels: Sequence[int]) -> tuple[list[Sequence[int]], list[int], list[int]]:
+    """The rows of a table after the first, the bytes of each code, and the bits of its high part.
+
+    The rows: count, size, place of the first index, first byte, bits of the high part, bits of an index's low part, whether
+    each index sets a bit of its own, bits of the code.
+    """
+    sizes = [nbytes(k, n) for k, n in zip(counts, numels, strict=True)]
     high, low, step, bits = [], [], [], []
     for count, numel in zip(counts, numels, strict=True):
         width = low_bits(count, numel) if 0 < count < numel else None
@@ -71,7 +86,7 @@ def _layout(counts: list[int], numels: list[int], sizes: list[int]) -> list[list
             high.append(bits[-1] - count * (width or 0))
         low.append(width or 0)
         step.append(int(width is not None))
-    return [counts, numels, starts(counts)[:-1], starts(sizes)[:-1], high, low, step, bits]
+    return [counts, numels, starts(counts)[:-1], starts(sizes)[:-1], high, low, step, bits], sizes, high
 
 
 @triton.jit
@@ -82,16 +97,16 @@ def _high(indices, i, mask, low, step):
 
 @triton.jit(do_not_specialize=["num_segments", "search_steps"])
 def _encode(rows, indices, out, faults, num_segments, search_steps, BYTES: tl.constexpr):
-    segment, tile = find_segment(rows, num_segments, 8)
+    segment, tile = find_segment(rows, num_segments)
     start = tile * BYTES
-    count = tl.load(rows + segment)
-    numel = tl.load(rows + num_segments + segment)
-    indices += tl.load(rows + 2 * num_segments + segment)
-    out += tl.load(rows + 3 * num_segments + segment)
-    high_bits = tl.load(rows + 4 * num_segments + segment)
-    low = tl.load(rows + 5 * num_segments + segment).to(tl.int32)
-    step = tl.load(rows + 6 * num_segments + segment)
-    size = tl.load(rows + 7 * num_segments + segment)
+    count = tl.load(rows + num_segments + segment)
+    numel = tl.load(rows + 2 * num_segments + segment)
+    indices += tl.load(rows + 3 * num_segments + segment)
+    out += tl.load(rows + 4 * num_segments + segment)
+    high_bits = tl.load(rows + 5 * num_segments + segment)
+    low = tl.load(rows + 6 * num_segments + segment).to(tl.int32)
+    step = tl.load(rows + 7 * num_segments + segment)
+    size = tl.load(rows + 8 * num_segments + segment)
     byte = start + tl.arange(0, BYTES)
     position = byte * 8
     packed = tl.zeros([BYTES], tl.int32)
@@ -143,11 +158,11 @@ def _ones(payload, position, high_bits, is_sent):
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_ones(rows, payload, counts, num_segments, BYTES: tl.constexpr):
     program = tl.program_id(0)
-    segment, tile = find_segment(rows, num_segments, 8)
+    segment, tile = find_segment(rows, num_segments)
     start = tile * BYTES * 8
-    payload += tl.load(rows + 3 * num_segments + segment)
-    high_bits = tl.load(rows + 4 * num_segments + segment)
-    is_sent = tl.load(rows + 7 * num_segments + segment) > 0
+    payload += tl.load(rows + 4 * num_segments + segment)
+    high_bits = tl.load(rows + 5 * num_segments + segment)
+    is_sent = tl.load(rows + 8 * num_segments + segment) > 0
     position = start + tl.arange(0, 8 * BYTES)
     tl.store(counts + program, tl.sum(_ones(payload, position, high_bits, is_sent)))
 
@@ -155,15 +170,15 @@ def _count_ones(rows, payload, counts, num_segments, BYTES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_segments"])
 def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES: tl.constexpr):
     program = tl.program_id(0)
-    segment, tile = find_segment(rows, num_segments, 8)
-    count = tl.load(rows + segment)
-    numel = tl.load(rows + num_segments + segment)
-    indices += tl.load(rows + 2 * num_segments + segment)
-    payload += tl.load(rows + 3 * num_segments + segment)
-    high_bits = tl.load(rows + 4 * num_segments + segment)
-    low = tl.load(rows + 5 * num_segments + segment)
-    step = tl.load(rows + 6 * num_segments + segment)
-    size = tl.load(rows + 7 * num_segments + segment)
+    segment, tile = find_segment(rows, num_segments)
+    count = tl.load(rows + num_segments + segment)
+    numel = tl.load(rows + 2 * num_segments + segment)
+    indices += tl.load(rows + 3 * num_segments + segment)
+    payload += tl.load(rows + 4 * num_segments + segment)
+    high_bits = tl.load(rows + 5 * num_segments + segment)
+    low = tl.load(rows + 6 * num_segments + segment)
+    step = tl.load(rows + 7 * num_segments + segment)
+    size = tl.load(rows + 8 * num_segments + segment)
     is_sent = size > 0
     position = tile * BYTES * 8 + tl.arange(0, 8 * BYTES)
     ones = _ones(payload, position, high_bits, is_sent)

@@ -1,9 +1,13 @@
 """Launches of Triton kernels: one launch serves all segments of a bucket.
 
-Tables. A launch gets its segments as a table of int64 on the device: one row per property (pointer, size, first tile),
-one column per segment. A program finds its segment by binary search in the row of first tiles. Tables that repeat from
-step to step are kept, so that a steady state uploads random keys only. Uploads come from pinned memory and nothing
-waits for them.
+Tables. A launch gets its segments as a table of int64 on the device: one row per property (first tile, pointer, size),
+one column per segment. A program finds its segment by binary search in the row of first tiles, which is the first. What is
+uploaded is kept for later steps with the same addresses and sizes, so that a steady state uploads random keys only.
+Uploads come from pinned memory and nothing waits for them.
+
+Alignment. A table's numbers are unknown to the compiler, which then loads element by element. So the segments that begin at
+multiples of 16 bytes, and whose sizes are multiples of 128, are served by a launch of their own (`by_alignment`), whose
+kernel is told so by the constant `VECTOR`. Most buckets have no others.
 
 Numerics. Every kernel is launched with `enable_fp_fusion=False`: the reference rounds after each operation.
 """
@@ -11,15 +15,19 @@ Numerics. Every kernel is launched with `enable_fp_fusion=False`: the reference 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...streams import refuse_capture
+
+T = TypeVar("T")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"  # read by Triton when it is imported
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -48,41 +56,139 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
             function[(num_programs,)](*arguments, **constants, **OPTIONS)
 
 
+def kept(make: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of a device and hashable arguments that uploads tables: the same arguments give the same result.
+
+    A result is used on the stream that it was uploaded on, so that no kernel reads it too early.
+    """
+
+    @wraps(make)
+    def get(device: torch.device, *arguments: Any) -> T:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (make, device, stream, *arguments)
+        result: T | None = _KEPT.get(key)
+        if result is None:
+            result = make(device, *arguments)
+            _keep(key, result, sum(len(part) for part in arguments if isinstance(part, tuple)))
+        return result
+
+    return get
+
+
+MAX_KEPT_NUMBERS = 1 << 20  # in the arguments of all that is kept: a bucket of 300 tensors takes a few thousand
+_KEPT: dict[tuple[Any, ...], Any] = {}
+_LOCK = threading.Lock()
+_kept_numbers = 0
+
+
+def _keep(key: tuple[Any, ...], result: object, numbers: int) -> None:
+    """Forget everything when there is too much: steps with the same addresses soon have their tables again."""
+    global _kept_numbers
+    with _LOCK:
+        if _kept_numbers + numbers > MAX_KEPT_NUMBERS:
+            _KEPT.clear()
+            _kept_numbers = 0
+        _KEPT[key] = result
+        _kept_numbers += numbers
+
+
+@kept
+def _table(device: torch.device, *rows: tuple[int, ...]) -> Tensor:
+    return uploaded(device, rows)
+
+
 def table(device: torch.device, *rows: Sequence[int]) -> Tensor:
     """An int64 tensor of shape (rows, segments) on the device; the same numbers give the same tensor again."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept_table(tuple(map(tuple, rows)), device, stream)
+    return _table(device, *map(tuple, rows))
 
 
-def floats(device: torch.device, values: Sequence[float]) -> Tensor:
+@kept
+def floats(device: torch.device, values: tuple[float, ...]) -> Tensor:
     """Float32 numbers on the device; the same numbers give the same tensor again."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept_floats(tuple(values), device, stream)
+    return uploaded(device, values, torch.float32)
 
 
-@lru_cache(maxsize=256)
-def _kept_floats(values: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    del stream
-    return _uploaded(values, device, torch.float32)
-
-
-@lru_cache(maxsize=1024)
-def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    # A table is used on the stream that it was uploaded on, so that no kernel reads it too early.
-    del stream
-    return _uploaded(rows, device)
-
-
-def _uploaded(numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def uploaded(device: torch.device, numbers: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A new tensor on the device; no host waits for the upload to a GPU."""
     refuse_capture(device)
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype, device="cpu")
     return torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu").to(device, non_blocking=True)
 
 
-def pointers(tensors: Sequence[Tensor] | None, count: int = 0) -> list[int]:
+WHOLE_WORDS = 128  # elements: the sizes of aligned segments are multiples, so that their codes fill whole 32-bit words
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One of the launches that serve a bucket; most buckets take one.
+
+    Args:
+        rows: the table.
+        num_tiles: the number of programs.
+        vector: the constant `VECTOR` of kernels.
+    """
+
+    rows: Tensor
+    num_tiles: int
+    vector: int
+
+
+def plan_launches(
+    device: torch.device,
+    rows: Sequence[Sequence[int]],
+    num_tiles: Sequence[int],
+    numels: Sequence[int],
+    *addresses: Sequence[int],
+) -> list[Launch]:
+    """A launch for the aligned segments, and one for the others; call it where its result is kept.
+
+    Args:
+        device: of the tables.
+        rows: of the tables, after the row of first tiles.
+        num_tiles: tiles of each segment.
+        numels: elements of each.
+        addresses: of each, in one or more buffers; 0 for none.
+    """
+    launches = []
+    for vector, tiles in by_alignment(num_tiles, numels, *addresses):
+        first_tile = starts(tiles)
+        launches.append(Launch(uploaded(device, [first_tile[:-1], *rows]), first_tile[-1], vector))
+    return launches
+
+
+def by_alignment(
+    num_tiles: Sequence[int], numels: Sequence[int], *addresses: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+    """For each launch the constant `VECTOR`, and the tiles of each segment: 0 for those of the other launch.
+
+    `VECTOR` is what all sizes are multiples of, where all addresses are multiples of 16; else 1.
+
+    Example:
+        >>> by_alignment([2, 1, 1], [4096, 7, 128], [64, 128, 256])
+        [(128, [2, 0, 1]), (1, [0, 1, 0])]
+    """
+    placed = [not any(a % 16 for a in each) for each in zip(*addresses, strict=True)]
+    aligned = [place and n % WHOLE_WORDS == 0 for place, n in zip(placed, numels, strict=True)]
+    if all(aligned):
+        return [(WHOLE_WORDS, list(num_tiles))]
+    rest = [place and n % 4 == 0 for place, n, first in zip(placed, numels, aligned, strict=True) if not first]
+    launches = [
+        (WHOLE_WORDS, [tiles * first for tiles, first in zip(num_tiles, aligned, strict=True)]),
+        (4 if all(rest) else 1, [tiles * (not first) for tiles, first in zip(num_tiles, aligned, strict=True)]),
+    ]
+    return [(vector, tiles) for vector, tiles in launches if any(tiles)] or launches[:1]
+
+
+def launch_each(function: Any, launches: list[Launch], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel of the arguments `(rows, *arguments)`, once for each launch."""
+    for one in launches:
+        launch(function, one.num_tiles, device, one.rows, *arguments, VECTOR=one.vector, **constants)
+
+
+def pointers(tensors: Sequence[Tensor] | None, count: int = 0) -> tuple[int, ...]:
     """The address of each tensor; `count` zeros for None."""
-    return [0] * count if tensors is None else [t.data_ptr() for t in tensors]
+    return (0,) * count if tensors is None else tuple([t.data_ptr() for t in tensors])
 
 
 def starts(sizes: Sequence[int], offset: int = 0) -> list[int]:
@@ -93,6 +199,11 @@ def starts(sizes: Sequence[int], offset: int = 0) -> list[int]:
         [1, 4, 8]
     """
     return list(accumulate(sizes, initial=offset))
+
+
+def tiles_of(numels: Sequence[int], size: int) -> list[int]:
+    """Tiles of `size` elements that hold each segment."""
+    return [-(-n // size) for n in numels]
 
 
 def are_aligned(*tensors: Tensor) -> bool:

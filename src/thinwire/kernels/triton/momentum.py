@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import momentum as family
 from ..checks import numels_of
 from ..momentum import Buffers, Momentum
-from . import select
-from .device import find_segment
-from .histograms import Selecting, source
-from .launch import launch, pointers, starts, table
+from . import histograms, select
+from .device import find_segment, load_pointer, load_size
+from .histograms import source
+from .launch import WHOLE_WORDS, Launch, kept, launch_each, plan_launches, pointers, starts, table, tiles_of
 from .select import MAX_ROW
 from .variants import VARIANTS, Variant
 
@@ -40,8 +40,8 @@ def add_topk(
     return _make_and_select(outs, [pointers(gs), pointers(es)], 0.0, factor, "feedback", counts)
 
 
-def _sources(b: Buffers) -> list[list[int]]:
-    return [pointers(list(tensors)) for tensors in (b.gs, b.us, b.vs, b.new_us)]
+def _sources(b: Buffers) -> list[tuple[int, ...]]:
+    return [pointers(tensors) for tensors in (b.gs, b.us, b.vs, b.new_us)]
 
 
 def _kind(rule: Momentum) -> str:
@@ -49,7 +49,7 @@ def _kind(rule: Momentum) -> str:
 
 
 def _make_and_select(
-    outs: list[Tensor], sources: list[list[int]], m: float, factor: float, kind: str, counts: list[int]
+    outs: list[Tensor], sources: list[tuple[int, ...]], m: float, factor: float, kind: str, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Make the segments and select: in one pass where all segments go through histograms, else one launch more."""
     if not outs or any(x.numel() <= MAX_ROW or not k for x, k in zip(outs, counts, strict=True)):
@@ -57,30 +57,39 @@ def _make_and_select(
         return select.topk(outs, counts)
     indices = torch.empty(sum(counts), dtype=torch.int32, device=outs[0].device)
     values = torch.empty(sum(counts), device=outs[0].device)
-    Selecting(outs, counts, starts(counts)[:-1]).run(sources, m, factor, kind, indices, values)
+    histograms.select(outs, counts, starts(counts)[:-1], indices, values, sources, m, factor, kind)
     return indices, values
 
 
-def _make(outs: Sequence[Tensor], sources: list[list[int]], m: float, factor: float, kind: str) -> None:
+def _make(outs: Sequence[Tensor], sources: list[tuple[int, ...]], m: float, factor: float, kind: str) -> None:
     if not outs:
         return
-    device = outs[0].device
-    first_tile = starts([triton.cdiv(x.numel(), TILE) for x in outs])
-    rows = table(device, pointers(list(outs)), numels_of(outs), first_tile[:-1])
-    arguments = (rows, table(device, *sources), len(outs), m, factor)
-    launch(_make_segments, first_tile[-1], device, *arguments, SOURCE=kind, TILE=TILE)
+    device, numels = outs[0].device, tuple(numels_of(outs))
+    launches = _plan(device, numels, pointers(outs), *sources)
+    launch_each(_make_segments, launches, device, table(device, *sources), len(outs), m, factor, SOURCE=kind, TILE=TILE)
+
+
+@kept
+def _plan(
+    device: torch.device, numels: tuple[int, ...], addresses: tuple[int, ...], *sources: tuple[int, ...]
+) -> list[Launch]:
+    return plan_launches(device, [addresses, numels], tiles_of(numels, TILE), numels, addresses, *sources)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
-def _make_segments(rows, others, num_segments, m, factor, SOURCE: tl.constexpr, TILE: tl.constexpr):
-    segment, tile = find_segment(rows, num_segments, 2)
+def _make_segments(
+    rows, others, num_segments, m, factor, SOURCE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
+):
+    segment, tile = find_segment(rows, num_segments)
     start = tile * TILE
-    left = tl.load(rows + num_segments + segment) - start
-    out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
-    source(others, segment, num_segments, start, left, m, factor, out, SOURCE, TILE)
+    left = load_size(rows + 2 * num_segments + segment, VECTOR) - start
+    out = load_pointer(rows + num_segments + segment, VECTOR)
+    source(others, segment, num_segments, start, left, m, factor, out, SOURCE, VECTOR, TILE)
 
 
 VARIANTS += [
-    Variant(f"momentum: {_source}", _make_segments, {"SOURCE": _source, "TILE": TILE}, TILE, _bytes)
+    Variant(
+        f"momentum: {_source}", _make_segments, {"SOURCE": _source, "VECTOR": WHOLE_WORDS, "TILE": TILE}, TILE, _bytes
+    )
     for _source, _bytes in (("feedback", 12), ("momentum", 20), ("nesterov", 20))
 ]

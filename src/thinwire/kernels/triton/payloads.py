@@ -1,12 +1,12 @@
 """What encoders and decoders of dense payloads share: the table of segments, residuals, and the sum of payloads.
 
-A payload holds float32 numbers and then bit-packed codes. Its table has one column per segment and these rows: address,
-address of the residual, size, first tile, index of the first number's bucket, offset of the first code in bytes.
+A payload holds float32 numbers and then bit-packed codes. Its table has these rows: first tile, address, address of the
+residual, size, index of the first number's bucket, offset of the first code in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,51 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import MAX_SEGMENT_NUMEL, numels_of
+from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag, flag_of
-from .device import is_finite
-from .launch import are_aligned, launch, pointers, starts, table
+from .device import load_pointer, magnitude
+from .launch import WHOLE_WORDS, Launch, are_aligned, launch_each, pointers, table
 from .variants import Variant
 
 WHOLE = tl.constexpr(MAX_SEGMENT_NUMEL)  # the size of a bucket that is its segment
 
 
-def segment_rows(
-    xs: list[Tensor],
-    residuals: list[Tensor] | None,
-    device: torch.device,
-    num_tiles: Sequence[int],
-    num_buckets: Sequence[int],
-    code_bytes: Sequence[int],
-    first_byte: int,
-) -> tuple[Tensor, int]:
-    """The table of an encoder or a decoder, and the number of tiles.
-
-    Args:
-        xs: the segments.
-        residuals: of an encoder.
-        device: of the table.
-        num_tiles: tiles of each segment.
-        num_buckets: buckets of each segment.
-        code_bytes: bytes of each segment's codes.
-        first_byte: where the codes begin.
-    """
-    first_tile = starts(num_tiles)
-    rows = table(
-        device,
-        pointers(xs),
-        pointers(residuals, len(xs)),
-        numels_of(xs),
-        first_tile[:-1],
-        starts(num_buckets)[:-1],
-        starts(code_bytes, first_byte)[:-1],
-    )
-    return rows, first_tile[-1]
-
-
 def launch_decoder(
     decoder: Any,
-    tiles: tuple[Tensor, int],
+    launches: list[Launch],
     payloads: list[Tensor],
     outs: list[Tensor],
     weight: float,
@@ -71,7 +38,7 @@ def launch_decoder(
 
     Args:
         decoder: the kernel. It gets `rows, sources, *tables, flag, num_segments, num_payloads, weight`.
-        tiles: the table of the segments, and the number of programs.
+        launches: of the segments.
         payloads: what to add.
         outs: the segments.
         weight: factor of all values.
@@ -80,11 +47,11 @@ def launch_decoder(
         tables: of this kind of decoder.
         sources: by default, the addresses of the payloads.
     """
-    device, (rows, num_tiles) = payloads[0].device, tiles
+    device = payloads[0].device
     flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
     sources = table(device, pointers(payloads)) if sources is None else sources
-    arguments = (rows, sources, *tables, flag, len(outs), len(payloads), weight)
-    launch(decoder, num_tiles, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
+    arguments = (sources, *tables, flag, len(outs), len(payloads), weight)
+    launch_each(decoder, launches, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
     return True if add else flag_of(flag[0] == 0)
 
 
@@ -96,13 +63,20 @@ def decoder_variants(
     Args:
         name: of the variants, with `{}` in place of the function.
         decoder: the kernel.
-        constants: its constants, without `ADD` and `ALIGNED`.
+        constants: its constants, without `ADD`, `ALIGNED` and `VECTOR`.
         numel: elements that one program serves.
         code_bytes: of a payload, per element.
         cached_bytes: per element, what the program reads a second time.
     """
     return [
-        Variant(name.format(what), decoder, {**constants, "ALIGNED": True, "ADD": add}, numel, least, cached_bytes)
+        Variant(
+            name.format(what),
+            decoder,
+            {"ALIGNED": True, "VECTOR": WHOLE_WORDS, "ADD": add, **constants},
+            numel,
+            least,
+            cached_bytes,
+        )
         for what, add, least in (
             ("decode_add", True, 8 + code_bytes),
             ("decode_sum, one payload", False, 4 + code_bytes),
@@ -111,9 +85,9 @@ def decoder_variants(
 
 
 @triton.jit
-def store_residual(rows, num_segments, segment, position, inside, lost):
+def store_residual(rows, num_segments, segment, position, inside, lost, VECTOR: tl.constexpr):
     """Store the error of a tile's codes. The residual may be the segment: all threads have read it before any writes."""
-    residual = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
+    residual = load_pointer(rows + 2 * num_segments + segment, VECTOR)
     tl.debug_barrier()
     tl.store(residual + position, lost, mask=inside)
 
@@ -133,5 +107,5 @@ def store_total(pointer, inside, total, flag, ADD: tl.constexpr):
     """Store a sum. Set the flag if a sum of payloads is not finite: all programs set it to 1, so their order is free."""
     tl.store(pointer, total, mask=inside)
     if not ADD:
-        finite = tl.min((is_finite(total) | (inside == 0)).to(tl.int32))
-        tl.store(flag, 1, mask=finite == 0)
+        largest = tl.max(tl.where(inside, magnitude(total), 0))
+        tl.store(flag, 1, mask=largest >= 0x7F800000)

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import reduce as family
 from ..checks import numels_of
 from ..flags import Flag, flag_of
-from .device import find_segment, is_finite
-from .launch import launch, pointers, starts, table
+from .device import find_segment, is_finite, load_pointer, load_size
+from .launch import WHOLE_WORDS, Launch, kept, launch_each, plan_launches, pointers, starts, tiles_of
 from .variants import VARIANTS, Variant
 
 TILE = 4096
@@ -33,32 +33,43 @@ def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
 
 
 def _find_nonfinite(xs: list[Tensor], out: Tensor, at: list[int], counts: list[int]) -> None:
-    first_tile = starts([triton.cdiv(x.numel(), TILE) for x in xs])
-    rows = table(out.device, pointers(xs), numels_of(xs), at, counts, first_tile[:-1])
-    launch(_mark, first_tile[-1], out.device, rows, out, len(xs), NAN=out.dtype == torch.float32, TILE=TILE)
+    launches = _plan(out.device, tuple(numels_of(xs)), pointers(xs), tuple(at), tuple(counts))
+    launch_each(_mark, launches, out.device, out, len(xs), NAN=out.dtype == torch.float32, TILE=TILE)
+
+
+@kept
+def _plan(
+    device: torch.device,
+    numels: tuple[int, ...],
+    addresses: tuple[int, ...],
+    at: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> list[Launch]:
+    return plan_launches(device, [addresses, numels, at, counts], tiles_of(numels, TILE), numels, addresses)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
-def _mark(rows, out, num_segments, NAN: tl.constexpr, TILE: tl.constexpr):
+def _mark(rows, out, num_segments, NAN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
     """Store NaN, or 1, at a segment's place in `out` if the tile holds an infinite or NaN element.
 
     All programs store the same value there, so that their order does not matter.
     """
-    segment, tile = find_segment(rows, num_segments, 4)
+    segment, tile = find_segment(rows, num_segments)
     start = tile * TILE
     offset = tl.arange(0, TILE)
-    inside = offset < tl.load(rows + num_segments + segment) - start
-    x = tl.load(tl.load(rows + segment).to(tl.pointer_type(tl.float32)) + start + offset, mask=inside, other=0.0)
+    inside = offset < load_size(rows + 2 * num_segments + segment, VECTOR) - start
+    x = tl.load(load_pointer(rows + num_segments + segment, VECTOR) + start + offset, mask=inside, other=0.0)
     if tl.min(is_finite(x).to(tl.int32)) == 0:
-        if tl.load(rows + 3 * num_segments + segment) > 0:
-            place = out + tl.load(rows + 2 * num_segments + segment)
+        if tl.load(rows + 4 * num_segments + segment) > 0:
+            place = out + tl.load(rows + 3 * num_segments + segment)
             if NAN:
                 tl.store(place, float("nan"))
             else:
                 tl.store(place, 1)
 
 
+_CONSTANTS = {"VECTOR": WHOLE_WORDS, "TILE": TILE}
 VARIANTS += [
-    Variant("reduce.all_finite", _mark, {"NAN": False, "TILE": TILE}, TILE, 4, types={"out": "*i32"}),
-    Variant("reduce.mark_nonfinite", _mark, {"NAN": True, "TILE": TILE}, TILE, 4, types={"out": "*fp32"}),
+    Variant("reduce.all_finite", _mark, {"NAN": False, **_CONSTANTS}, TILE, 4, types={"out": "*i32"}),
+    Variant("reduce.mark_nonfinite", _mark, {"NAN": True, **_CONSTANTS}, TILE, 4, types={"out": "*fp32"}),
 ]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .. import select as family
 from ..checks import numels_of
+from . import histograms
 from .device import find_segment, magnitude
 from .fields import SCAN_BLOCK, scan
-from .histograms import TILE, Selecting, read_tile, write_selected
-from .launch import launch, pointers, starts, table
+from .histograms import TILE, read_tile, write_selected
+from .launch import launch, pointers, starts, table, tiles_of
 from .variants import VARIANTS, Variant
 
 MAX_ROW = 4096  # elements of a row that one program holds
@@ -36,7 +37,7 @@ def topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
         _select_in_rows(chosen, chunk, kept, kept, [at[i] for i in small], indices, values)
     if large:
         chosen, kept = [xs[i] for i in large], [counts[i] for i in large]
-        Selecting(chosen, kept, [at[i] for i in large]).run([], 0.0, 0.0, "none", indices, values)
+        histograms.select(chosen, kept, [at[i] for i in large], indices, values)
     return indices, values
 
 
@@ -56,12 +57,12 @@ def topk_in_chunks(
 def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, list[int]]:
     """Three launches; the host waits for the counts, because they are the sizes of the result."""
     device = xs[0].device if xs else torch.device("cpu")
-    first_tile = starts([triton.cdiv(x.numel(), TILE) for x in xs])
+    first_tile = starts(tiles_of(numels_of(xs), TILE))
     bits = torch.tensor(thresholds, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
-    layout = [pointers(xs), numels_of(xs), bits, first_tile[:-1]]
+    layout = [first_tile[:-1], pointers(xs), numels_of(xs), bits]
     before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
     totals = torch.empty(len(xs), dtype=torch.int32, device=device)
-    rows = table(device, *layout, first_tile[:-1])
+    rows = table(device, *layout)
     launch(_count_above, first_tile[-1], device, rows, before, len(xs), TILE=TILE)
     launch(scan, len(xs), device, table(device, first_tile), before, totals, len(xs), ROWS=1, BLOCK=SCAN_BLOCK)
     counts: list[int] = totals.tolist()
@@ -74,8 +75,8 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
 @family._largest.runs_on("triton")
 def largest(xs: list[Tensor]) -> list[float]:
     device = xs[0].device if xs else torch.device("cpu")
-    first_tile = starts([triton.cdiv(x.numel(), TILE) for x in xs])
-    rows = table(device, pointers(xs), numels_of(xs), first_tile[:-1])
+    first_tile = starts(tiles_of(numels_of(xs), TILE))
+    rows = table(device, first_tile[:-1], pointers(xs), numels_of(xs))
     found = torch.zeros(len(xs), dtype=torch.int32, device=device)
     launch(_largest, first_tile[-1], device, rows, found, len(xs), TILE=TILE)
     values: list[float] = found.view(torch.float32).tolist()
@@ -97,10 +98,10 @@ def _select_in_rows(
     values: Tensor,
 ) -> None:
     """Select `counts[i]` of each whole chunk of segment i, and `last_counts[i]` of the shorter last one."""
-    width = max(8, triton.next_power_of_2(chunk))
+    width = max(8, 1 << (chunk - 1).bit_length())
     num_rows = max(1, ROW_TILE // width)
-    first_tile = starts([triton.cdiv(triton.cdiv(x.numel(), chunk), num_rows) for x in xs])
-    rows = table(indices.device, pointers(xs), numels_of(xs), counts, last_counts, at, first_tile[:-1])
+    first_tile = starts(tiles_of(tiles_of(numels_of(xs), chunk), num_rows))
+    rows = table(indices.device, first_tile[:-1], pointers(xs), numels_of(xs), counts, last_counts, at)
     arguments = (rows, indices, values, len(xs), chunk)
     launch(_topk_of_rows, first_tile[-1], indices.device, *arguments, WIDTH=width, ROWS=num_rows)
 
@@ -111,17 +112,17 @@ def _select_in_rows(
 @triton.jit(do_not_specialize=["num_segments", "chunk"])
 def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Each row of a tile is a chunk: find its threshold bit by bit, and write the selected elements in order."""
-    segment, tile = find_segment(rows, num_segments, 5)
+    segment, tile = find_segment(rows, num_segments)
     first_row = tile * ROWS
-    numel = tl.load(rows + num_segments + segment)
+    numel = tl.load(rows + 2 * num_segments + segment)
     start = (first_row + tl.arange(0, ROWS)) * chunk  # of each row
     size = tl.minimum(tl.maximum(numel - start, 0), chunk).to(tl.int32)
-    whole = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
-    last = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
+    whole = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
+    last = tl.load(rows + 4 * num_segments + segment).to(tl.int32)
     count = tl.where(size == chunk, whole, tl.where(size > 0, last, 0))
     column = tl.arange(0, WIDTH)[None, :]
     inside = column < size[:, None]
-    x_ptr = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    x_ptr = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
     x = tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0)
     bits = tl.where(inside, magnitude(x), -1)
 
@@ -136,7 +137,7 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
     kept = larger | (equal & (tl.cumsum(equal, axis=1) - equal < num_ties).to(tl.int32))
     place = tl.cumsum(kept, axis=1) - kept
     # All rows of a segment but the last are whole.
-    row_at = tl.load(rows + 4 * num_segments + segment) + (first_row + tl.arange(0, ROWS)) * whole
+    row_at = tl.load(rows + 5 * num_segments + segment) + (first_row + tl.arange(0, ROWS)) * whole
     place = row_at[:, None] + place
     tl.store(indices + place, (start[:, None] + column).to(tl.int32), mask=kept > 0)
     tl.store(values + place, x, mask=kept > 0)
@@ -145,16 +146,16 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
     program = tl.program_id(0)
-    segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
-    threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
+    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
+    threshold = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
     tl.store(counts + program, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr):
     program = tl.program_id(0)
-    segment, start, x, inside = read_tile(rows, num_segments, 3, TILE)
-    threshold = tl.load(rows + 2 * num_segments + segment).to(tl.int32)
+    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
+    threshold = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
     kept = (inside & (magnitude(x) >= threshold)).to(tl.int32)
     place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + program) + tl.cumsum(kept) - kept
     write_selected(indices, values, place, start, x, kept > 0, TILE)
@@ -162,7 +163,7 @@ def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _largest(rows, found, num_segments, TILE: tl.constexpr):
-    segment, start, x, inside = read_tile(rows, num_segments, 2, TILE)
+    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
     tl.atomic_max(found + segment, tl.max(tl.where(inside, magnitude(x), 0)), sem="relaxed")
 
 

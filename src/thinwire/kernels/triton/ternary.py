@@ -11,20 +11,29 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import ternary as family
-from ..checks import MAX_SEGMENT_NUMEL, num_buckets
+from ..checks import MAX_SEGMENT_NUMEL, num_buckets, numels_of
 from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
 from ..ternary import BLOCK_WORDS, Ternary
 from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
-from .device import find_segment, is_finite, load_floats, position_of, root, scale_of_magnitude, store_floats, uniform
-from .launch import are_aligned, launch, pointers, table
+from .device import (
+    find_segment,
+    is_finite,
+    load_floats,
+    load_pointer,
+    position_of,
+    root,
+    scale_of_magnitude,
+    store_floats,
+    uniform,
+)
+from .launch import Launch, are_aligned, kept, launch, launch_each, pointers, starts, table, tiles_of, uploaded
 from .payloads import (
     WHOLE,
     decoder_variants,
     launch_decoder,
     load_total,
-    segment_rows,
     store_residual,
     store_total,
 )
@@ -58,10 +67,9 @@ def encode(
     residuals: list[Tensor] | None,
 ) -> None:
     device = out.device
-    rows, num_tiles = _rows(xs, residuals, device, ternary)
-    arguments = (rows, keys_on(keys, device), scales, out, len(xs))
-    constants = _constants(ternary) | {"ALIGNED": are_aligned(out)}
-    launch(_encode, num_tiles, device, *arguments, RESIDUAL=residuals is not None, **constants)
+    arguments = (keys_on(keys, device), scales, out, len(xs))
+    constants = _constants(ternary) | {"ALIGNED": are_aligned(out), "RESIDUAL": residuals is not None}
+    launch_each(_encode, _launches(xs, residuals, device, ternary), device, *arguments, **constants)
 
 
 @family._decode_add.runs_on("triton")
@@ -80,17 +88,29 @@ def _decode_payloads(
     payloads: list[Tensor], scales: list[Tensor], outs: list[Tensor], weight: float, ternary: Ternary, add: bool
 ) -> Flag:
     device = payloads[0].device
-    rows, sources = _rows(outs, None, device, ternary), table(device, pointers(payloads), pointers(scales))
-    return launch_decoder(_decode, rows, payloads, outs, weight, add, _constants(ternary), sources=sources)
+    launches, sources = _launches(outs, None, device, ternary), table(device, pointers(payloads), pointers(scales))
+    return launch_decoder(_decode, launches, payloads, outs, weight, add, _constants(ternary), sources=sources)
 
 
-def _rows(
-    xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device, ternary: Ternary
-) -> tuple[Tensor, int]:
-    code_bytes = [ternary.nbytes([x.numel()]) for x in xs]
-    num_tiles = [triton.cdiv(nbytes, TILE_WORDS * (1 if ternary.base == 3 else 4)) for nbytes in code_bytes]
-    num_scales = [num_buckets([x.numel()], ternary.size) for x in xs]
-    return segment_rows(xs, residuals, device, num_tiles, num_scales, code_bytes, 0)
+def _launches(xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device, ternary: Ternary) -> list[Launch]:
+    return _plan(device, ternary, tuple(numels_of(xs)), pointers(xs), pointers(residuals, len(xs)))
+
+
+@kept
+def _plan(
+    device: torch.device,
+    ternary: Ternary,
+    numels: tuple[int, ...],
+    addresses: tuple[int, ...],
+    residuals: tuple[int, ...],
+) -> list[Launch]:
+    code_bytes = [ternary.nbytes([n]) for n in numels]
+    num_tiles = tiles_of(code_bytes, TILE_WORDS * (1 if ternary.base == 3 else 4))
+    num_scales = [num_buckets([n], ternary.size) for n in numels]
+    first_tile = starts(num_tiles)
+    rows = [first_tile[:-1], addresses, residuals, numels, starts(num_scales)[:-1], starts(code_bytes)[:-1]]
+    # Digits of a block are as far apart as the block is wide, so no elements are read together.
+    return [Launch(uploaded(device, rows), first_tile[-1], vector=1)]
 
 
 def _constants(ternary: Ternary) -> dict[str, Any]:
@@ -136,8 +156,8 @@ def _find_words(rows, num_segments, DIGITS: tl.constexpr, BLOCK: tl.constexpr, T
     Returns the segment, its number of elements, each word, the first element of its block, its place in the block, and the
     words of the block.
     """
-    segment, tile = find_segment(rows, num_segments, 3)
-    numel = tl.load(rows + 2 * num_segments + segment)
+    segment, tile = find_segment(rows, num_segments)
+    numel = tl.load(rows + 3 * num_segments + segment)
     word = tile * TILE + tl.arange(0, TILE)
     first = word // BLOCK * (BLOCK * DIGITS)
     width = tl.minimum(BLOCK, (numel - first + DIGITS - 1) // DIGITS)
@@ -167,11 +187,12 @@ def _encode(
     BUCKET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     segment, numel, word, first, place, width = _find_words(rows, num_segments, DIGITS, BLOCK, TILE)
-    x_ptr = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    x_ptr = load_pointer(rows + num_segments + segment, VECTOR)
     key = tl.load(key_table + segment)
     packed = tl.zeros([TILE], tl.int32)
     for digit in tl.static_range(DIGITS):
@@ -185,7 +206,7 @@ def _encode(
         value = tl.where(usable, (u < r).to(tl.int32) - (u < -r).to(tl.int32), 0)
         packed += tl.where(inside, (value + 1) * (BASE**digit), 0)
         if RESIDUAL:
-            store_residual(rows, num_segments, segment, position, inside, x - value.to(tl.float32) * scale)
+            store_residual(rows, num_segments, segment, position, inside, x - value.to(tl.float32) * scale, VECTOR)
     address = payload + tl.load(rows + 5 * num_segments + segment)
     if BASE == 3:
         tl.store(address + word, packed.to(tl.uint8), mask=place < width)
@@ -206,12 +227,13 @@ def _decode(
     BUCKET: tl.constexpr,
     ADD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Read each word once for each of its digits: from memory, and then from the cache."""
     segment, numel, word, first, place, width = _find_words(rows, num_segments, DIGITS, BLOCK, TILE)
-    out = tl.load(rows + segment).to(tl.pointer_type(tl.float32))
+    out = load_pointer(rows + num_segments + segment, VECTOR)
     first_byte = tl.load(rows + 5 * num_segments + segment)
     for digit in tl.static_range(DIGITS):
         position = first + digit * width + place
@@ -245,10 +267,12 @@ def _add_variants(ternary: Ternary, what: str) -> None:
     word_bytes = (1 if ternary.base == 3 else 4) / ternary.num_digits
     # A scale per element where buckets have scales; words are read again for each digit.
     scale_bytes = 0.0 if ternary.bucket_size is None else 4.0
-    encoder = {**constants, "RESIDUAL": True, "ALIGNED": True}
+    encoder = {**constants, "RESIDUAL": True, "ALIGNED": True, "VECTOR": 1}
     VARIANTS.append(Variant(f"ternary.encode: {what}, residual", _encode, encoder, numel, 8 + word_bytes, scale_bytes))
     cached_bytes = word_bytes * (ternary.num_digits - 1) + scale_bytes
-    VARIANTS.extend(decoder_variants(f"ternary.{{}}: {what}", _decode, constants, numel, word_bytes, cached_bytes))
+    VARIANTS.extend(
+        decoder_variants(f"ternary.{{}}: {what}", _decode, {**constants, "VECTOR": 1}, numel, word_bytes, cached_bytes)
+    )
 
 
 _add_variants(Ternary(), "base 3, whole segments")

@@ -44,7 +44,3 @@ class Tiles:
     def numel(self) -> int:
         """Elements of a tile."""
         return self.size * self.rows
-
-    def count(self, numel: int) -> int:
-        """Tiles of a segment."""
-        return -(-numel // self.numel)

@@ -18,13 +18,13 @@ TILE = 256
 @family._encode.runs_on("triton")
 def encode(words: Tensor, bits: int, out: Tensor) -> None:
     arguments = (words, out, words.numel(), out.numel(), bits)
-    launch(_encode, triton.cdiv(out.numel(), TILE), out.device, *arguments, TILE=TILE)
+    launch(_encode, -(-out.numel() // TILE), out.device, *arguments, TILE=TILE)
 
 
 @family._decode.runs_on("triton")
 def decode(payload: Tensor, count: int, bits: int) -> Tensor:
     words = torch.empty(count, dtype=torch.int32, device=payload.device)
-    launch(_decode, triton.cdiv(count, TILE), payload.device, payload, words, count, bits, TILE=TILE)
+    launch(_decode, -(-count // TILE), payload.device, payload, words, count, bits, TILE=TILE)
     return words
 
 
