@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import thinwire as tw
 from thinwire.comm import Handle, ProcessGroupCommunicator, process_group
@@ -46,6 +49,32 @@ def test_nccl_connects_on_the_workers_own_gpu(connected, of_model, of_group, exp
     dist.group.WORLD.bound_device_id = of_group
     comm = ProcessGroupCommunicator(device=of_model)
     assert connected == [expected] and comm.device == expected
+
+
+@pytest.mark.parametrize(("ranks", "splits"), [([0, 2], False), ([0, 1, 2, 3], True)])
+def test_a_subgroup_is_not_split_off_the_default_group(monkeypatch, ranks, splits):
+    """A split needs all ranks of the default group, which is bound to a device; those outside of a subgroup make none."""
+    asked = []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+        dist.group.WORLD.bound_device_id = OF_GROUP
+        process_group._groups_over(ranks, "fake", 10.0).take()
+        assert bool(asked) == splits and dist.group.WORLD.bound_device_id == OF_GROUP
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_loads_a_state_takes_it_into_main_memory():
+    """A state was saved on the GPU of another worker, where a tensor would come back, with a context of its own."""
+    calls = []
+    for path in Path(tw.__file__).parent.rglob("*.py"):
+        found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls += [call for call in found if ast.unparse(call.func) == "torch.load"]
+    assert len(calls) > 3
+    for call in calls:
+        arguments = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        assert arguments.get("map_location") == "'cpu'" or "mmap" in arguments, ast.unparse(call)
 
 
 def test_a_strategy_connects_on_its_models_device(monkeypatch):

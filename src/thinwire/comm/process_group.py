@@ -14,7 +14,7 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal pa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -240,9 +240,10 @@ class _Groups:
         """One that was given back, or a new one. All ranks take and give back in the same order."""
         if self._idle:
             return self._idle.pop(0)
-        group: dist.ProcessGroup = dist.new_group(
-            self._ranks, timeout=self._timeout, backend=self._config, use_local_synchronization=not self._everyone
-        )
+        with contextlib.nullcontext() if self._everyone else _without_device():
+            group: dist.ProcessGroup = dist.new_group(
+                self._ranks, timeout=self._timeout, backend=self._config, use_local_synchronization=not self._everyone
+            )
         return group
 
     def give_back(self, group: dist.ProcessGroup, has_failed: bool) -> None:
@@ -252,6 +253,21 @@ class _Groups:
                 dist.destroy_process_group(group)
         elif not has_failed:
             self._idle.append(group)
+
+
+@contextlib.contextmanager
+def _without_device() -> Iterator[None]:
+    """Context in which the default group has no device, so that PyTorch splits no communicator of NCCL off that group's.
+
+    All ranks of the default group would have to take part in a split, and those outside of a subgroup do not.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Groups]] = WeakKeyDictionary()  # by default group

@@ -57,7 +57,7 @@ class CompressGradients(TrainerCallback):
             require(
                 path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=..."
             )
-            self.handle.load_state_dict(torch.load(path, weights_only=True))
+            self.handle.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
