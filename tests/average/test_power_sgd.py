@@ -12,9 +12,12 @@ from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.average.low_rank import power_sgd
+from thinwire.kernels import low_rank
 
 SHAPES = {"conv.weight": (16, 3, 3, 3), "conv.bias": (16,), "fc.weight": (20, 40), "small": (3, 4), "scale": ()}
 SEED = 5
@@ -417,3 +420,50 @@ def test_a_loss_scaler_skips_the_step_on_every_worker():
     results = spawn(3, scaler_worker, 2)
     assert len({h for h, _ in results}) == 1
     assert all(after == before / 2 for _, (before, after) in results)
+
+
+class ReadsTf32(TorchDispatchMode):
+    """Matrix products as the units of a GPU compute them: factors are rounded to 10 bits of mantissa."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args, kwargs = list(args), kwargs or {}
+        name = func.overloadpacket._qualified_op_name
+        for i in {"aten::mm": (0, 1), "aten::addmm_": (1, 2), "aten::addmm": (1, 2)}.get(name, ()):
+            bits = args[i].contiguous().view(torch.int32)
+            args[i] = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+        return func(*args, **kwargs)
+
+
+def test_memory_keeps_what_was_not_sent_under_tensor_float_32(monkeypatch):
+    """The sum of the workers' gradients is W times the mean and what their memories keep, to the precision of float32."""
+    shapes = [("a", (24, 40)), ("b", (24, 40)), ("c", (30, 30))]
+    given = [
+        [(name, randn(*shape, seed=10 * rank + len(name) + shape[0])) for name, shape in shapes] for rank in range(2)
+    ]
+    monkeypatch.setattr(low_rank, "_reads_tf32", lambda device: True)
+
+    def worker(comm):
+        tensors = [(name, t.clone()) for name, t in given[comm.rank]]
+        averager = tw.PowerSGD(rank=2)
+        state = averager.init(tensors, comm, SEED)
+        with ReadsTf32():
+            averager.step(state, tensors, comm).wait()
+        assert averager.commit(state)
+        return dict(tensors), state.memory.residual
+
+    with kernels.use_backend("reference"):
+        results = tw.comm.LocalWorld(2).run(worker)
+    for name, shape in shapes:
+        kept = sum(residual[name].double().view(shape) for _, residual in results)
+        total = sum(dict(of_rank)[name].double() for of_rank in given)
+        assert (2 * results[0][0][name].double() + kept - total).norm() < 2e-6 * total.norm()
+
+
+def test_matrices_of_one_shape_share_a_decomposition(monkeypatch):
+    decomposed, qr = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda a: decomposed.append(a.shape) or qr(a))
+    ps = [randn(2, 24, seed=i) for i in range(5)] + [randn(2, 30, seed=9), torch.zeros(2, 24)]
+    bases = power_sgd._bases(ps)
+    assert sorted(decomposed) == [(1, 30, 2), (6, 24, 2)]
+    for p, basis in zip(ps, bases, strict=True):
+        assert torch.equal(basis, qr(p.t()).Q.t()) and basis.is_contiguous()

@@ -199,6 +199,7 @@ def _products(xs: list[Tensor], rows: list[int], ps: list[Tensor], left: bool, o
 @kernel
 def _add(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> None:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
+        left, right = _exact_factors(left, right)
         x.view(n, -1).addmm_(left.t(), right)
 
 
@@ -220,5 +221,28 @@ def _add_products(
 @kernel
 def _store(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> Flag:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
+        left, right = _exact_factors(left, right)
         torch.mm(left.t(), right, out=x.view(n, -1))
     return all_finite(xs)
+
+
+def _exact_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the same product, which matrix units that read TensorFloat-32 (10 bits of mantissa) compute in float32.
+
+    What a worker subtracts from its memory and what the others add are products of one factor with different others.
+    Rounded one by one, they would not cancel.
+    """
+    if not _reads_tf32(a.device):
+        return a, b
+    a_high, b_high = _high_bits(a), _high_bits(b)
+    return torch.cat([a_high, a_high, a - a_high]), torch.cat([b_high, b - b_high, b_high])
+
+
+def _reads_tf32(device: torch.device) -> bool:
+    """Whether the user lets matrix products on this device read TensorFloat-32."""
+    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _high_bits(x: Tensor) -> Tensor:
+    """What TensorFloat-32 holds of x."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -221,8 +221,7 @@ class PowerSGD(Averager):
         sums = all_reduce_parts([i.p for i in matrices] + [i.x for i in dense], comm, clock)()
         rows, xs = [len(i.target) for i in matrices], [i.x for i in matrices]
         with clock("encode"):
-            # An orthonormal basis whatever the rank of P; the unit vectors if P is zero.
-            ps = [torch.linalg.qr(p.t()).Q.t().contiguous() for p in sums[: len(matrices)]]
+            ps = _bases(sums[: len(matrices)])
             own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
         wait = all_reduce_parts(own_qs, comm, clock)
         with clock("encode"):  # while the all-reduce runs
@@ -244,6 +243,21 @@ class PowerSGD(Averager):
                     memory.decoded(state.memory, name, target, scale=scale)
             finite = kernels.flags.both(finite, kernels.all_finite([d.target for d in dense]))
             state.finite = kernels.flags.both(state.finite, finite)
+
+
+def _bases(ps: list[Tensor]) -> list[Tensor]:
+    """Orthonormal rows that span those of each P' (r, n), whatever its rank; unit vectors if it is zero.
+
+    Matrices of one shape go through the decomposition together.
+    """
+    alike: dict[torch.Size, list[int]] = {}
+    for i, p in enumerate(ps):
+        alike.setdefault(p.shape, []).append(i)
+    bases = dict[int, Tensor]()
+    for members in alike.values():
+        q = torch.linalg.qr(torch.stack([ps[i].t() for i in members])).Q
+        bases |= zip(members, q.mT.contiguous(), strict=True)
+    return [bases[i] for i in range(len(ps))]
 
 
 def _rescaled(q: Tensor, old: Tensor) -> Tensor:
