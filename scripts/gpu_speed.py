@@ -88,8 +88,8 @@ def overhead(folder: Path) -> list[str]:
 
 
 def speed(keep: Callable[[list[str]], None]) -> list[str]:
-    """Every codec's speed as a share of a copy of the same 100 MB."""
-    x = torch.randn(1000 if IS_DRY else 25_000_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    """Every codec's speed as a share of a copy of the same GB, which no cache holds."""
+    x = torch.randn(1000 if IS_DRY else 250_000_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     rows = [f"{'codec':48} {'encode':>7} {'decode':>7}  of a copy, {4 * x.numel() / 1e6:g} MB"]
     for text in DEFAULT_CODECS[:: 8 if IS_DRY else 1]:
         copy, encode, decode, _ = measure(tw.parse(text), x, 2 if IS_DRY else 15)

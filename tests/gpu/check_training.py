@@ -61,20 +61,37 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 @needs_streams
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
-def test_streams_under_load(averager):
-    """Kernels of other threads, and memory that they take and free, change nothing."""
+def test_streams_under_load(averager, monkeypatch):
+    """Kernels of other threads change nothing, nor does memory that they take on the same streams, fill and free.
+
+    The allocator hands memory out again on the stream that freed it. So what one stream freed while another still used it
+    is overwritten only if the same streams take memory.
+    """
     calm = LocalWorld(1).run(train, averager, 5, True)[0]
-    stop = threading.Event()
+    stop, used, stream = threading.Event(), [torch.cuda.default_stream(GPU)], torch.cuda.Stream
+
+    def noted(*args, **kwargs):
+        used.append(stream(*args, **kwargs))
+        return used[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", noted)
 
     def load() -> None:
-        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        with torch.cuda.stream(stream(GPU)):
             x = torch.randn(2048, 2048, device=GPU)
             while not stop.is_set():
                 x = (x @ x).clamp(-1, 1)
-                _ = torch.full((1000, 1000), float("nan"), device=GPU)
                 torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=load) for _ in range(2)]
+    def fill() -> None:
+        while not stop.is_set():
+            for each in used[:1] + used[-4:]:
+                with torch.cuda.stream(each):
+                    for numel in (64, 4096, 65536):  # tables, payloads, buckets
+                        torch.full((numel,), float("nan"), device=GPU)
+                each.synchronize()
+
+    threads = [threading.Thread(target=target) for target in (load, fill)]
     for thread in threads:
         thread.start()
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -16,13 +17,16 @@ from torch import nn
 import thinwire as tw
 from thinwire import streams
 from thinwire.clock import Clock
+from thinwire.comm import side_streams
+from thinwire.comm.side_streams import SideStreams
 from thinwire.kernels.random import keys_on
+from thinwire.lab.bench.parts import seconds_of
 from thinwire.streams import WorkStream, wait_for
 
 
 class Event:
-    def __init__(self, stream=None, log=None, enable_timing=False):
-        self.stream, self.log, self.time = stream, log, 0.0
+    def __init__(self, stream=None, log=None, enable_timing=False, blocking=False):
+        self.stream, self.log, self.time, self.blocking = stream, log, 0.0, blocking
 
     def synchronize(self):
         if self.log is not None:
@@ -37,7 +41,7 @@ class Event:
 
 class Stream:
     def __init__(self, log, name):
-        self.log, self.name = log, name
+        self.log, self.name, self.device = log, name, torch.device("cuda")
 
     def record_event(self, event=None):
         event = event or Event()
@@ -184,3 +188,21 @@ def test_the_clock_times_a_gpu_by_events(gpu):
         with clock("encode"):
             pass
     assert clock.seconds == {"encode": 3.0}
+
+
+def test_a_thread_sleeps_while_it_waits_for_messages(gpu, monkeypatch):
+    """Threads that spin would take the processor from those that start kernels."""
+    ended = []
+    monkeypatch.setattr(side_streams, "wait_for", lambda event, device: ended.append(event))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with ThreadPoolExecutor(1) as issuer:
+        SideStreams(issuer).issue_queued(torch.device("cuda"), [], lambda: lambda: None)()
+    assert [event.blocking for event in ended] == [True]
+
+
+def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(gpu, monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleeps"))
+    monkeypatch.setattr(Event, "record", lambda self: log.append("event"), raising=False)
+    seconds_of(lambda: log.append("acts"), torch.device("cuda"))
+    assert log == ["sleeps", "event", "acts", "event"]

@@ -78,5 +78,6 @@ def _start_on_stream(
     with torch.cuda.stream(side):
         side.wait_event(ready)
         start()()  # waiting orders the stream, not the host
-        ended: torch.cuda.Event = side.record_event()
+        # A thread that waits for it sleeps; it would spin, and take the processor from the threads that start kernels.
+        ended: torch.cuda.Event = side.record_event(torch.cuda.Event(blocking=True))
         return ended
