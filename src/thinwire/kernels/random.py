@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,13 +64,19 @@ def mix_key(seed: int, stream: int, step: int) -> int:
         >>> mix_key(0, 0, 1) == mix_key(0, 1, 0)
         False
     """
-    h = 0
-    for number in (seed, stream, step):
-        h = ((h ^ (number & _MASK64)) + 0x9E3779B97F4A7C15) & _MASK64
-        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK64
-        h ^= h >> 31
-    return h
+    return _mixed(_mixed_stream(seed, stream), step)
+
+
+@lru_cache(maxsize=1 << 14)  # a step has the streams of the step before it
+def _mixed_stream(seed: int, stream: int) -> int:
+    return _mixed(_mixed(0, seed), stream)
+
+
+def _mixed(h: int, number: int) -> int:
+    h = ((h ^ (number & _MASK64)) + 0x9E3779B97F4A7C15) & _MASK64
+    h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return h ^ (h >> 31)
 
 
 def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:

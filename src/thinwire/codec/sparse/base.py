@@ -99,6 +99,18 @@ class Sparsifier(Codec):
         indices, nbytes = self.unpack_indices(payload, counts, numels)
         return indices, counts, nbytes + 4 * len(counts)
 
+    def read_supports(
+        self, payloads: Sequence[Tensor], numels: list[int], keys: list[int]
+    ) -> list[tuple[Tensor, list[int], int]]:
+        """`read_support` of each payload: supports of one size are read together, as one of many segments."""
+        if not self.traits.fixed_size:
+            return [self.read_support(payload, numels, keys) for payload in payloads]
+        num, counts = len(payloads), [self.count(n) for n in numels]
+        nbytes = self.support_nbytes(counts, numels)
+        together = torch.cat([tail(payload, nbytes) for payload in payloads])
+        indices, _, _ = self.read_support(together, numels * num, keys * num)
+        return [(part, counts, nbytes) for part in indices.view(num, sum(counts))]
+
     def support_nbytes(self, counts: list[int], numels: list[int]) -> int:
         """Bytes of the support, or an upper bound."""
         return self.indices_nbytes(counts, numels) + 4 * len(counts) * self.counts_travel

@@ -127,9 +127,9 @@ def encode_sparse(
     indices, values, counts = selection
     sent, lost = encode_values(values_codec, values, counts, keys, sparsifier.gains(numels))
     if residuals is not None:
-        for x, r in zip(segments, residuals, strict=True):
-            if r.data_ptr() != x.data_ptr():
-                r.copy_(x)
+        apart = [(r, x) for x, r in zip(segments, residuals, strict=True) if r.data_ptr() != x.data_ptr()]
+        if apart:
+            torch._foreach_copy_([r for r, _ in apart], [x for _, x in apart])
         if lost is None:
             kernels.scatter.clear(residuals, indices, counts)
         else:
@@ -146,18 +146,21 @@ def decode_sparse(
     keys: list[int],
 ) -> None:
     """Undo `encode_sparse`: add the values to `outs`."""
-    selection = read_sparse(sparsifier, values_codec, payload, outs, keys)
+    (selection,) = read_sparse(sparsifier, values_codec, [payload], outs, keys)
     kernels.scatter.add(outs, selection.indices, selection.values, selection.counts, weight)
 
 
 def read_sparse(
-    sparsifier: Sparsifier, values_codec: Codec, payload: Tensor, outs: list[Tensor], keys: list[int]
-) -> Selection:
-    """The values that a payload carries for segments of the sizes of `outs`, with their positions."""
+    sparsifier: Sparsifier, values_codec: Codec, payloads: Sequence[Tensor], outs: list[Tensor], keys: list[int]
+) -> list[Selection]:
+    """The values that each payload carries for segments of the sizes of `outs`, with their positions."""
     numels = [o.numel() for o in outs]
-    indices, counts, nbytes = sparsifier.read_support(payload, numels, decoding_keys(sparsifier, keys))
-    values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts, keys)
-    return Selection(indices, values, counts)
+    supports = sparsifier.read_supports(payloads, numels, decoding_keys(sparsifier, keys))
+    selections = []
+    for payload, (indices, counts, nbytes) in zip(payloads, supports, strict=True):
+        values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts, keys)
+        selections.append(Selection(indices, values, counts))
+    return selections
 
 
 def decode_values(
@@ -186,7 +189,7 @@ def sum_sparse(
     keys: list[int],
 ) -> Flag:
     """`Codec.decode_sum`: only elements in a payload are checked to be finite, because all others are zero."""
-    kept = [read_sparse(sparsifier, values_codec, payload, outs, keys) for payload in payloads]
+    kept = read_sparse(sparsifier, values_codec, payloads, outs, keys)
     indices, values, counts = zip(*kept, strict=True)
     return kernels.scatter.total(outs, indices, values, counts, weight)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -116,8 +116,13 @@ class TopK(Sparsifier):
 
 def num_kept(ratio: float | Schedule, numel: int) -> int:
     """`ceil(ratio * numel)`, and at least one unless `numel` is zero."""
+    return _num_kept(number(ratio), numel)
+
+
+@lru_cache(maxsize=4096)
+def _num_kept(ratio: float, numel: int) -> int:
     # The factor keeps binary rounding from adding a coordinate: 0.07 * 100 is 7.000000000000001.
-    return min(numel, max(1, math.ceil(number(ratio) * numel * (1 - 1e-12))))
+    return min(numel, max(1, math.ceil(ratio * numel * (1 - 1e-12))))
 
 
 def sampled_thresholds(segments: list[Tensor], keys: list[int], targets: list[int], sample: float) -> list[float]:

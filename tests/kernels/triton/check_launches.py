@@ -1,0 +1,120 @@
+"""What a bucket costs the host with Triton: launches, and calls of functions, of which machine and load change nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.on_triton import DEVICE
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.codec import Key
+from thinwire.kernels import flags
+from thinwire.kernels.triton import launch as launches
+
+PAYLOADS = 8
+CASES = {  # codec: launches of encode, of decode_sum of eight payloads; calls for a segment of encode, of decode_sum
+    "QSGD(bits=4)": (1, 1, 34, 18),
+    "NUQSGD(bits=3)": (1, 1, 34, 18),
+    "SignNorm()": (3, 1, 40, 18),
+    "TernGrad()": (5, 1, 50, 55),
+    "Cast('bfloat16')": (1, 1, 34, 18),
+    "TopK(0.01)": (13, 3 + PAYLOADS, 55, 120),
+    "RandomK(0.01)": (7, 4 + PAYLOADS, 60, 100),
+    "chain(TopK(0.01), QSGD(bits=4))": (14, 3 + 2 * PAYLOADS, 72, 190),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is launched; nothing runs, so that only the host's part is left."""
+    counter: Counter[str] = Counter()
+
+    def count(function: Any, num_programs: int, *arguments: Any, **constants: Any) -> None:
+        counter[function.__name__] += num_programs > 0
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("thinwire.kernels.triton") and hasattr(module, "launch") and module is not launches:
+            monkeypatch.setattr(module, "launch", count) if callable(module.launch) else None
+    monkeypatch.setattr(launches, "launch", count)
+    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)
+    return counter
+
+
+def steps(codec: tw.codec.Codec, num_segments: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Encoding of a bucket, and decoding of eight payloads."""
+    xs, lost, outs = ([torch.zeros(128, 64, device=DEVICE) for _ in range(num_segments)] for _ in range(3))
+    keys = [Key(0, i, 0) for i in range(num_segments)]
+    payload = codec.encode(xs, keys, lost)
+    return lambda: codec.encode(xs, keys, lost), lambda: codec.decode_sum([payload] * PAYLOADS, outs, 0.125, keys)
+
+
+def num_calls(act: Callable[[], Any]) -> int:
+    """Calls of functions, those in C too, once all tables are kept."""
+    act()
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_launches_and_calls(text, launched):
+    codec = tw.parse(text)
+    with kernels.use_backend("triton"):
+        few, many = steps(codec, 10), steps(codec, 40)
+        for which in range(2):
+            launched.clear()
+            many[which]()
+            assert launched.total() == CASES[text][which], launched
+            assert (num_calls(many[which]) - num_calls(few[which])) / 30 <= CASES[text][2 + which]
+
+
+def test_tables_of_many_buckets_are_kept(launched, monkeypatch):
+    """A gigabyte of parameters in 2,000 matrices, each a bucket of its own: a second step uploads keys only."""
+    uploads = []
+    monkeypatch.setattr(launches, "uploaded", lambda *arguments: uploads.append(1) or torch.empty(0))
+    numels = tuple(range(128_000, 128_002))
+    for step in range(2):
+        uploads.clear()
+        for bucket in range(2_000):
+            launches.table(DEVICE, (bucket,), numels)
+        assert len(uploads) == (0 if step else 2_000)
+
+
+def test_what_is_kept_is_bounded(launched, monkeypatch):
+    monkeypatch.setattr(launches, "MAX_KEPT_NUMBERS", 100)
+    monkeypatch.setattr(launches, "_KEPT", kept := {})
+    monkeypatch.setattr(launches, "_kept_numbers", 0)
+    for i in range(50):
+        launches.table(DEVICE, tuple(range(i, i + 10)))
+        assert sum(len(row) for key in kept for row in key[3:]) <= 100
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "numels", "addresses", "expected"),
+    [
+        ([2, 1], [4096, 128], [64, 128], [(128, [2, 1])]),
+        ([2, 1], [4096, 128], [64, 132], [(128, [2, 0]), (1, [0, 1])]),
+        ([2, 1, 1], [4096, 7, 12], [64, 64, 64], [(128, [2, 0, 0]), (1, [0, 1, 1])]),
+        ([1, 1], [8, 12], [64, 64], [(4, [1, 1])]),
+        ([], [], [], [(128, [])]),
+        ([0, 1], [0, 1], [0, 64], [(1, [0, 1])]),
+    ],
+)
+def test_aligned_segments_have_a_launch_of_their_own(num_tiles, numels, addresses, expected):
+    assert launches.by_alignment(num_tiles, numels, addresses) == expected
