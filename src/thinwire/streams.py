@@ -20,8 +20,9 @@ In main memory none of this does anything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -107,3 +108,16 @@ def refuse_capture(device: torch.device) -> None:
 def has_streams(device: torch.device) -> bool:
     """Whether work on a device is queued on streams."""
     return device.type == "cuda"
+
+
+def uploaded(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A new tensor of numbers on a device; no host waits for the upload to a GPU.
+
+    Example:
+        >>> uploaded(torch.device("cpu"), [[1, 2], [3, 4]])
+        tensor([[1, 2],
+                [3, 4]])
+    """
+    refuse_capture(device)
+    made = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return made.pin_memory().to(device, non_blocking=True) if has_streams(device) else made.to(device)

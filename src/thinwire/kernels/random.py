@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..streams import refuse_capture
+from ..streams import uploaded
 from .backend import kernel
 
 _MASK32 = 0xFFFFFFFF
@@ -86,9 +86,7 @@ def keys_on(keys: Sequence[int], device: torch.device) -> Tensor:
         >>> keys_on([2**64 - 1, 7], torch.device("cpu"))
         tensor([-1,  7])
     """
-    refuse_capture(device)
-    signed = torch.tensor([key - (key >> 63 << 64) for key in keys], dtype=torch.int64, device="cpu")
-    return signed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else signed.to(device)
+    return uploaded(device, [key - (key >> 63 << 64) for key in keys])
 
 
 def uniform(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:

@@ -1,4 +1,5 @@
 """With Triton no host waits for a codec of fixed size: not for scales, indices, checks, counts, or whether all is finite.
+A whole step waits once, in `commit`, but where the sizes of messages depend on the data.
 
 Every read of a tensor by the host is counted. Triton's interpreter reads tensors too, inside of launches; these reads are
 not counted.
@@ -117,3 +118,50 @@ def test_codecs_of_variable_size_wait(codec, reads):
     with kernels.use_backend("triton"), reads:
         encode_and_decode(codec)
     assert reads.lines
+
+
+STEPS = {  # waits of a step of each averager outside of `commit`, by file: what docs/gpu.md lists
+    "Mean(QSGD(bits=4), ErrorFeedback())": {},
+    "Mean(QSGD(bits=4), exchange='scatter_reduce')": {},
+    "Mean(TopK(0.1), MomentumCorrection(0.9))": {},
+    "Mean(TopK(0.1), ErrorFeedback(), exchange='scatter_reduce')": {},
+    "Mean(RandomK(0.1, shared=True))": {},
+    "PowerSGD(rank=2)": {},
+    "Mean(TopK(0.1), ErrorFeedback(), exchange='sparse_reduce')": {
+        "average/mean/exchange/regions.py": 3,
+        "average/mean/exchange/sparse_reduce.py": 2,
+    },
+    "Mean(TopK(0.1, sample=0.5), ErrorFeedback())": {
+        "codec/sparse/payload.py": 1,
+        "codec/sparse/top_k.py": 1,
+        "kernels/triton/select.py": 2,  # one of them in main memory
+    },
+}
+
+
+@pytest.mark.parametrize("text", STEPS)
+def test_waits_of_a_step(text, reads):
+    """In the thread of worker 0, with a matrix and a vector; `commit` reads one flag."""
+
+    def worker(comm: tw.comm.Communicator) -> tuple[Counter[str], int]:
+        averager = tw.parse(text)
+        tensors = [("a", gaussian(640, seed=comm.rank).view(32, 20)), ("b", gaussian(300, seed=comm.rank))]
+        state = averager.init(tensors, comm)
+        counter = Reads()
+        for _ in range(2):  # the first makes what is kept
+            counter.lines.clear()
+            reads.lines.clear()
+            with counter:
+                averager.step(state, tensors, comm).wait()
+            found = counter.lines + (reads.lines if comm.rank == 0 else Counter())
+            counter.lines.clear()
+            with counter:
+                averager.commit(state)
+        return found, counter.lines.total()
+
+    with kernels.use_backend("triton"):
+        (found, _), *_ = tw.LocalWorld(1).run(worker)
+    by_file: Counter[str] = Counter()
+    for line, count in found.items():
+        by_file[line.partition(":")[0]] += count
+    assert dict(by_file) == STEPS[text], found

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from ..checks import numels_of
 from .device import find_segment, load_pointer, load_size, magnitude
 from .fields import SCAN_BLOCK, scan
@@ -33,7 +34,6 @@ from .launch import (
     starts,
     table,
     tiles_of,
-    uploaded,
 )
 from .variants import VARIANTS, Variant
 

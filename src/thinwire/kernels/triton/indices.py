@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from .. import indices as family
 from ..flags import Fault
 from ..indices import code_bits, low_bits, nbytes
 from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
-from .launch import kept, launch, starts, tiles_of, uploaded
+from .launch import kept, launch, starts, tiles_of
 from .variants import VARIANTS, Variant
 
 BYTES = 128

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...streams import refuse_capture
+from ...streams import uploaded
 
 T = TypeVar("T")
 
@@ -106,14 +106,6 @@ def table(device: torch.device, *rows: Sequence[int]) -> Tensor:
 def floats(device: torch.device, values: tuple[float, ...]) -> Tensor:
     """Float32 numbers on the device; the same numbers give the same tensor again."""
     return uploaded(device, values, torch.float32)
-
-
-def uploaded(device: torch.device, numbers: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
-    """A new tensor on the device; no host waits for the upload to a GPU."""
-    refuse_capture(device)
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=dtype, device="cpu")
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu").to(device, non_blocking=True)
 
 
 WHOLE_WORDS = 128  # elements: the sizes of aligned segments are multiples, so that their codes fill whole 32-bit words

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from .. import permutation as family
 from ..permutation import num_bits
 from ..random import keys_on
 from .device import find_segment, hash_of
 from .fields import SCAN_BLOCK, scan
-from .launch import kept, launch, starts, tiles_of, uploaded
+from .launch import kept, launch, starts, tiles_of
 from .variants import VARIANTS, Variant
 
 TILE = 1024

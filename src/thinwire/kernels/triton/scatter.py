@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from .. import scatter as family
 from ..checks import numels_of
 from ..flags import Fault, Flag, flag_of
 from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
-from .launch import kept, launch, pointers, starts, tiles_of, uploaded
+from .launch import kept, launch, pointers, starts, tiles_of
 from .variants import VARIANTS, Variant
 
 TILE = 1024

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from .. import ternary as family
 from ..checks import MAX_SEGMENT_NUMEL, num_buckets, numels_of
 from ..flags import Flag
@@ -28,7 +29,7 @@ from .device import (
     store_floats,
     uniform,
 )
-from .launch import Launch, are_aligned, kept, launch, launch_each, pointers, starts, table, tiles_of, uploaded
+from .launch import Launch, are_aligned, kept, launch, launch_each, pointers, starts, table, tiles_of
 from .payloads import (
     WHOLE,
     decoder_variants,

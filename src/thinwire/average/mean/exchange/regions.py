@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....streams import uploaded
+
 
 class Piece(NamedTuple):
     """The part of one segment that lies in one region.
@@ -88,7 +90,7 @@ class Regions:
 
     def locate(self, positions: Tensor) -> tuple[Tensor, list[int]]:
         """The int32 indices of some ascending positions, and how many lie in each segment."""
-        bases = torch.tensor(self.bases, device=positions.device)
+        bases = uploaded(positions.device, self.bases)
         counts: list[int] = torch.searchsorted(positions, bases).diff().tolist()
         return self.indices(positions, counts), counts
 
@@ -102,14 +104,14 @@ class Regions:
 
     def count(self, positions: Tensor) -> list[int]:
         """How many of some ascending positions lie in each piece."""
-        starts = torch.tensor(self.starts, device=positions.device)
+        starts = uploaded(positions.device, self.starts)
         counts: list[int] = torch.searchsorted(positions, starts).diff().tolist()
         return counts
 
     def _per_coordinate(self, counts: list[int], multipliers: list[int], device: torch.device) -> Tensor:
         """(3, number of coordinates): size, multiplier and base of the segment of each."""
-        table = torch.tensor([self.numels, multipliers, self.bases[:-1]], dtype=torch.int64, device=device)
-        repeats = torch.tensor(counts, dtype=torch.int64, device=device)
+        table = uploaded(device, [self.numels, multipliers, self.bases[:-1]])
+        repeats = uploaded(device, counts)
         return table.repeat_interleave(repeats, dim=1, output_size=sum(counts))
 
 

@@ -47,6 +47,7 @@ from ....algorithm import require
 from ....codec import Codec, SparseParts
 from ....comm import Handle
 from ....kernels import Flag
+from ....streams import uploaded
 from .base import (
     SUMMED,
     Job,
@@ -202,7 +203,7 @@ class SparseReduction:
             header += [payload.numel(), *region_counts[owner]]
             messages.append(pack(dense, payload))
             lost.append(lacks)
-        headers = torch.tensor(header, dtype=torch.int32, device=device).split([1 + len(c) for c in region_counts])
+        headers = uploaded(device, header, torch.int32).split([1 + len(c) for c in region_counts])
         lossless = all(lacks is None for lacks in lost)
         return Selected(positions, values, None if lossless else _joined(lost, totals, device)), list(headers), messages
 
@@ -348,9 +349,7 @@ def header_nbytes(layout: Regions) -> list[int]:
 
 def _repeat(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """`counts[i]` times `starts[i]`, int64."""
-    repeats = torch.tensor(counts, dtype=torch.int64, device=device)
-    values = torch.tensor(starts, dtype=torch.int64, device=device)
-    return values.repeat_interleave(repeats, output_size=sum(counts))
+    return uploaded(device, starts).repeat_interleave(uploaded(device, counts), output_size=sum(counts))
 
 
 def _joined(lost: list[Tensor | None], counts: list[int], device: torch.device) -> Tensor:
