@@ -62,7 +62,7 @@ test-gpu:
 	@$(PYTHON) scripts/gpu.py kernels codecs training sanitizer
 
 bench-gpu:
-	@$(PYTHON) scripts/gpu.py overhead speed
+	@$(PYTHON) scripts/gpu.py overhead speed study
 
 sanitize:
 	scripts/sanitize.sh

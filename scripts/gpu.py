@@ -26,7 +26,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "gpu"
 LIMIT_SECONDS = 9 * 60  # of a part
-KERNELS = [f"tests/kernels/triton/check_{name}.py" for name in ("quantize", "levels", "dense", "sparse", "host_waits")]
+KERNELS = [
+    f"tests/kernels/triton/check_{name}.py"
+    for name in ("quantize", "levels", "dense", "sparse", "host_waits", "launches")
+]
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,17 @@ class Part:
 
 PARTS = (
     Part("kernels", 4, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
-    Part("codecs", 6, "golden bytes and the conformance suite of all codecs", ("tests/gpu/check_codecs.py",)),
+    Part("codecs", 5, "golden bytes and the conformance suite of all codecs", ("tests/gpu/check_codecs.py",)),
     Part(
         "training",
-        6,
+        5,
         "one rank over NCCL, two ranks on one GPU over Gloo, streams",
         ("tests/gpu/check_training.py",),
         2,
     ),
     Part("overhead", 2, "a step with Mean(QSGD(bits=4)) beside plain DDP, with a timeline"),
     Part("speed", 4, "codecs as shares of a copy"),
+    Part("study", 8, "a GPT trained with six methods: loss against bytes; each call goes on"),
     Part("sanitizer", 8, "the kernels' checks under compute-sanitizer", tuple(KERNELS[:4]), 0),
 )  # in order of worth
 
@@ -95,7 +99,8 @@ def run(part: Part, dry: bool) -> dict[str, Any]:
 
 def _command(part: Part, dry: bool) -> list[str]:
     if not part.files:
-        return [sys.executable, str(ROOT / "scripts" / "gpu_speed.py"), part.name, str(RESULTS)]
+        arguments = ["gpu_study.py"] if part.name == "study" else ["gpu_speed.py", part.name]
+        return [sys.executable, str(ROOT / "scripts" / arguments[0]), *arguments[1:], str(RESULTS)]
     processes = min(part.processes, os.cpu_count() or 1)
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
     if dry and part.name != "training":

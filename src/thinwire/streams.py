@@ -90,6 +90,19 @@ def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
+def hand_over(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Before another thread reads a tensor: an event behind the work that made it; None in main memory."""
+    return torch.cuda.current_stream(tensor.device).record_event() if has_streams(tensor.device) else None
+
+
+def take_over(tensor: torch.Tensor, made: torch.cuda.Event | None) -> None:
+    """In the thread that reads it: let the current stream wait for `hand_over`'s event, and keep the memory until then."""
+    if made is not None:
+        stream = torch.cuda.current_stream(tensor.device)
+        stream.wait_event(made)
+        tensor.record_stream(stream)
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raise a ValueError if a CUDA graph is being captured on a device's current stream.
 

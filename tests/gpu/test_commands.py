@@ -26,7 +26,8 @@ def test_the_parts_fit_one_half_hour(script, capsys):
     assert script["main"]([]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == [part.name for part in script["PARTS"]]
-    assert all(part.minutes < 9 for part in script["PARTS"]) and sum(part.minutes for part in script["PARTS"]) <= 30
+    assert all(part.minutes < 9 for part in script["PARTS"])
+    assert sum(part.minutes for part in script["PARTS"] if part.name != "sanitizer") <= 30  # which is of least worth
 
 
 def test_without_a_gpu(script, monkeypatch):
@@ -44,6 +45,20 @@ def test_the_table_lists_what_was_not_run(script, capsys):
     assert all("not run" in rows[part.name] for part in script["PARTS"] if part.name != "overhead")
     trace = json.loads((script["run"].__globals__["RESULTS"] / "timeline.json").read_text())
     assert any(event["name"] == "thinwire::encode" for event in trace["traceEvents"])
+
+
+def test_the_study_goes_on_where_it_ended(script, capsys):
+    def study() -> dict[Path, int]:
+        assert script["main"](["--dry-run", "study"]) == 0
+        assert "4 bits every 4" in capsys.readouterr().out
+        return {path: path.stat().st_mtime_ns for path in script["run"].__globals__["RESULTS"].glob("*-dry/*.json")}
+
+    runs = study()
+    missing = sorted(runs)[2]
+    missing.unlink()
+    again = study()
+    assert len(runs) == 6 and again.keys() == runs.keys()
+    assert [path for path in runs if again[path] != runs[path]] == [missing]
 
 
 def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, monkeypatch):

@@ -206,3 +206,16 @@ def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(gpu, monkeypatch):
     monkeypatch.setattr(Event, "record", lambda self: log.append("event"), raising=False)
     seconds_of(lambda: log.append("acts"), torch.device("cuda"))
     assert log == ["sleeps", "event", "acts", "event"]
+
+
+def test_a_message_between_threads_is_read_after_it_was_made(gpu, monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(stream.name))
+
+    def worker(comm):
+        with gpu.use(Stream(gpu.log, f"stream {comm.rank}")):
+            return comm.all_gather(torch.full((2,), float(comm.rank))).wait()
+
+    tw.LocalWorld(2).run(worker)
+    assert sorted(gpu.log) == [("stream 0", "waits for", "stream 1"), ("stream 1", "waits for", "stream 0")]
+    assert sorted(kept) == ["stream 0", "stream 1"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..streams import hand_over, take_over
 from . import check
 from .base import Communicator, Start
 from .buffers import as_bytes
@@ -104,14 +105,14 @@ class Mail:
         self.timeout_seconds = timeout_seconds
         self.error: BaseException | None = None
         self.failed_rank: int | None = None
-        self._messages: dict[tuple[int, int, Position], Tensor] = {}
+        self._messages: dict[tuple[int, int, Position], tuple[Tensor, torch.cuda.Event | None]] = {}
         self._boxes: defaultdict[Box, list[Message | None]] = defaultdict(list)
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
     def put(self, source: int, target: int, position: Position, message: Tensor) -> None:
         with self._changed:
-            self._messages[source, target, position] = message
+            self._messages[source, target, position] = message, hand_over(message)
             self._changed.notify_all()
 
     def take(self, source: int, target: int, position: Position) -> Tensor:
@@ -121,7 +122,9 @@ class Mail:
                 lambda: key in self._messages or self.error or source in self._left, self.timeout_seconds
             )
             if key in self._messages:
-                return self._messages.pop(key)
+                message, made = self._messages.pop(key)
+                take_over(message, made)
+                return message
         if self.error:
             raise CommunicationError(f"released, because rank {self.failed_rank} raised {self.error!r}")
         if source in self._left:
