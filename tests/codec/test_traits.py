@@ -94,7 +94,7 @@ class Learning(tw.codec.AdaptiveCodec):
 
     pure: tw.codec.Codec = field(default_factory=lambda: tw.QSGD(bits=4))
 
-    def init_state(self):
+    def init_state(self, numels=None):
         return NothingLearned()
 
     def at(self, state):

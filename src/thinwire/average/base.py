@@ -130,6 +130,10 @@ class Averager(Algorithm, ABC):
         """The codec of the present round, its schedules resolved and its levels adapted; None if there is none."""
         return None
 
+    def diagnostics(self, state: Any) -> dict[str, float]:
+        """What was found out or chosen in the last rounds, by name; empty where nothing is."""
+        return {}
+
     def regroup(
         self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:

@@ -216,6 +216,11 @@ class ByName(Averager):
         for child, child_state in self._with(state):
             child.discard(child_state)
 
+    def diagnostics(self, state: ByNameState) -> dict[str, float]:
+        """Those of the children, behind their patterns."""
+        found = [(p, child.diagnostics(s)) for (p, _), (child, s) in zip(self._pairs, self._with(state), strict=True)]
+        return {f"{pattern}/{name}": value for pattern, child in found for name, value in child.items()}
+
     def regroup(
         self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:

@@ -1,6 +1,6 @@
 """Codecs: what crosses the wire. `base` has the contract, each package a family, each file one algorithm."""
 
-from .adaptive import ALQ, AMQ, AdaptiveCodec, TruncatedNormal, TruncatedNormalMixture
+from .adaptive import ALQ, AMQ, AdaptiveCodec, Fitted, TruncatedNormal, TruncatedNormalMixture
 from .agreed import AgreedCodec
 from .base import Codec
 from .compose import DCT, DenseLast, Huffman, Rice, Tiles, Transform, chain
@@ -39,6 +39,7 @@ __all__ = [
     "Codec",
     "DenseLast",
     "Dynamic8",
+    "Fitted",
     "Huffman",
     "Identity",
     "Key",

@@ -234,6 +234,10 @@ class Codec(Algorithm, ABC):
         """The same codec with `fn(part)` in place of each part."""
         return self
 
+    def pick(self, positions: Sequence[int]) -> Codec:
+        """The codec of the layers at `positions` alone; itself unless it gives each layer a codec of its own."""
+        return self
+
     def in_blocks(self, size: int) -> Codec:
         """The same codec for segments whose blocks have `size` elements: parts that keep k of each block still do."""
         return self.map(lambda part: part.in_blocks(size))

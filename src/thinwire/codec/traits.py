@@ -22,6 +22,7 @@ DEMANDS = {
     "votes": "takes a vote in place of a mean",
     "agreement": "lets workers agree on numbers before they encode",
     "adaptive": "learns from gradients",
+    "by_layer": "gives each layer a codec of its own",
 }
 
 
@@ -47,6 +48,7 @@ class Traits:
         votes: demand; `Codec.combine` turns the sum of all decodings into the result, which is no mean.
         agreement: demand; the codec whose workers agree on numbers before they encode, in an all-reduce.
         adaptive: demand; the part that learns from gradients.
+        by_layer: demand; `Codec.pick` gives the codec of some layers, and each segment must be one layer or a piece of it.
 
     Example:
         >>> import thinwire as tw
@@ -69,6 +71,7 @@ class Traits:
     votes: bool = False
     agreement: AgreedCodec | None = None
     adaptive: AdaptiveCodec | None = None
+    by_layer: bool = False
 
     @property
     def summable(self) -> bool:

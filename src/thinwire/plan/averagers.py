@@ -15,6 +15,19 @@ def parts_of(averager: Averager) -> dict[str, Any]:
     return {f.name: getattr(averager, f.name) for f in dataclasses.fields(averager)}
 
 
+def settings_of(averager: Averager) -> tuple[list[Averager], float]:
+    """Averagers of fixed codecs in place of one that fits itself, and the share of a step that may wait for the line.
+
+    Those of the most bytes come first. An averager that does not fit itself stands alone.
+    """
+    codec = parts_of(averager).get("codec")
+    part = None if codec is None else codec.traits.adaptive
+    if part is None or not part.settings():
+        return [averager], 0.0
+    changed: list[Averager] = [replace(averager, codec=setting) for setting in part.settings()]
+    return changed, part.line_share or 0.0
+
+
 def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
     """Whether it is chosen when workers connect ("auto"), and the exchange that its configuration names, if any."""
     parts = parts_of(averager)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import isqrt
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
-from .averagers import has_leaders, is_circulant, planned, uses_nodes
+from .averagers import has_leaders, is_circulant, planned, settings_of, uses_nodes
 from .methods import BF16, DDP, Method, methods
 from .network import Network
 from .record import Program, record
@@ -149,9 +150,26 @@ def _uncollected() -> Iterator[None]:
 
 
 def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:
-    """Seconds of a step, and the bytes that a node sends to other nodes in it."""
-    rhythm = method.strategy.rhythm
-    buckets = programs_of(method.strategy, workload.shapes, network.workers, network.workers_per_node)
+    """Seconds of a step, and the bytes that a node sends to other nodes in it.
+
+    A codec that follows the line takes the most bytes that make the step no longer than it allows.
+    """
+    strategy = method.strategy
+    assert isinstance(strategy.averager, Averager), "one without rounds has no program"
+    averagers, wait_share = settings_of(strategy.averager)
+    found = (math.inf, math.inf)
+    for averager in averagers:
+        found = min(found, _predicted(replace(strategy, averager=averager), workload, network, speeds))
+        if found[0] <= workload.compute_seconds * (1 + wait_share):
+            break
+    return found
+
+
+def _predicted(
+    strategy: Averaging[AveragerAttachment], workload: Workload, network: Network, speeds: Speeds
+) -> tuple[float, float]:
+    rhythm = strategy.rhythm
+    buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
     backward = compute - forward if rhythm.in_backward else 0.0
     total = sum(numel for numel, _ in buckets)

@@ -151,6 +151,17 @@ class AveragerAttachment(Attachment):
         """Wall-clock seconds so far, by phase."""
         return dict(self._state.clock.seconds)
 
+    def diagnostics(self) -> dict[str, float]:
+        """What the averager found out or chose in the last rounds, by name: see its `diagnostics`.
+
+        With several states, as under fragments, the names of each come behind its number: "2/bits".
+        """
+        self._ready()
+        found = [self.averager.diagnostics(state) for state in self._states if state is not None]
+        if len(found) == 1:
+            return found[0]
+        return {f"{i}/{name}": value for i, one in enumerate(found) for name, value in one.items()}
+
     @property
     def phases_in_step(self) -> tuple[str, ...]:
         """Which phases of `seconds` lie within the time of a training step, not beside it."""

@@ -173,6 +173,10 @@ class Pairwise(Algorithm):
     def set_epoch(self, state: PairwiseState, epoch: int) -> None:
         """Do nothing: it has no schedules; see `Averager.set_epoch`."""
 
+    def diagnostics(self, state: PairwiseState) -> dict[str, float]:
+        """Nothing: it measures nothing; see `Averager.diagnostics`."""
+        return {}
+
     def init(self, tensors: NamedTensors, comm: Communicator) -> PairwiseState:
         """Make the state for these tensors, after checking that all workers have the same averager and tensors."""
         check_agreement(self, tensors, comm, seed=0)

@@ -138,6 +138,16 @@ class Mean(Averager):
             nodes is None or exchange is None or exchange.needs_nodes,
             f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",
         )
+        part = self.codec.traits.adaptive
+        require(
+            part is None or not part.needs_memory or self.memory is not None,
+            f"Mean: {part} has biased candidates, and nothing would keep what they lose; add a memory such as "
+            "ErrorFeedback(), or take candidates='quantizers'",
+        )
+        require(
+            not self.codec.traits.by_layer or self.granularity == "layer",
+            f"Mean: {self.codec} gives each layer a codec of its own; use granularity='layer', got {self.granularity!r}",
+        )
         check_divisor(self.divide_by, self.exchange, self.codec, self.memory)
         if self.rule is not None:
             check_rule(self.rule, self.codec, self.memory, self.clip)
@@ -191,6 +201,12 @@ class Mean(Averager):
     def sends_while_waiting(self, state: MeanState) -> bool:
         return not EXCHANGES[state.exchange].one_step or self._must_agree(state)
 
+    @property
+    def _follows_line(self) -> bool:
+        """Whether the codec asks how fast messages travel."""
+        part = self.codec.traits.adaptive
+        return part is not None and part.line_share is not None
+
     def _must_agree(self, state: MeanState) -> bool:
         """Whether workers agree on numbers before they encode."""
         return self.codec.traits.agreement is not None and EXCHANGES[state.exchange].adds_payloads
@@ -203,7 +219,8 @@ class Mean(Averager):
         state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
         state.owner_memory = self._owner_memory(state, comm)
         part = self.codec.traits.adaptive
-        state.codec = None if part is None else check_state(part.init_state(), part)
+        numels = {name: t.numel() for name, t in encoded}
+        state.codec = None if part is None else check_state(part.init_state(numels), part)
         if self.rule is not None:
             self.rule.check_size(comm.rank, comm.size)
             state.rule = RuleState.of(self.rule, tensors, comm.size)
@@ -252,6 +269,7 @@ class Mean(Averager):
 
         with state.clock("compensate"):
             encoded, dense = self._split(targets, codec)
+            codec = state.codec_of(codec, encoded)
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         all_dense = self._is_dense_round(codec)
@@ -278,9 +296,11 @@ class Mean(Averager):
             combine=self._rule_of_round(state, encoded, dense, comm, scale),
         )
         word = AllReduce.word if all_dense and self.rule is None else state.exchange
+        before = comm.ledger.bytes_sent
         flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
+        flight.num_bytes = comm.ledger.bytes_sent - before
         for earlier in state.flights:
-            earlier.advance()
+            state.advance(earlier, comm)
         state.flights.append(flight)
         return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
 
@@ -294,8 +314,10 @@ class Mean(Averager):
 
     def diagnostics(self, state: MeanState) -> dict[str, float]:
         """What a rule found out in the last round: "clipped/2", the norm of what it dropped of rank 2's message;
-        "not_finite/2" and "set_aside/2", which are 1.0 where rank 2 was left out. Empty without a rule."""
-        return {} if state.rule is None else state.rule.diagnostics()
+        "not_finite/2" and "set_aside/2", which are 1.0 where rank 2 was left out. And what an adaptive codec has chosen."""
+        part = self.codec.traits.adaptive
+        chosen = {} if part is None else part.diagnostics(state.codec)
+        return chosen if state.rule is None else chosen | state.rule.diagnostics()
 
     def commit(self, state: MeanState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -307,6 +329,8 @@ class Mean(Averager):
         if self.rule is not None and state.rule is not None and finite:
             state.rule.commit(self.rule)
         state.was_not_finite = False
+        if self._follows_line:
+            state.meter.commit()
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite, state.codec_before = True, None
         return finite
@@ -317,6 +341,7 @@ class Mean(Averager):
         if state.rule is not None:
             state.rule.judgement = None
         state.flights.clear()
+        state.meter.discard()
         state.finite, state.was_not_finite = True, False
         state.restore_codec()
 
@@ -412,11 +437,15 @@ class Mean(Averager):
         """Wait for the exchange, and write the means into the tensors."""
         while flight.finish is None:
             for under_way in state.flights:
-                under_way.advance()
+                state.advance(under_way, job.comm)
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
+        follows = self._follows_line
+        decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
         finite = flight.finish(totals, dense_total)
+        if follows:
+            state.arrived(flight, state.clock.seconds.get("decode", 0.0) - decoded)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
             means = means if self.clip is None else clip_means(self.clip, means, job.comm.size, scale)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...clock import Clock
-from ...codec import AdaptiveCodec
+from ...codec import AdaptiveCodec, Codec
+from ...codec.adaptive.base import UNKNOWN
 from ...comm import Communicator
 from ...kernels import Flag
 from ...membership import State, agreed, config, nested, pending, shared
 from ...schedule import Progress
 from ..robust.record import RuleState
 from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Whole
+from .line_meter import LineMeter, Message
 
 
 @dataclass
@@ -30,8 +34,10 @@ class MeanState(State):
         workers_per_node: how many consecutive ranks share a node.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
         wholes: the tensors that are encoded, as owners cut them.
+        positions: where each of these tensors is among them; filled when it is needed.
         codec: the state of the codec's adaptive part; None if nothing adapts.
         codec_before: a copy from before this round's update of it, in case the round is discarded.
+        meter: what this worker sees of the line, where the codec follows it.
         flights: the exchanges that were begun and not yet finished, in their order.
         progress: rounds so far, and the epoch as the training loop counts it.
         finite: whether all results of the round so far were finite.
@@ -45,14 +51,24 @@ class MeanState(State):
     workers_per_node: int = agreed(default=1)
     owner_memory: OwnerMemory | None = nested(default=None)
     wholes: dict[str, Whole] = config(default_factory=dict)
+    positions: dict[str, int] = config(default_factory=dict)
     codec: Any = nested(default=None)
     codec_before: Any = pending(default=None)
+    meter: LineMeter = pending(default_factory=LineMeter)
     flights: list[PendingExchange] = pending(default_factory=list)
     progress: Progress = shared(default=Progress())
     finite: Flag = pending(default=True)
     rule: RuleState | None = nested(default=None)
     was_not_finite: bool = pending(default=False)
     clock: Clock = config(default_factory=Clock)
+
+    def codec_of(self, codec: Codec, tensors: Sequence[tuple[str, Tensor]]) -> Codec:
+        """The part of a codec that encodes these tensors, which are some of those of `init`."""
+        if not codec.traits.by_layer:
+            return codec
+        if not self.positions:
+            self.positions = {name: i for i, name in enumerate(self.wholes)}
+        return codec.pick([self.positions[name] for name, _ in tensors])
 
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """Take the exchange whose owners remember something, where "auto" has chosen another for this number of workers."""
@@ -68,15 +84,34 @@ class MeanState(State):
             device: of the gradients.
         """
         step = self.progress.step
+        if part.line_share is not None:
+            self.meter.begin_round(self.waited_seconds)
         if part.is_due(self.codec, step):
             with self.clock("adapt"):
-                statistics = comm.all_gather(part.statistics(self.codec).to(device)).wait()
+                pace = UNKNOWN if part.line_share is None else self.meter.take(part.line_share)
+                statistics = comm.all_gather(part.statistics(self.codec, step, pace).to(device)).wait()
                 learned = part.learn(self.codec, statistics).to(device)
                 self.codec_before = copy.deepcopy(self.codec)  # until the round is committed
                 part.update(self.codec, comm.broadcast(learned).wait(), step)
         if not part.observes(step):
             return None
         return lambda codec, segments, keys: part.observe(self.codec, codec.reaching(segments, keys), keys)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that this worker has waited for others; as `Attachment.blocked_seconds`."""
+        seconds = self.clock.seconds
+        return seconds.get("blocked", seconds.get("wait", 0.0))
+
+    def advance(self, flight: PendingExchange, comm: Communicator) -> None:
+        """Issue the next collective of an exchange, and count its bytes."""
+        before = comm.ledger.bytes_sent
+        flight.advance()
+        flight.num_bytes += comm.ledger.bytes_sent - before
+
+    def arrived(self, flight: PendingExchange, decode_seconds: float) -> None:
+        """Note that an exchange has ended, so many seconds ago."""
+        self.meter.add(Message(flight.sent, time.perf_counter() - decode_seconds, flight.num_bytes))
 
     def restore_codec(self) -> None:
         """Forget an update of the adaptive part in a round that is discarded."""

@@ -11,7 +11,7 @@ Source: Faghri et al. 2020, Adaptive Gradient Quantization for Data-Parallel SGD
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -24,7 +24,7 @@ from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
 from ..traits import Traits
 from ..types import Key
-from .base import AdaptiveCodec
+from .base import UNKNOWN, AdaptiveCodec, Pace
 from .distributions import TruncatedNormal, TruncatedNormalMixture
 from .level_search import alq, alq_gd, amq
 from .level_sets import exponential_levels, fixed_multiplier
@@ -108,7 +108,7 @@ class AdaptiveLevels(AdaptiveCodec):
     def _levels(self, learned: Tensor) -> Tensor:
         """The level set, float64, from -1 to 1."""
 
-    def init_state(self) -> LevelState:
+    def init_state(self, numels: Mapping[str, int] | None = None) -> LevelState:
         return LevelState(self._start())
 
     def at(self, state: LevelState) -> Quantize:
@@ -136,7 +136,7 @@ class AdaptiveLevels(AdaptiveCodec):
         periodic = self.update_every is not None and step > 0 and step % self.update_every == 0
         return periodic or step in self.update_steps
 
-    def statistics(self, state: LevelState) -> Tensor:
+    def statistics(self, state: LevelState, step: int = 0, pace: Pace = UNKNOWN) -> Tensor:
         nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64, device="cpu")] * 4)
         stats = BucketStatistics.concatenate([nothing, *(state.sample[stream] for stream in sorted(state.sample))])
         return (stats.largest(self.num_buckets) if self.distribution == "mixture" else stats.merged()).to_tensor()

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..base import Codec
 from ..traits import Traits
 from ..types import Key, Symbols
+
+
+class Pace(NamedTuple):
+    """What a worker sees of the line: `thinwire.average.mean.line_meter` measures it.
+
+    Attributes:
+        rate: bytes a second that the line carries.
+        slack: seconds that there are for each byte that the worker sends in a round.
+    """
+
+    rate: float
+    slack: float
+
+
+UNKNOWN = Pace(math.nan, math.nan)
 
 
 class AdaptiveCodec(Codec):
@@ -27,13 +43,31 @@ class AdaptiveCodec(Codec):
     def traits(self) -> Traits:
         return Traits(adaptive=self)
 
+    @property
+    def needs_memory(self) -> bool:
+        """Whether a memory must keep what it loses."""
+        return False
+
+    @property
+    def line_share(self) -> float | None:
+        """The share of a round that may wait for the line, for a codec that follows it; None for others."""
+        return None
+
+    def settings(self) -> tuple[Codec, ...]:
+        """Codecs that a plan may put in its place, those of the most bytes first; empty if it cannot be planned."""
+        return ()
+
     @abstractmethod
-    def init_state(self) -> Any:
-        """The state before the first round."""
+    def init_state(self, numels: Mapping[str, int] | None = None) -> Any:
+        """The state before the first round.
+
+        Args:
+            numels: elements of each tensor that is encoded, by name; None outside of an averager.
+        """
 
     @abstractmethod
     def at(self, state: Any) -> Codec:
-        """The codec of a round; the size of its payload is the same in all rounds."""
+        """The codec of a round; the size of its payload is the same in all rounds, unless it has the trait `by_layer`."""
 
     @abstractmethod
     def observes(self, step: int) -> bool:
@@ -51,8 +85,14 @@ class AdaptiveCodec(Codec):
         """Whether round `step` must begin with an update, and that update is not made yet."""
 
     @abstractmethod
-    def statistics(self, state: Any) -> Tensor:
-        """The observations of this worker: a float64 vector of the same length on all workers."""
+    def statistics(self, state: Any, step: int = 0, pace: Pace = UNKNOWN) -> Tensor:
+        """The observations of this worker: a float64 vector of the same length on all workers.
+
+        Args:
+            state: of this worker.
+            step: the round that begins.
+            pace: of the rounds since the last update; unknown unless `line_share` is a number.
+        """
 
     @abstractmethod
     def learn(self, state: Any, statistics: Sequence[Tensor]) -> Tensor:
@@ -61,6 +101,10 @@ class AdaptiveCodec(Codec):
     @abstractmethod
     def update(self, state: Any, learned: Tensor, step: int) -> None:
         """Use `learned` from round `step` on, and clear the observations."""
+
+    def diagnostics(self, state: Any) -> dict[str, float]:
+        """What it has chosen, by name."""
+        return {}
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return self.at(self.init_state()).encode_segments(segments, keys, residuals)

@@ -117,3 +117,11 @@ def test_a_watched_run_is_the_same_run(codec):
         assert levels[0] != levels[-1] and levels[-1][0] == -1 and levels[-1] == sorted(levels[-1])
         assert all(0 < row["variance"] < 20 for row in seen)
     assert watched[0][2][-1]["levels"] == watched[1][2][-1]["levels"]
+
+
+def test_a_codec_fitted_to_layers_shows_its_choice():
+    gradients = {"weight": matrix(2, 2), "bias": matrix(2)}
+    codec = tw.Fitted(tw.QSGD(bits=8), candidates="quantizers")
+    found = found_by(tw.Mean(codec), gradients)
+    assert found["bits"] == found["budget_bits"] == 8 * tw.QSGD(bits=8).nbytes(4) / 4
+    assert 0 < found["variance"] < 1e-3 and "error" not in found  # nothing is measured yet

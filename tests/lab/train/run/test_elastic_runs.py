@@ -19,8 +19,8 @@ from thinwire.lab.train.step.steps import Place
 
 
 def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_bits(tmp_path):
-    """Worker 2 dies, then worker 0, which writes the metrics. Then other settings of the same run go on from its checkpoint."""
-    strategy = "Gradients(Mean(chain(TopK(0.05), QSGD(bits=4)), ErrorFeedback()))"
+    """Worker 2 dies, then worker 0, which writes the metrics; a choice for each layer is measured before and after both."""
+    strategy = "Gradients(Mean(Fitted(chain(TopK(0.05), QSGD(bits=4)), measure_steps=(1, 5, 9, 12)), ErrorFeedback()))"
     program = Program(elastic_run, str(tmp_path), strategy, 2, False, folder=tmp_path)
     assert program.wait(150) == 0, program.stderr
     for number in (0, 2):
@@ -30,6 +30,8 @@ def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_b
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == rows[-1]["committed"]
     assert rows[-1]["healings"] >= 2 and rows[-1]["models"] == 1 and rows[-1]["test_accuracy"] > 0.3, rows[-1]
+    assert len({row["error"] for row in rows if "error" in row}) > 2  # as often it was measured, and agreed upon
+    assert all(row["bits"] <= row["budget_bits"] for row in rows)
     seconds = [row["seconds"] for row in rows]
     assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) < 30  # not the time limit, which is 60
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())

@@ -20,8 +20,9 @@ Message    [dense float32][payload]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -117,6 +118,11 @@ class Job:
                 self._mask(payload, keys, masked)
             return payload
 
+    def of(self, positions: Sequence[int]) -> Job:
+        """The job with the codec of the tensors at `positions`, to encode and decode pieces of these alone."""
+        codec = self.codec.pick(positions)
+        return self if codec is self.codec else replace(self, codec=codec)
+
     def _mask(self, payload: Tensor, keys: Sequence[Key], masked: Sequence[Tensor]) -> None:
         numels = [m.numel() for m in masked]
         sent = self.selection or self.codec.support(payload, [sum(numels)] if self.merged else numels, list(keys))
@@ -198,6 +204,10 @@ class PendingExchange:
     Args:
         begun: what an exchange returned: `finish`, or its stages.
         clock: adds up the time that is spent waiting between stages.
+
+    Attributes:
+        sent: when the first collective was issued.
+        num_bytes: what this worker has sent so far, where the caller counts it.
     """
 
     def __init__(self, begun: Finish | Stages, clock: Clock):
@@ -205,7 +215,9 @@ class PendingExchange:
         self._pending: Handle | None = None
         self.finish: Finish | None = None
         """Set once the last collective is issued."""
+        self.num_bytes = 0
         self.advance()
+        self.sent = time.perf_counter()
 
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""

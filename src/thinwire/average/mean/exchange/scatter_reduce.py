@@ -137,7 +137,7 @@ def _scatter_reduce(job: Job) -> Stages:
     shards, dense_pieces = _split(job.tensors, job), job.dense.tensor_split(comm.size)
     masked = [shard.pieces for shard in _split(job.masked, job)]
     messages = [
-        pack(dense, job.encode(shard.pieces, _piece_keys(job, shard, owner + 1), masked[owner]))
+        pack(dense, job.of(shard.positions).encode(shard.pieces, _piece_keys(job, shard, owner + 1), masked[owner]))
         for owner, (shard, dense) in enumerate(zip(shards, dense_pieces, strict=True))
     ]
     sizes = shard_nbytes(job.codec, [t.shape for t in job.tensors], job.dense.numel(), comm.size, job.merged)
@@ -146,7 +146,7 @@ def _scatter_reduce(job: Job) -> Stages:
     dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
 
     x = _compensate(job, shards[me].positions, mean)
-    message = pack(dense_mean, job.encode(x, _piece_keys(job, shards[me], SUMMED)))
+    message = pack(dense_mean, job.of(shards[me].positions).encode(x, _piece_keys(job, shards[me], SUMMED)))
     handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.traits.fixed_size)
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
@@ -158,7 +158,7 @@ def _scatter_reduce(job: Job) -> Stages:
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
             dense, payload = unpack(shard_message, dense_out.numel())
             keys = [summed_keys[i] for i in out.positions]
-            finite = both(finite, job.decode([payload], out.pieces, job.scale, keys))
+            finite = both(finite, job.of(out.positions).decode([payload], out.pieces, job.scale, keys))
             dense_out.copy_(dense)
         return finite
 
@@ -170,7 +170,7 @@ def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tu
     weight = 1.0 / job.comm.size
     mean = [debug.empty(*piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
-    job.decode([payload for _, payload in received], mean, weight, keys)
+    job.of(shard.positions).decode([payload for _, payload in received], mean, weight, keys)
     dense_mean = torch.zeros_like(received[0][0])
     for dense, _ in received:
         dense_mean.add_(dense, alpha=weight)
@@ -215,8 +215,9 @@ def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size:
     messages = []
     for first, end in pairwise(changes):
         pieces = [piece_shape(codec, shape, size, first) for shape in shapes]
-        nonempty = [p for p in pieces if p.numel()]
-        num_bytes = message_nbytes(codec, nonempty, split_numel(dense_numel, size, first), merged)
+        positions = [i for i, piece in enumerate(pieces) if piece.numel()]
+        nonempty = [pieces[i] for i in positions]
+        num_bytes = message_nbytes(codec.pick(positions), nonempty, split_numel(dense_numel, size, first), merged)
         messages += [num_bytes] * (end - first)
     return messages
 

@@ -1,4 +1,4 @@
-"""Statistics of the codec for the metrics: its relative variance on a gradient, and its adaptive levels.
+"""Statistics of the codec for the metrics: its relative variance on a gradient, its adaptive levels, its choice for layers.
 
 The measurement sends nothing and uses no random state, so it does not change the run.
 """
@@ -18,11 +18,12 @@ from ....codec import Codec, Key
 from ....codec.quantize.levels import level_values
 from ....strategy import AveragerAttachment, GradientCompression
 
+CHOSEN = ("bits", "budget_bits", "error")
 NOTHING: Mapping[str, Tensor] = {}
 
 
 def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
-    """Return the codec's relative `variance` on these gradients, and its `levels` if they adapt.
+    """Return the codec's relative `variance` on these gradients, its `levels` if they adapt, and what it chose for layers.
 
         variance = |Q(g) - g|^2 / |g|^2
 
@@ -33,8 +34,9 @@ def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tenso
         gradients: this worker's gradients before averaging, by name; see `own_gradients`. Empty => no `variance`.
 
     Returns:
-        `variance`, a float, and `levels`, ascending from -1 to 1, each only if it exists. Averagers of parameters have
-        neither; lossless codecs and votes have no variance. A gradient that is infinite or NaN has the variance NaN.
+        `variance`, a float, `levels`, ascending from -1 to 1, and `bits`, `budget_bits` and `error` of `Fitted`, each only
+        if it exists. Gossip has none; lossless codecs and votes have no variance. A gradient that is infinite or NaN has
+        the variance NaN.
 
     Example:
         >>> import torch, thinwire as tw
@@ -47,14 +49,18 @@ def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tenso
         >>> tw.LocalWorld(1).run(worker)
         [{'variance': 0.1}]
     """
+    chosen = strategy.diagnostics() if strategy.averager.has_rounds else {}
+    found: dict[str, Any] = {name: chosen[name] for name in CHOSEN if name in chosen}
     if strategy.models_differ:
-        return {}
+        return found
     handle = cast(GradientCompression, strategy)  # models are equal only if their gradients are averaged
     codec = handle.codec
     if codec is None:
-        return {}
-    found: dict[str, Any] = {}
+        return found
     mean = cast(Mean, handle.averager)  # no other averager of gradients has a codec
+    if codec.traits.by_layer:  # its layers are in the order of the parameters
+        names = [name for name, p in handle.parameters if p.ndim >= mean.min_ndim]
+        codec = codec.pick([names.index(name) for name, g in gradients.items() if g.ndim >= mean.min_ndim])
     variance = _variance(codec, _encoded(mean, list(gradients.values())))
     if variance is not None:
         found["variance"] = variance

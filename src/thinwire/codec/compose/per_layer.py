@@ -1,0 +1,128 @@
+"""A codec of its own for each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...algorithm import require
+from ...kernels import Flag
+from ..base import Codec
+from ..traits import Traits
+from ..types import Key, Selection, Size, as_list
+
+
+class Group(NamedTuple):
+    """The segments of one codec, by their positions."""
+
+    codec: Codec
+    positions: list[int]
+
+    def of(self, items: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of these segments."""
+        return [items[i] for i in self.positions]
+
+
+@dataclass(frozen=True, repr=False)
+class PerLayer(Codec):
+    """Segment i is encoded by `codecs[i]`. The segments of equal codecs are encoded with one call.
+
+    Payload: that of each distinct codec, in the order of its first segment, for all its segments together.
+
+    Args:
+        codecs: one for each segment, of fixed size and without demands.
+    """
+
+    codecs: tuple[Codec, ...]
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(unbiased=all(group.codec.traits.unbiased for group in self._groups), by_layer=True)
+
+    def __repr__(self) -> str:
+        return f"PerLayer({len(self.codecs)} codecs)"
+
+    def pick(self, positions: Sequence[int]) -> PerLayer:
+        return _picked(self, tuple(positions))
+
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        self._check_number(segments)
+        payloads = [
+            group.codec.encode_segments(
+                group.of(segments),
+                [keys[i] for i in group.positions],
+                None if residuals is None else group.of(residuals),
+            )
+            for group in self._groups
+        ]
+        return torch.cat(payloads) if len(payloads) > 1 else payloads[0]
+
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        for group, (part,) in self._split([payload], outs):
+            group.codec.decode_add_segments(part, group.of(outs), weight, [])
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        return kernels.flags.all_of(
+            [
+                group.codec.decode_sum_segments(parts, group.of(outs), weight, [])
+                for group, parts in self._split(payloads, outs)
+            ]
+        )
+
+    def segments_nbytes(self, sizes: list[int]) -> int:
+        self._check_number(sizes)
+        return sum(group.codec.segments_nbytes([sizes[i] for i in group.positions]) for group in self._groups)
+
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection | None:
+        """The positions that a payload carries, all of a segment where its codec sends all; None if every codec does."""
+        numels = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
+        self._check_number(numels)
+        found: list[Tensor | None] = [None] * len(numels)
+        ends = 0
+        for group in self._groups:
+            sizes = [numels[i] for i in group.positions]
+            start, ends = ends, ends + group.codec.segments_nbytes(sizes)
+            kept = group.codec.support(payload[start:ends], sizes, None)
+            for i, indices in zip(group.positions, kept.indices.split(kept.counts) if kept else (), strict=False):
+                found[i] = indices
+        if all(indices is None for indices in found):
+            return None
+        whole = [
+            torch.arange(n, dtype=torch.int32, device=payload.device) if indices is None else indices
+            for n, indices in zip(numels, found, strict=True)
+        ]
+        return Selection(torch.cat(whole), torch.empty(0, device=payload.device), [len(indices) for indices in whole])
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        positions: dict[Codec, list[int]] = {}
+        for i, codec in enumerate(self.codecs):
+            positions.setdefault(codec, []).append(i)
+        return [Group(codec, at) for codec, at in positions.items()]
+
+    def _split(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
+        """Each group with its part of every payload."""
+        self._check_number(outs)
+        sizes = [group.codec.segments_nbytes([outs[i].numel() for i in group.positions]) for group in self._groups]
+        parts = [payload.split(sizes) for payload in payloads]
+        return [(group, [part[i] for part in parts]) for i, group in enumerate(self._groups)]
+
+    def _check_number(self, items: Sequence[object]) -> None:
+        require(
+            len(items) == len(self.codecs), f"{self}: expected {len(self.codecs)} segments, got {len(items)} of them"
+        )
+
+
+@lru_cache(maxsize=256)
+def _picked(codec: PerLayer, positions: tuple[int, ...]) -> PerLayer:
+    return PerLayer(tuple(codec.codecs[i] for i in positions))
