@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.command import thinwire
 from helpers.keys import keys_of
 from helpers.program import programs, wait_until
 from helpers.traffic import connections
@@ -294,7 +295,16 @@ def test_with_credentials_the_relay_can_read_nothing(tmp_path, server, monkeypat
     assert (PATTERN in passed) is not is_sealed
 
 
-# ---- the command ----
+# ---- the commands ----
+
+
+@engine
+def test_training_goes_through_the_relay(tmp_path, server):
+    """Neither worker listens, and the averager's communicator meets over the run's."""
+    address = f"127.0.0.1:{server.address[1]}"
+    words = ["--workers", "2", "--max-steps", "3", "--no-listen", "--relay", address]
+    ended = thinwire("train", "digits", *words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_command_forwards_until_ctrl_c(tmp_path):

@@ -241,8 +241,8 @@ def prepare(
 def _communicator(config: RunConfig, device: torch.device, meeting: Communicator | None) -> Communicator:
     """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
     comm: Communicator
-    if config.credentials is not None:
-        assert isinstance(meeting, TcpCommunicator), "runs with credentials have connections of our own"
+    if config.credentials is not None or config.dials_out:
+        assert isinstance(meeting, TcpCommunicator), "such runs have connections of our own"
         comm = meeting.another()
     else:
         comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
