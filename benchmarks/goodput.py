@@ -29,11 +29,7 @@ from torch.nn.functional import cross_entropy
 import thinwire as tw
 
 EVERY = 12
-METHODS = {
-    "DDP": "Gradients(Mean())",
-    "synchronous": f"diloco(every={EVERY})",
-    "asynchronous": f"asynchronous_diloco(every={EVERY}, quorum=2, delay=3)",
-}
+METHODS = {"DDP": "Gradients(Mean())", "synchronous": f"diloco(every={EVERY})"}
 
 
 def network(width: int, seed: int) -> nn.Module:
@@ -52,7 +48,7 @@ def work(rank: int, options: argparse.Namespace, method: str, store: str, result
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.workers)
     teacher, model = network(64, 1000), network(options.width, options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    handle = None if method == "alone" else tw.attach(model, optimizer, METHODS[method])
+    handle = None if method == "alone" else tw.attach(model, optimizer, METHODS.get(method, options.asynchronous))
     seconds = options.step_seconds * (options.slow if rank == options.workers - 1 else 1)
 
     def step(number: int) -> None:
@@ -122,13 +118,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--asynchronous", default=f"asynchronous_diloco(every={EVERY}, delay=3)")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     alone = sum(one["done"] / one["seconds"] for one in measure(options, "alone"))
     print(
         f"{options.workers} workers, one {options.slow:g} times slower: {alone:.1f} batches a second alone", flush=True
     )
-    for method in METHODS:
+    for method in (*METHODS, "asynchronous"):
         facts = measure(options, method)
         rate = sum(one["done"] for one in facts) / max(one["seconds"] for one in facts)
         steps = "/".join(f"{one['steps']:.0f}" for one in facts)

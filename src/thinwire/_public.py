@@ -38,6 +38,7 @@ from .codec import (
 from .comm import LocalWorld
 from .memory import ErrorFeedback, MomentumCorrection
 from .notation import parse
+from .sampler import ElasticSampler
 from .strategy import (
     Asynchronous,
     Gossip,
@@ -71,6 +72,7 @@ __all__ = [
     "gossip_parameters",
     "gossip_asynchronously",
     "local_updates",
+    "ElasticSampler",
     "OuterSGD",
     "diloco",
     "streaming_diloco",

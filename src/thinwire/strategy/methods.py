@@ -83,7 +83,7 @@ def streaming_diloco(
 
 def asynchronous_diloco(
     every: int = 30,
-    quorum: int = 1,
+    quorum: int | None = None,
     fragments: int = 1,
     delay: int = 3,
     bits: int | None = None,
@@ -98,7 +98,8 @@ def asynchronous_diloco(
 
     Args:
         every: H of the fastest worker; the others' follow their speed.
-        quorum: K, workers that make a round; more join within the delay.
+        quorum: K, workers that make a round; None => all that are left, which come at the same time because their steps
+            follow their speed. Lower => less waiting where speeds change fast, but late changes cost loss.
         fragments: P; higher => lower peaks.
         delay: tau, steps from the send of a change to its merging; higher => slower networks and uneven steps are hidden.
         bits: of each element, see `QSGD`; None sends float32.

@@ -334,7 +334,8 @@ class Agreement:
         active = {rank for rank in self._members if self._done.get(rank) != self._ended[0] + 1}
         ranks = {rank for rank, _ in arrived}
         missing = active - ranks
-        has_quorum = len(ranks) >= min(self._quorum.workers, len(active | ranks))
+        everyone = len(active | ranks)
+        has_quorum = len(ranks) >= min(self._quorum.workers or everyone, everyone)
         if missing and not has_quorum and now < log.first_at + self._quorum.patience_seconds:
             if not self._all_have_come(active):
                 return

@@ -195,6 +195,16 @@ class Local(Averaging[LocalUpdates]):
         """Whether workers may come and go: without messages in flight, a quorum, and averages of the optimizer's state."""
         return not self.delay and not self.state_every and self.quorum is None
 
+    @property
+    def has_common_steps(self) -> bool:
+        """Not with a quorum."""
+        return self.quorum is None
+
+    @property
+    def sends_again(self) -> bool:
+        """Changes are sent again, to those that are left."""
+        return True
+
     def options(self) -> dict[str, Any]:
         """All fields but `outer`: workers compare the optimizers that it makes."""
         return {name: value for name, value in super().options().items() if name != "outer"}

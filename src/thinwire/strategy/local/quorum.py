@@ -30,7 +30,8 @@ class Quorum(Algorithm):
     tokens (or samples) that the change was made from, see `LocalUpdates.count_tokens`.
 
     Args:
-        workers: K; fewer do not make a round, unless fewer are left. Higher => fewer late changes, more waiting.
+        workers: K; fewer do not make a round, unless fewer are left. Higher => fewer late changes, more waiting. None => all
+            that are left.
         stale: the rule for late changes: `DelayedNesterov()`, `CosineGate()`, `PlainWeights()` or `Drop()`.
         grace: the share of the time left that a round waits for more workers.
         max_grace_seconds: the most that it waits for them.
@@ -51,7 +52,7 @@ class Quorum(Algorithm):
         Local(Mean(), every=30, outer=OuterSGD(), delay=5, quorum=Quorum(workers=2))
     """
 
-    workers: int = 1
+    workers: int | None = None
     stale: Staleness = DelayedNesterov()
     grace: float = 1.0
     max_grace_seconds: float = 60.0
@@ -60,8 +61,8 @@ class Quorum(Algorithm):
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.workers, int) and self.workers >= 1,
-            f"Quorum: workers must be an integer, 1 or more, got {self.workers!r}",
+            self.workers is None or (isinstance(self.workers, int) and self.workers >= 1),
+            f"Quorum: workers must be an integer, 1 or more, or None, got {self.workers!r}",
         )
         require(
             isinstance(self.stale, Staleness),

@@ -178,7 +178,7 @@ class LocalUpdates(OwnModelAttachment):
             not self._shards, f"{self.call}: a quorum needs whole models, and this one is sharded; leave quorum out"
         )
         require(
-            quorum.workers <= comm.size,
+            (quorum.workers or 1) <= comm.size,
             f"{self.call}: a quorum of {quorum.workers} workers cannot come of {comm.size}; choose a lower one",
         )
         self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
