@@ -24,6 +24,7 @@ ROOMS = {
     "Averagers": "thinwire.average",
     "Memories": "thinwire.memory",
     "Codecs": "thinwire.codec",
+    "Sampler": "thinwire.sampler",
     "Schedules": "thinwire.schedule",
     "Topologies": "thinwire.topology",
     "Communicators": "thinwire.comm",

@@ -29,6 +29,7 @@ FLOORS = {
     "strategy": 4,
     "plan": 5,
     "notation": 5,
+    "sampler": 5,
     "attaching": 6,
     "testing": 6,
     "_public": 7,

@@ -39,6 +39,7 @@ from .codec import (
 from .comm import Credentials, LocalWorld
 from .memory import ErrorFeedback, MomentumCorrection
 from .notation import parse
+from .sampler import ElasticSampler
 from .strategy import (
     Asynchronous,
     Gossip,
@@ -72,6 +73,7 @@ __all__ = [
     "gossip_parameters",
     "gossip_asynchronously",
     "local_updates",
+    "ElasticSampler",
     "OuterSGD",
     "diloco",
     "streaming_diloco",

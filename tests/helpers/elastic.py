@@ -130,3 +130,41 @@ def worker(
     facts |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
     print(json.dumps(facts | {"losses": comm.counts.losses}), flush=True)
     os._exit(0)
+
+
+class Tally(nn.Module):
+    """Has a weight for each block of all epochs. Its loss moves those of a batch alone, so weights tell what was merged."""
+
+    def __init__(self, num_places: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_places))
+
+    def forward(self, places):
+        return self.weight[places].mean()
+
+
+def sampled(address: str, number: int, strategy: str, num_blocks: int, epochs: int, per_step: int, is_late: bool):
+    """Train `Tally` on the blocks of an `ElasticSampler` until all epochs are committed; print each round, and the weights."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    comm = ElasticCommunicator(address, number, timeout_seconds=60, is_late=is_late)
+    model = Tally((epochs + 2) * num_blocks)
+    parsed = tw.parse(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if parsed.models_differ else float(per_step))
+    handle = tw.attach(model, optimizer, parsed, comm=comm)
+    if not parsed.models_differ:
+        comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+    sampler = tw.ElasticSampler(num_blocks, handle, per_step, seed=3)
+    while sampler.epoch < epochs:
+        before = comm.counts.committed
+        handle.begin_round()
+        places = [block.epoch * num_blocks + block.number for block in sampler.take()]
+        optimizer.zero_grad()
+        (model(places) * sampler.weight).backward()
+        time.sleep(0.01)
+        optimizer.step()
+        if comm.counts.committed > before:
+            print(json.dumps([comm.counts.committed, comm.size, list(sampler.last_committed.items())]), flush=True)
+    print(json.dumps({"weights": model.weight.tolist(), "sampler": sampler.state_dict()}), flush=True)
+    os._exit(0)

@@ -110,6 +110,11 @@ class Averager(Algorithm, ABC):
         """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
         return False
 
+    @property
+    def sends_alone(self) -> bool:
+        """Whether a worker makes its message without the others, and any set of messages can be merged; see `message`."""
+        return False
+
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
         return False
@@ -161,6 +166,26 @@ class Averager(Algorithm, ABC):
         Only gossip can: averagers that give one mean replace the tensors.
         """
         raise NotImplementedError(f"{self} replaces tensors, so its rounds cannot end while tensors change")
+
+    def message(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Tensor:
+        """Begin a round alone: what `step` would send, (num_bytes,) uint8. Some `merge` has it later, and `commit` or `discard`
+        ends the round. Only where an averager `sends_alone`."""
+        raise NotImplementedError(f"{self} needs the other workers to make a message")
+
+    def message_nbytes(self, tensors: NamedTensors) -> int:
+        """The most bytes of a `message` of these tensors."""
+        raise NotImplementedError(f"{self} needs the other workers to make a message")
+
+    def merge(
+        self,
+        state: Any,
+        messages: Sequence[Tensor],
+        weights: Sequence[float],
+        tensors: NamedTensors,
+        comm: Communicator,
+    ) -> Flag:
+        """Overwrite tensors with `sum_i weights[i] decoded(messages[i])`, added in this order; returns whether it is finite."""
+        raise NotImplementedError(f"{self} needs the other workers to make a message")
 
     @abstractmethod
     def commit(self, state: Any) -> bool:

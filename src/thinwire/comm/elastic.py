@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -57,7 +57,7 @@ from .patience import Patience
 from .side_streams import SideStreams
 
 Result = TypeVar("Result")
-NOTE_LENGTH = 8
+NOTE_LENGTH = 7
 """Numbers that a worker may add to its vote."""
 
 
@@ -119,6 +119,8 @@ class ElasticCommunicator(Communicator):
         self.note: list[float] = []
         self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64, device="cpu")
         self._norms: dict[int, float] = {}
+        self._claims: dict[int, int] = {}
+        self._watchers: list[tuple[Callable[[], int], Callable[[Mapping[int, int] | None], None]]] = []
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
@@ -137,6 +139,16 @@ class ElasticCommunicator(Communicator):
             self._asker.expect(timeout_seconds)  # the others wait for those that send heartbeats
 
     members: Members | None
+
+    def watch(self, claim: Callable[[], int], ended: Callable[[Mapping[int, int] | None], None]) -> None:
+        """Let the end of each round be known, such as to a sampler.
+
+        Args:
+            claim: returns a number that travels with this worker's vote.
+            ended: receives the numbers of all workers of a committed round, by worker; None if a round was given up.
+        """
+        self._watchers.append((claim, ended))
+        require(len(self._watchers) == 1, f"worker {self.number}: one sampler serves a run; make no second one")
 
     def share(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
         """Let a worker that joins get more state from a live one, such as the optimizer's beside `compress_gradients`.
@@ -229,8 +241,12 @@ class ElasticCommunicator(Communicator):
             self.counts.committed = self._history.committed
             self._patience.committed()
             self._asker.expect(self._patience.seconds)
+            for _, ended in self._watchers:
+                ended(self._claims)
             return True
         self._give_up()
+        for _, ended in self._watchers:
+            ended(None)
         self.counts.aborted += 1
         self._in_flight = self.ledger.bytes_sent - self._sent_before
         return False
@@ -249,11 +265,12 @@ class ElasticCommunicator(Communicator):
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
-        vote = torch.zeros(2 + NOTE_LENGTH, dtype=torch.float64, device="cpu")
-        vote[0], vote[1] = 1.0, norm
+        vote = torch.zeros(2 + NOTE_LENGTH + 1, dtype=torch.float64, device="cpu")
+        vote[0], vote[1], vote[-1] = 1.0, norm, sum(claim() for claim, _ in self._watchers)
         vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64, device="cpu")
         votes = torch.stack(self.all_gather(vote).wait())
-        self.notes = votes[:, 2:]
+        self.notes = votes[:, 2:-1]
+        self._claims = dict(zip(self.members.numbers, votes[:, -1].long().tolist(), strict=True))
         self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
         return bool((votes[:, 0] == 1.0).all())
 

@@ -13,8 +13,10 @@ from .local.inverse_norm import InverseNorm, NormStatistics
 from .local.local import Local, local_updates
 from .local.muon_adamw import MuonAdamW
 from .local.outer_sgd import OuterSGD
+from .local.quorum import Quorum
 from .local.rounds import LocalUpdates
-from .methods import demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
+from .local.staleness import CosineGate, DelayedNesterov, Drop, PlainWeights, Staleness
+from .methods import asynchronous_diloco, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from .own_model import OwnModelAttachment
 from .strategy import Averaging, Rhythm, Strategy
 
@@ -26,6 +28,9 @@ __all__ = [
     "AveragerAttachment",
     "Averaging",
     "ConsensusRecord",
+    "CosineGate",
+    "DelayedNesterov",
+    "Drop",
     "Gossip",
     "GradientCompression",
     "Gradients",
@@ -37,10 +42,14 @@ __all__ = [
     "OuterSGD",
     "OwnModelAttachment",
     "ParameterGossip",
+    "PlainWeights",
+    "Quorum",
     "Rhythm",
     "ShardCompression",
     "Shards",
+    "Staleness",
     "Strategy",
+    "asynchronous_diloco",
     "compress_gradients",
     "compress_shards",
     "consensus",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from ..algorithm import require
 from ..average import Dion, Mean, Mix
-from ..codec import DCT, BinMeans, BlockwiseTopK, Float4, Tiles, chain
+from ..codec import DCT, QSGD, BinMeans, BlockwiseTopK, Float4, Tiles, chain
 from ..memory import ErrorFeedback, SignDescent
 from ..topology import RandomPairs
 from .gradients.gradients import Gradients
 from .local.local import Local
 from .local.outer_sgd import OuterSGD
+from .local.quorum import Quorum
 
 
 def diloco(every: int = 30, lr: float = 0.7, momentum: float = 0.9) -> Local:
@@ -78,6 +79,46 @@ def streaming_diloco(
     """
     averager = Mean() if format is None else Mean(Float4(format), min_ndim=0)
     return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, alpha=alpha)
+
+
+def asynchronous_diloco(
+    every: int = 30,
+    quorum: int | None = None,
+    fragments: int = 1,
+    delay: int = 3,
+    bits: int | None = None,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+) -> Local:
+    """DiLoCo with workers of unequal speed: none waits for all, and a slow one takes fewer steps.
+
+        g = sum_i n_i (anchor - x_i) / sum_i n_i,  over those that have come;   Nesterov's outer step, its momentum delayed
+
+    Bytes per worker and step: `(W-1) 4n / H`, or `(W-1) n bits/8 / H`, by messages to all others.
+
+    Args:
+        every: H of the fastest worker; the others' follow their speed.
+        quorum: K, workers that make a round; None => all that are left, which come at the same time because their steps
+            follow their speed. Lower => less waiting where speeds change fast, but late changes cost loss.
+        fragments: P; higher => lower peaks.
+        delay: tau, steps from the send of a change to its merging; higher => slower networks and uneven steps are hidden.
+        bits: of each element, see `QSGD`; None sends float32.
+        lr: of the outer optimizer.
+        momentum: of the outer optimizer.
+
+    Returns:
+        A strategy; the inner optimizer is AdamW.
+
+    Source: Liu et al. 2024, Asynchronous Local-SGD, arXiv 2401.09135; Douillard et al. 2026, Decoupled DiLoCo,
+        arXiv 2604.21428.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.strategy.asynchronous_diloco(every=50, quorum=2)
+        Local(Mean(), every=50, outer=OuterSGD(), delay=3, quorum=Quorum(workers=2))
+    """
+    averager = Mean() if bits is None else Mean(QSGD(bits=bits), min_ndim=0)
+    return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, quorum=Quorum(quorum))
 
 
 def sparse_loco(

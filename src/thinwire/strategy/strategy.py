@@ -152,6 +152,16 @@ class Averaging(Strategy[A_co]):
         """Whether workers may come and go while it trains."""
         return self.averager.has_rounds
 
+    @property
+    def has_common_steps(self) -> bool:
+        """Whether all workers take equally many steps between two rounds."""
+        return self.averager.has_rounds
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether workers exchange what they have done again, without new steps, after a round was given up."""
+        return False
+
     def _require_rounds(self) -> None:
         """Check that the averager is one."""
         self._require(

@@ -29,6 +29,7 @@ from ...algorithm import require
 from ...codec import Codec, Identity, Key, Selection
 from ...codec.adaptive.base import adapted
 from ...comm import Communicator, Handle
+from ...kernels import Flag
 from ...membership import check_state
 from ...memory import Memory
 from ...schedule import Progress, resolve
@@ -52,6 +53,8 @@ from .exchange import (
     check_rule,
     flatten,
     launched_nodes,
+    message_nbytes,
+    pack,
     result_buffers,
     split_like,
 )
@@ -261,12 +264,23 @@ class Mean(Averager):
         return cheapest(load).word, nodes
 
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
-        part = self.codec.traits.adaptive
-        observe = None if part is None else state.adapt(part, comm, tensors[0][1].device)
-        codec = self.current_codec(state)
         targets = [(name, t.detach()) for name, t in tensors]
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        job, codec = self._job(state, targets, comm, scale)
+        word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
+        before = comm.ledger.bytes_sent
+        flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
+        flight.num_bytes = comm.ledger.bytes_sent - before
+        for earlier in state.flights:
+            state.advance(earlier, comm)
+        state.flights.append(flight)
+        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
 
+    def _job(self, state: MeanState, targets: NamedTensors, comm: Communicator, scale: float) -> tuple[Job, Codec]:
+        """Compensate, and describe what to encode and how."""
+        part = self.codec.traits.adaptive
+        observe = None if part is None else state.adapt(part, comm, targets[0][1].device)
+        codec = self.current_codec(state)
         with state.clock("compensate"):
             encoded, dense = self._split(targets, codec)
             codec = state.codec_of(codec, encoded)
@@ -283,7 +297,7 @@ class Mean(Averager):
             keys=[Key.of(state.seed, name, rank, step) for name, _ in encoded],
             merged=self.granularity != "layer",
             keep_residual=self.memory is not None,
-            dense=flatten([g for _, g in dense], tensors[0][1].device),
+            dense=flatten([g for _, g in dense], targets[0][1].device),
             # Memory is unscaled, so what it sends is too; the result must be scaled as the gradients were.
             # The size of a vote does not depend on the gradients.
             scale=scale if self.memory is not None or self.codec.traits.votes else 1.0,
@@ -295,14 +309,51 @@ class Mean(Averager):
             observe=observe,
             combine=self._rule_of_round(state, encoded, dense, comm, scale),
         )
-        word = AllReduce.word if all_dense and self.rule is None else state.exchange
-        before = comm.ledger.bytes_sent
-        flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
-        flight.num_bytes = comm.ledger.bytes_sent - before
-        for earlier in state.flights:
-            state.advance(earlier, comm)
-        state.flights.append(flight)
-        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
+        return job, codec
+
+    # ---- messages that are made and merged at different times ----
+
+    @property
+    def sends_alone(self) -> bool:
+        traits, memory = self.codec.traits, self.memory
+        return (
+            self.exchange in ("auto", AllGather.word)
+            and self.divide_by == "workers"
+            and self.rule is None
+            and self.clip is None
+            and (memory is None or not (memory.needs_mean or memory.has_momentum))
+            and not (traits.shared_key or traits.votes)
+            and self.codec.is_constant
+            and traits.agreement is None
+            and traits.adaptive is None
+        )
+
+    def message(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Tensor:
+        targets = [(name, t.detach()) for name, t in tensors]
+        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        job, _ = self._job(state, targets, comm, 1.0)
+        return pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+
+    def message_nbytes(self, tensors: NamedTensors) -> int:
+        encoded, dense = self._split(tensors, self.codec)
+        shapes, dense_numel = [t.shape for _, t in encoded], sum(t.numel() for _, t in dense)
+        return message_nbytes(self.codec, shapes, dense_numel, self.granularity != "layer")
+
+    def merge(
+        self,
+        state: MeanState,
+        messages: Sequence[Tensor],
+        weights: Sequence[float],
+        tensors: NamedTensors,
+        comm: Communicator,
+    ) -> Flag:
+        encoded, dense = self._split([(name, t.detach()) for name, t in tensors], self.codec)
+        outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
+        totals, dense_total = result_buffers(outs), flatten(dense_outs, tensors[0][1].device).zero_()
+        job = Job(comm, self.codec, state.clock, [], [], [], self.granularity != "layer", False, dense_total, 1.0)
+        finite = job.decode_weighted(messages, weights, totals, dense_total)
+        written = [copy_changed(totals, outs), copy_changed(split_like(dense_total, dense_outs), dense_outs)]
+        return kernels.flags.all_of([finite, kernels.all_finite([dense_total]), *written])
 
     def current_codec(self, state: MeanState) -> Codec:
         codec = self.codec if self.codec.is_constant else resolve(self.codec, state.progress)

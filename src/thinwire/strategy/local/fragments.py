@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ...algorithm import require
 from ...average.base import NamedTensors
-from ...membership import Form, State, config, copied, nested, pending, shared
+from ...membership import Form, State, config, copied, nested, pending, restart, shared
 from ..flight import Flight
+from .agreement import Pending
 from .inverse_norm import NormStatistics
 
 Fragments = int | Sequence[str | Sequence[str]]
@@ -116,6 +117,8 @@ class Fragment(State):
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
         rejected: under gossip, whether this worker's changes in the present round were not finite.
+        tokens: with a quorum, those that this worker's next change is made from.
+        pending_share: with a quorum, this worker's change that no round has merged yet.
     """
 
     offset: int = config()
@@ -130,11 +133,13 @@ class Fragment(State):
     steps_to_merge: int = shared(default=0)
     has_moved: bool = shared(default=False)
     rejected: bool = shared(default=False)
+    tokens: int = restart(default=0)
+    pending_share: Pending | None = pending(default=None)
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and is not merged."""
-        return self.flight is not None or self.finite is not None
+        return self.flight is not None or self.finite is not None or self.pending_share is not None
 
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""

@@ -19,6 +19,7 @@ from ..strategy import Averaging, Rhythm, Runtime
 from .fragments import Fragments
 from .inverse_norm import InverseNorm
 from .outer_sgd import OuterSGD
+from .quorum import Quorum
 from .rounds import LocalUpdates
 
 OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
@@ -40,6 +41,11 @@ class Local(Averaging[LocalUpdates]):
 
     Rounds run inside `optimizer.step()`. All workers must take equally many steps. Where a loss scaler skips a step on one
     worker, pass it as `scaler`: that worker counts the step too. Otherwise the others wait for it until their time limit.
+
+    Unequal workers. With a `quorum`, workers take as many steps as they are fast and never all wait: a worker sends its change,
+    trains on for `delay` steps, and merges the rounds that were committed, each with the changes that had come
+    (`asynchronous.py`). A worker that dies is left out of the rounds to come. With equal speeds, K = W and no delay it is the
+    same bit for bit. Call `synchronize` on all workers before saving and at the end; buffers of the model stay local.
 
     Parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or unfreezing
     parameters later is an error that names the parameter. float64 parameters have a float64 anchor; `Mix` and `PushSum` gossip
@@ -70,6 +76,8 @@ class Local(Averaging[LocalUpdates]):
             `mixed g + gamma (anchor - mixed anchor)`, so that anchors are pulled together and never replaced (NoLoCo).
         state_every: names of states of the inner optimizer, and after how many steps they are averaged over workers, dense,
             such as `{"exp_avg": 60, "exp_avg_sq": 120}` (DES-LOC). That costs 2 (W-1)/W 4n bytes each time.
+        quorum: `Quorum(workers=K)` makes rounds asynchronous; None waits for all workers in each. It goes with averagers that
+            are `Mean` of constant codecs, and with a fixed number of workers, which may die but not join.
         on_nonfinite: what a worker does if its own gradient is infinite or NaN in an inner step: "skip" that step, "raise" an
             error, or "apply" it, which loses the changes of the whole period.
         max_nonfinite: with "skip", how many such steps in a row are an error.
@@ -79,7 +87,8 @@ class Local(Averaging[LocalUpdates]):
 
     Source: Stich 2018, Local SGD, arXiv 1805.09767; Douillard et al. 2023, DiLoCo, arXiv 2311.08105; Douillard et al. 2025,
         Streaming DiLoCo, arXiv 2501.18512; Cheng et al. 2024, EDiT, arXiv 2412.07210; Kolehmainen et al. 2025, NoLoCo,
-        arXiv 2506.10911; Iacob et al. 2025, DES-LOC, arXiv 2505.22549.
+        arXiv 2506.10911; Iacob et al. 2025, DES-LOC, arXiv 2505.22549; Liu et al. 2024, Asynchronous Local-SGD,
+        arXiv 2401.09135.
 
     Example:
         >>> import torch, thinwire as tw
@@ -107,6 +116,7 @@ class Local(Averaging[LocalUpdates]):
     weights: InverseNorm | None = None
     pull: float | None = None
     state_every: Mapping[str, int] = field(default_factory=dict, hash=False)
+    quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +160,29 @@ class Local(Averaging[LocalUpdates]):
         )
         for key, period in self.state_every.items():
             self._require_integer(f"state_every[{key!r}]", period, 1)
+        self._check_quorum()
+
+    def _check_quorum(self) -> None:
+        self._require(
+            self.quorum is None or isinstance(self.quorum, Quorum),
+            f"quorum must be Quorum(...) or None, got {self.quorum!r}",
+        )
+        if self.quorum is None:
+            return
+        self._require(
+            self.averager.sends_alone,
+            "with a quorum each worker makes its message without the others, so the averager must be Mean with a constant "
+            f"codec whose workers agree on nothing, by an all-gather and without rule, clip or momentum; got {self.averager!r}",
+        )
+        excluded = {"alpha": self.alpha, "weights": self.weights, "state_every": self.state_every}
+        named = [name for name, value in excluded.items() if value]
+        self._require(
+            not named,
+            f"with a quorum, changes weigh by their tokens and workers keep what they change meanwhile; leave out "
+            f"{', '.join(named)}",
+        )
+        if self.outer is not None:
+            self.quorum.stale.outer(self.outer, 1)
 
     @property
     def rhythm(self) -> Rhythm:
@@ -159,8 +192,18 @@ class Local(Averaging[LocalUpdates]):
 
     @property
     def suits_elastic(self) -> bool:
-        """Whether workers may come and go: without messages in flight and averages of the optimizer's state."""
-        return not self.delay and not self.state_every
+        """Whether workers may come and go: without messages in flight, a quorum, and averages of the optimizer's state."""
+        return not self.delay and not self.state_every and self.quorum is None
+
+    @property
+    def has_common_steps(self) -> bool:
+        """Not with a quorum."""
+        return self.quorum is None
+
+    @property
+    def sends_again(self) -> bool:
+        """Changes are sent again, to those that are left."""
+        return True
 
     def options(self) -> dict[str, Any]:
         """All fields but `outer`: workers compare the optimizers that it makes."""

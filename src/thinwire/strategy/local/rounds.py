@@ -39,6 +39,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,10 @@ from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
+from .asynchronous import AsynchronousRounds, Committed
 from .fragments import Fragment, make_fragments
 from .outer_sgd import OuterSGD
+from .quorum import Quorum
 from .tensors import anchor_of, average_exactly, renamed, states_of
 
 if TYPE_CHECKING:
@@ -106,6 +109,7 @@ class LocalState(State):
         fragments: see `fragments.py`.
         step: of the present period.
         num_steps: since the start.
+        committed: with a quorum, what its rounds have merged.
     """
 
     anchor: dict[str, nn.Parameter] = averaged()
@@ -114,6 +118,7 @@ class LocalState(State):
     fragments: list[Fragment] = nested()
     step: int = shared(default=0)
     num_steps: int = shared(default=0)
+    committed: Committed | None = nested(default=None)
 
 
 class LocalUpdates(OwnModelAttachment):
@@ -123,6 +128,7 @@ class LocalUpdates(OwnModelAttachment):
     averager: Averager
     strategy: Local
     _record: LocalState
+    _asynchronous: AsynchronousRounds | None
 
     def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         refuse_ddp(self.call, model)
@@ -133,7 +139,7 @@ class LocalUpdates(OwnModelAttachment):
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
-        self._clock = Clock()
+        self._clock, self._asynchronous = Clock(), None
         with self._attaching() as comm:
             names = [name for name, _ in self.parameters]
             make_equal(model, comm, parameters=names)
@@ -143,7 +149,9 @@ class LocalUpdates(OwnModelAttachment):
             device = self._anchors[0][1].device
             self._work, self._device, self._clock.device = WorkStream(device), device, device
             self._background = comm.background("thinwire-round")
-            made = (strategy.outer or PLAIN_AVERAGING)([anchor for _, anchor in self._anchors])
+            outer = strategy.outer or PLAIN_AVERAGING
+            outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
+            made = outer([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             comm.check_agreement({"outer optimizer": repr(self._outer)})
@@ -157,11 +165,54 @@ class LocalUpdates(OwnModelAttachment):
                 tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
                 fragment.state = check_state(self.averager.init(tensors, comm, self._seed), self.averager)
                 fragment.state.clock.device = device
+            if strategy.quorum is not None:
+                self._begin_asynchronous(strategy.quorum, comm)
             self._begin_rounds(self.averager)
             self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)
+
+    def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
+        require(
+            not self._shards, f"{self.call}: a quorum needs whole models, and this one is sharded; leave quorum out"
+        )
+        require(
+            (quorum.workers or 1) <= comm.size,
+            f"{self.call}: a quorum of {quorum.workers} workers cannot come of {comm.size}; choose a lower one",
+        )
+        self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
+        self._record.committed = rounds.committed
+        # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
+        dropped = finalize(self, rounds.agreement.close, False)
+        dropped.atexit = False
+        self._on_detach(dropped.detach)
+
+    @property
+    def committed(self) -> Committed:
+        """With a quorum: rounds, tokens and late changes so far, as far as this worker has merged them."""
+        require(self._record.committed is not None, f"{self.call}: only a quorum counts what is committed")
+        assert self._record.committed is not None
+        return self._record.committed
+
+    @property
+    def committed_tokens(self) -> float:
+        """With a quorum: T, the tokens whose changes are merged, which learning rates should follow."""
+        return self.committed.tokens / self.num_fragments
+
+    def count_tokens(self, number: int) -> None:
+        """With a quorum: say before `optimizer.step()` how many tokens (or samples) it is made from; by default 1."""
+        require(self._asynchronous is not None, f"{self.call}: only a quorum counts tokens; leave count_tokens() out")
+        assert self._asynchronous is not None
+        self._asynchronous.count_tokens(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in `AveragerAttachment`; with a quorum, only right after `synchronize`."""
+        require(
+            self._asynchronous is None or self._asynchronous.is_synchronized,
+            f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then save",
+        )
+        return super().state_dict()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -177,7 +228,8 @@ class LocalUpdates(OwnModelAttachment):
     @property
     def phases_in_step(self) -> tuple[str, ...]:
         """With a delay, a thread does the averager's part."""
-        return ("measure", "outer", *(("blocked",) if self.strategy.delay else super().phases_in_step))
+        waits_apart = self.strategy.delay or self._asynchronous is not None
+        return ("measure", "outer", *(("blocked",) if waits_apart else super().phases_in_step))
 
     @property
     def num_fragments(self) -> int:
@@ -200,6 +252,12 @@ class LocalUpdates(OwnModelAttachment):
                 self._begin(fragment, delay=0)
                 self._merge(fragment, alpha=0.0)
         self._record.step = 0
+        if self._asynchronous is not None:
+            self._asynchronous.finish(self._apply)
+            for fragment in self._fragments:
+                self._restart(fragment, alpha=0.0)
+            self._asynchronous.resume()
+            return
         if not self.averager.gives_one_mean:
             average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
@@ -230,10 +288,18 @@ class LocalUpdates(OwnModelAttachment):
     @torch.no_grad()
     def _finish(self) -> None:
         """Merge what is in flight; the parameters stay local."""
-        self._merge_all()
+        try:
+            self._merge_all()
+            if self._asynchronous is not None:
+                self._asynchronous.agreement.leave()
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def _abandon(self, error: BaseException) -> None:
-        """Nothing to do: rounds in flight end in their own threads."""
+        """Rounds in flight end in their own threads; with a quorum, the others go on without this worker."""
+        if self._asynchronous is not None:
+            self._asynchronous.agreement.close(wait=False)
 
     # ---- one step of the inner optimizer ----
 
@@ -252,6 +318,8 @@ class LocalUpdates(OwnModelAttachment):
         self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
+        if self._asynchronous is not None:
+            self._asynchronous.stepped()
         for fragment in self._fragments:
             fragment.has_moved = True
             if fragment.in_flight:
@@ -260,10 +328,24 @@ class LocalUpdates(OwnModelAttachment):
                     self._merge(fragment, self.strategy.alpha)
         for fragment in self._fragments:
             if fragment.offset == self._record.step:
-                self._begin(fragment, self.strategy.delay)
-                if self.strategy.delay == 0:
+                if fragment.in_flight:  # it was sent in a longer period
                     self._merge(fragment, self.strategy.alpha)
-        self._record.step %= self.strategy.every
+                self._begin(fragment, self._delay)
+                if self._delay == 0:
+                    self._merge(fragment, self.strategy.alpha)
+        self._record.step %= self._every
+        if self._asynchronous is not None:
+            if self._record.step == 0:
+                self._asynchronous.begin_period()
+            self._asynchronous.resume()
+
+    @property
+    def _every(self) -> int:
+        return self.strategy.every if self._asynchronous is None else self._asynchronous.every
+
+    @property
+    def _delay(self) -> int:
+        return self.strategy.delay if self._asynchronous is None else self._asynchronous.delay
 
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
@@ -282,6 +364,13 @@ class LocalUpdates(OwnModelAttachment):
         if not self.averager.gives_one_mean:
             self._apply_own_changes(fragment)
         fragment.has_moved = False
+        if self._asynchronous is not None:
+            is_finite = kernels.flags.read(kernels.all_finite(fragment.changes))
+            self._asynchronous.send(fragment, self._parts(fragment), is_finite)
+            if not is_finite:
+                self._warn()
+            fragment.steps_to_merge = delay
+            return
         if delay == 0:
             self._ready()
             elastic = self.comm.is_elastic
@@ -350,6 +439,9 @@ class LocalUpdates(OwnModelAttachment):
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         """Phases 3 and 4."""
+        if self._asynchronous is not None:
+            self._merge_committed(self._asynchronous, fragment)
+            return
         if fragment.flight is not None:
             with self._clock("blocked"):
                 fragment.finite, fragment.flight = fragment.flight.wait(), None
@@ -362,6 +454,11 @@ class LocalUpdates(OwnModelAttachment):
         fragment.rejected = False
         if self._scheduler is not None and fragment is self._fragments[-1]:
             self._scheduler.step()
+
+    def _merge_committed(self, rounds: AsynchronousRounds, fragment: Fragment) -> None:
+        if not rounds.merge(fragment, self._apply):
+            self._warn()
+        rounds.go_on(fragment, self._parts(fragment))
 
     def _merge_all(self) -> None:
         for fragment in self._fragments:

@@ -27,7 +27,18 @@ from __future__ import annotations
 
 from .all_gather import AllGather, check_divisor, check_rule
 from .all_reduce import AllReduce
-from .base import Finish, Job, Observe, PendingExchange, Stages, flatten, result_buffers, split_like
+from .base import (
+    Finish,
+    Job,
+    Observe,
+    PendingExchange,
+    Stages,
+    flatten,
+    message_nbytes,
+    pack,
+    result_buffers,
+    split_like,
+)
 from .contract import Exchange, Load
 from .hierarchical import agree_on_nodes, launched_nodes
 from .scatter_reduce import OWNER_MEMORY, OwnerMemory, ScatterReduce, Whole
@@ -54,6 +65,8 @@ __all__ = [
     "check_rule",
     "flatten",
     "launched_nodes",
+    "message_nbytes",
+    "pack",
     "result_buffers",
     "split_like",
 ]

@@ -23,6 +23,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -176,6 +178,21 @@ class Job:
         for dense, _ in parts:
             dense_total.add_(dense, alpha=1.0 / self.comm.size)
         return self.decode([payload for _, payload in parts], totals, self.scale / self.comm.size, self.keys)
+
+    def decode_weighted(
+        self, messages: Sequence[Tensor], weights: Sequence[float], totals: list[Tensor], dense_total: Tensor
+    ) -> Flag:
+        """As `decode_messages`, each message with a weight of its own. With equal weights it has the same bits."""
+        flags, others = list[Flag](), totals
+        for weight, group in groupby(zip(weights, messages, strict=True), key=itemgetter(0)):
+            parts = [unpack(message, self.dense.numel()) for _, message in group]
+            for dense, _ in parts:
+                dense_total.add_(dense, alpha=weight)
+            flags.append(self.decode([payload for _, payload in parts], others, weight, self.keys))
+            if others is not totals:
+                torch._foreach_add_(totals, others)
+            others = [torch.empty_like(total) for total in totals]
+        return kernels.flags.all_of(flags)
 
     def _combine_messages(
         self, combine: Callable[[Tensor], Tensor], messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor

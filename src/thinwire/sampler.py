@@ -1,0 +1,214 @@
+"""Who trains on which part of the data, when workers come and go: every block of an epoch is committed once.
+
+A *block* is a part of the data that one worker takes at once, such as a batch. All workers deal the blocks from one seeded
+order, with the same global batch in every step, whatever the number of workers. What is dealt is a *lease* (block, worker)
+until its round ends. All workers know all leases. The vote that commits a round says from how many blocks each part is made:
+
+    committed    the blocks of workers whose part is in the round are done
+    given back   those of workers that died, or were healed, are dealt again first. So are those of a round that is given up,
+                 unless workers keep what they did in it (`Local`, `Gossip`)
+
+The state of the sampler is shared: whoever joins gets it from a live worker, and a checkpoint holds it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .algorithm import require
+from .comm import ElasticCommunicator
+from .kernels import mix_key
+
+if TYPE_CHECKING:
+    from .strategy.base import AveragerAttachment
+
+ORDER_STREAM = zlib.crc32(b"order of blocks")
+MAX_BLOCKS = 1 << 40
+
+
+class Block(NamedTuple):
+    """A part of the data.
+
+    Args:
+        epoch: number of the pass over the data, from 0.
+        number: 0 .. num_blocks - 1.
+    """
+
+    epoch: int
+    number: int
+
+
+class ElasticSampler:
+    """Deals the blocks of an epoch to the workers of a strategy; see the module's text.
+
+    All workers construct it together, and call `take` once before each step, after `begin_round` where workers come and go.
+
+    Args:
+        num_blocks: in an epoch.
+        handle: the strategy at work, on a fixed number of workers or an elastic communicator.
+        per_step: blocks of a step over all workers, the constant global batch; None for one of each worker now. A worker that
+            joins takes over that of the others.
+        seed: of the order, the same on all workers; every epoch has an order of its own.
+
+    Attributes:
+        weight: what to multiply the mean loss over the blocks of the last `take` by. With gradients `n_r W / per_step`, so that
+            the mean over workers is that over all blocks of the step; where workers have models of their own, 1. It is 0 for a
+            worker whose blocks count for another one: there are fewer blocks than workers, or it joins `Local` while the others
+            exchange what they have done.
+        last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
+
+    Raises:
+        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps.
+
+    Example:
+        >>> import thinwire as tw
+        >>> def worker(comm):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     handle = tw.compress_gradients(model, tw.Mean(), comm=comm)
+        ...     sampler = ElasticSampler(5, handle, per_step=3)
+        ...     return [[block.number for block in sampler.take()] for _ in range(2)]
+        >>> tw.LocalWorld(2).run(worker)
+        [[[3, 0], [4, 0]], [[2], [1]]]
+    """
+
+    def __init__(self, num_blocks: int, handle: AveragerAttachment, per_step: int | None = None, seed: int = 0):
+        comm = handle.comm
+        require(
+            isinstance(num_blocks, int) and 1 <= num_blocks <= MAX_BLOCKS,
+            f"ElasticSampler: num_blocks must be an integer, 1 or more, got {num_blocks!r}",
+        )
+        require(
+            per_step is None or (isinstance(per_step, int) and per_step >= 1),
+            f"ElasticSampler: per_step must be an integer, 1 or more, or None, got {per_step!r}",
+        )
+        require(
+            handle.strategy.has_common_steps,
+            f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "
+            "each worker data of its own",
+        )
+        self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
+        self.last_committed: dict[int, list[Block]] = {}
+        self._comm, self._keeps, self._sends_again = comm, handle.models_differ, handle.strategy.sends_again
+        self._is_passive = False
+        self._elastic = comm if isinstance(comm, ElasticCommunicator) else None
+        self._next, self._num_own = 0, 0
+        self._returned: list[int] = []
+        self._leases: dict[int, list[int]] = {}
+        self._order: tuple[int, list[int]] = (-1, [])
+        comm.check_agreement({"sampler": (num_blocks, seed)})
+        if self._elastic is not None:
+            self._elastic.share("sampler", self.state_dict, self._join)
+            self._elastic.watch(self.claim, self.round_ended)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are committed as a whole."""
+        under_way = [place for lease in self._leases.values() for place in lease]
+        return min([self._next, *self._returned, *under_way]) // self.num_blocks
+
+    def take(self) -> list[Block]:
+        """This worker's blocks of the next step: at least one, see `weight`."""
+        comm = self._comm
+        self._end_step()
+        if self._is_passive:
+            self.weight = 0.0
+            return [self._block(next(place for lease in self._leases.values() for place in lease))]
+        numbers: Sequence[int] = range(comm.size)
+        if self._elastic is not None:
+            require(
+                self._elastic.in_round and self._elastic.members is not None,
+                "ElasticSampler: call begin_round() of the strategy before take(), so that the workers of the step are known",
+            )
+            assert self._elastic.members is not None
+            numbers = self._elastic.members.numbers
+        dealt = self._deal(self.per_step)
+        for i, place in enumerate(dealt):
+            self._leases.setdefault(numbers[i % len(numbers)], []).append(place)
+        own = dealt[comm.rank :: comm.size]
+        self._num_own += len(own)
+        self.weight = float(bool(own)) if self._keeps else len(own) * comm.size / self.per_step
+        return [self._block(place) for place in own or dealt[:1]]
+
+    def claim(self) -> int:
+        """How many blocks this worker's part of the present round is made from."""
+        return self._num_own
+
+    def round_ended(self, claims: Mapping[int, int] | None) -> None:
+        """Commit or give back leases, alike on all workers.
+
+        Args:
+            claims: of each worker of the round, by number; None if the round was given up.
+        """
+        if claims is None and self._keeps:
+            return
+        self.last_committed, leases = {}, self._leases
+        self._leases, self._num_own, self._is_passive = {}, 0, False
+        for number, lease in leases.items():
+            count = min(len(lease), (claims or {}).get(number, 0))
+            committed = lease[len(lease) - count :]  # a worker that was healed has none of its earlier ones
+            self._returned += lease[: len(lease) - count]
+            if committed:
+                self.last_committed[number] = [self._block(place) for place in committed]
+        self._returned.sort()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, alike on all workers but for how many of the leases are this worker's: plain values."""
+        self._end_step()
+        leases = {str(number): list(lease) for number, lease in self._leases.items()}
+        return {
+            "next": self._next,
+            "returned": list(self._returned),
+            "leases": leases,
+            "per_step": self.per_step,
+            "own": self._num_own,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint, with any number of workers. With as many, each keeps the leases of its open round.
+
+        Raises:
+            ValueError: an impossible position.
+        """
+        self._join(saved)
+        self._is_passive = False
+        if self._keeps and self._elastic is not None:
+            self._num_own = saved["own"]
+        else:
+            self.round_ended({})
+
+    def _join(self, saved: dict[str, Any]) -> None:
+        """Take over the position of a live worker. This worker has no part in what the others have done so far."""
+        leases = {int(number): list(lease) for number, lease in saved["leases"].items()}
+        places = [*saved["returned"], *(place for lease in leases.values() for place in lease)]
+        require(
+            all(isinstance(n, int) and 0 <= n <= MAX_BLOCKS for n in (saved["next"], saved["per_step"], *places))
+            and saved["per_step"] >= 1
+            and len(set(places)) == len(places)
+            and all(place < saved["next"] for place in places),
+            f"ElasticSampler: an impossible position in the data: {saved}",
+        )
+        self._next, self._returned, self._leases = saved["next"], sorted(saved["returned"]), leases
+        self.per_step, self._num_own = saved["per_step"], 0
+        self._is_passive = self._sends_again and any(leases.values())  # the others exchange now, and deal no more
+
+    def _end_step(self) -> None:
+        """On a fixed number of workers, every step is committed."""
+        if self._elastic is None:
+            self.round_ended({number: len(lease) for number, lease in self._leases.items()})
+
+    def _deal(self, number: int) -> list[int]:
+        """The next places: those that were given back, then new ones."""
+        again, self._returned = self._returned[:number], self._returned[number:]
+        first, self._next = self._next, self._next + number - len(again)
+        return [*again, *range(first, self._next)]
+
+    def _block(self, place: int) -> Block:
+        epoch, position = divmod(place, self.num_blocks)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(mix_key(self.seed, ORDER_STREAM, epoch))
+            self._order = (epoch, torch.randperm(self.num_blocks, generator=generator).tolist())
+        return Block(epoch, self._order[1][position])

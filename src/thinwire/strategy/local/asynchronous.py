@@ -1,0 +1,182 @@
+"""What `Local` does with a `Quorum`: rounds that merge what has come, each worker at its own pace.
+
+    1. measure    g_i = anchor - parameters, from the version of the anchor that this worker went on from
+    2. send       encoded, to all workers; the worker trains on for `delay` steps
+    3. merge      all rounds up to the one that has its change, in order (`agreement.py`): the same shares in rank order, with
+                  the same weights, so that anchors have the same bits on all workers at each version
+    4. go on      parameters <- anchor + what they changed since the send
+
+A worker's anchor stays where its change was measured from until it merges. Rounds that others commit meanwhile wait, encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...clock import Clock
+from ...comm import Communicator
+from ...membership import State, shared
+from .agreement import Agreement, Round
+from .fragments import Fragment, offset
+from .quorum import Pace, Quorum, steps_of
+
+if TYPE_CHECKING:
+    from .local import Local
+
+
+@dataclass
+class Committed(State):
+    """What all rounds so far have merged; the same on all workers that have merged as many.
+
+    Attributes:
+        rounds: committed rounds of all fragments.
+        tokens: those that the merged changes were made from, added up over fragments.
+        dropped_tokens: those of changes that came too late.
+        num_late: merged changes that missed a round.
+        num_dropped: changes that came too late.
+    """
+
+    rounds: int = shared(default=0)
+    tokens: int = shared(default=0)
+    dropped_tokens: int = shared(default=0)
+    num_late: int = shared(default=0)
+    num_dropped: int = shared(default=0)
+
+
+class AsynchronousRounds:
+    """Sends and merges the changes of one worker; see the module's text. All workers construct it together.
+
+    Args:
+        strategy: with a quorum.
+        fragments: of the model, with the averager's states.
+        comm: connects the workers.
+        clock: times how long the training waits.
+
+    Attributes:
+        every, delay: H and tau of this worker in its present period.
+        committed: see `Committed`.
+        is_synchronized: whether all workers have the same state.
+    """
+
+    def __init__(
+        self, strategy: Local, quorum: Quorum, fragments: Sequence[Fragment], comm: Communicator, clock: Clock
+    ):
+        self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
+        self._fragments, self._places = fragments, {id(fragment): i for i, fragment in enumerate(fragments)}
+        self._clock, self._pace, self._step_tokens = clock, Pace(), 0
+        self._sent: list[list[Tensor]] = [[] for _ in fragments]
+        self._taken = [0] * len(fragments)
+        self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
+        most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
+        self.agreement = Agreement(quorum, len(fragments), comm, most)
+
+    # ---- steps of the inner optimizer ----
+
+    def count_tokens(self, number: int) -> None:
+        """This step is made from so many tokens."""
+        self._step_tokens += number
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self.agreement.check()
+        self._pace.stepped()
+        self.is_synchronized = False
+        for fragment in self._fragments:
+            fragment.tokens += self._step_tokens or 1
+        self._step_tokens = 0
+
+    def resume(self) -> None:
+        """The next step begins."""
+        self._pace.resume()
+
+    def begin_period(self) -> None:
+        """Choose how many steps this worker takes between two rounds, by its speed."""
+        speed = self._pace.speed
+        self.agreement.speed = speed
+        if self._quorum.follow_speed:
+            self.every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
+            self.delay = self._strategy.delay * self.every // self._strategy.every
+        self.agreement.delay_seconds = self.delay * self._pace.step_seconds
+        for i, fragment in enumerate(self._fragments):
+            fragment.offset = offset(i, len(self._fragments), self.every)
+
+    # ---- rounds ----
+
+    def send(self, fragment: Fragment, parts: Sequence[Tensor], is_finite: bool) -> None:
+        """Phase 2: send the measured changes of a fragment, whose parameters are `parts`."""
+        place = self._places[id(fragment)]
+        tokens, fragment.tokens = fragment.tokens if is_finite else 0, 0
+        message = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if is_finite:
+            message = self._averager.message(fragment.state, fragment.named_changes(), self._comm)
+        self._sent[place] = [p.clone() for p in parts] if is_finite else []
+        fragment.pending_share = self.agreement.send(place, self._taken[place], tokens, message)
+        self._comm.ledger.record_round(fragment.pending_share.num_bytes)
+
+    def merge(self, fragment: Fragment, apply: Callable[[Fragment], bool]) -> bool:
+        """Phase 3: wait for the round of this worker's change. `apply` takes the outer step. Returns whether all was finite."""
+        share, fragment.pending_share = fragment.pending_share, None
+        assert share is not None
+        with self._clock("blocked"):
+            share.wait()
+        return self._merge_rounds(fragment, apply)
+
+    def go_on(self, fragment: Fragment, parts: Sequence[Tensor]) -> None:
+        """Phase 4; parameters that were not finite restart at the anchor."""
+        place = self._places[id(fragment)]
+        anchors, sent = [anchor for _, anchor in fragment.anchors], self._sent[place] or parts
+        for anchor, p, before in zip(anchors, parts, sent, strict=True):
+            p.copy_(anchor if before is p else anchor + (p.to(anchor.dtype) - before.to(anchor.dtype)))
+        self._sent[place] = []
+
+    def finish(self, apply: Callable[[Fragment], bool]) -> None:
+        """Wait until all workers have called it, and merge all rounds."""
+        versions = self.agreement.finish()
+        for fragment, version in zip(self._fragments, versions, strict=True):
+            self._merge_rounds(fragment, apply, version)
+            fragment.tokens = 0
+        self.is_synchronized = True
+
+    def _merge_rounds(self, fragment: Fragment, apply: Callable[[Fragment], bool], up_to: int | None = None) -> bool:
+        rounds = self.agreement.take(self._places[id(fragment)], up_to)
+        return all([self._commit(fragment, one, apply) for one in rounds])
+
+    def _commit(self, fragment: Fragment, one: Round, apply: Callable[[Fragment], bool]) -> bool:
+        """Merge the changes of one round, and end the round of this worker's own."""
+        stale, shares = self._quorum.stale, one.shares
+        late = [max(0, one.version - 1 - share.base) for share in shares]
+        weights = self._quorum.weights([share.tokens for share in shares], late)
+        counted = [i for i, weight in enumerate(weights) if weight > 0]
+        device, is_finite = fragment.changes[0].device, True
+        for group in [[i] for i in counted] if stale.steps_by_change else [counted] if counted else []:
+            factor = len(counted) if stale.steps_by_change else 1
+            finite = self._averager.merge(
+                fragment.state,
+                [shares[i].message.to(device) for i in group],
+                [factor * weights[i] for i in group],
+                fragment.named_changes(),
+                self._comm,
+            )
+            is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
+        for share, weight, staleness in zip(shares, weights, late, strict=True):
+            self._count(share.tokens, weight, staleness)
+            if share.worker == self._comm.rank and share.tokens:
+                self._averager.commit(fragment.state) if weight > 0 else self._averager.discard(fragment.state)
+        self.committed.rounds += 1
+        self._taken[self._places[id(fragment)]] = one.version
+        return is_finite
+
+    def _count(self, tokens: int, weight: float, staleness: int) -> None:
+        committed = self.committed
+        if weight > 0:
+            committed.tokens += tokens
+            committed.num_late += staleness > 0
+        elif tokens:
+            committed.dropped_tokens += tokens
+            committed.num_dropped += 1

@@ -1,0 +1,154 @@
+"""Every block of an epoch is committed once, also when workers are killed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.elastic import sampled, serve
+from helpers.program import Program, wait_until
+from helpers.spawn import run_threads
+
+import thinwire as tw
+from thinwire.comm import ElasticCommunicator
+from thinwire.sampler import Block
+
+
+def fixed(comm, num_blocks, per_step, steps):
+    handle = tw.compress_gradients(torch.nn.Linear(1, 1), tw.Mean(), comm=comm)
+    sampler = tw.ElasticSampler(num_blocks, handle, per_step, seed=1)
+    taken = [(sampler.take(), sampler.weight) for _ in range(steps)]
+    return taken, sampler.state_dict(), sampler.epoch
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_steps_have_the_same_blocks_on_any_number_of_workers(size):
+    alone = run_threads(1, fixed, 10, 4, 5)[0]
+    together = run_threads(size, fixed, 10, 4, 5)
+    for step, (blocks, _) in enumerate(alone[0]):
+        dealt = [one[0][step] for one in together]
+        counted = Counter(block for taken, weight in dealt if weight > 0 for block in taken)
+        assert counted == Counter(blocks)
+        # The weighted mean over workers of means over blocks is the mean over all blocks.
+        for block in blocks:
+            total = sum(weight / len(taken) for taken, weight in dealt if block in taken)
+            assert total / size == pytest.approx(1 / 4)
+    blocks = [block for taken, _ in alone[0] for block in taken]
+    assert sorted(blocks) == [Block(epoch, index) for epoch in range(2) for index in range(10)]
+    assert alone[2] == 2 and [one[1] for one in together] == [alone[1]] * size
+
+
+class Rounds:
+    """Samplers as an elastic communicator would drive them, without processes: rounds, deaths and healing at random."""
+
+    def __init__(self, keeps, seed, monkeypatch):
+        self.random, self.keeps = random.Random(seed), keeps
+        monkeypatch.setattr("thinwire.sampler.ElasticCommunicator", SimpleNamespace)
+        self.living, self.new = {}, 0
+        for _ in range(3):
+            self.join()
+
+    def join(self):
+        comm = SimpleNamespace(is_elastic=True, size=1, rank=0, in_round=True, members=None)
+        comm.check_agreement, comm.share, comm.watch = (lambda *_: None,) * 3
+        strategy = SimpleNamespace(has_common_steps=True, sends_again=False)
+        sampler = tw.ElasticSampler(
+            11, SimpleNamespace(comm=comm, strategy=strategy, models_differ=self.keeps), per_step=4, seed=2
+        )
+        if self.living:
+            sampler._join(json.loads(json.dumps(next(iter(self.living.values())).state_dict())))
+        dead = [number for number in range(self.new) if number not in self.living]
+        number = self.random.choice([*dead, self.new])  # a number may come back
+        self.new = max(self.new, number + 1)
+        self.living[number] = sampler
+
+    def round(self):
+        """A round, which is committed by those that are left; returns the blocks that it commits."""
+        for _ in range(self.random.randint(1, 3) if self.keeps else 1):
+            numbers = tuple(sorted(self.living))
+            for rank, number in enumerate(numbers):
+                comm = self.living[number]._comm
+                comm.members, comm.rank, comm.size = SimpleNamespace(numbers=numbers), rank, len(numbers)
+                self.living[number].take()
+        while self.random.random() < 0.3:  # the round is given up, because one has died
+            if len(self.living) > 1:
+                del self.living[self.random.choice(list(self.living))]
+            for sampler in self.living.values():
+                sampler.round_ended(None)
+            if self.random.random() < 0.5:
+                self.join()
+            if not self.keeps:
+                return []
+        claims = {number: sampler.claim() for number, sampler in self.living.items()}
+        for sampler in self.living.values():
+            sampler.round_ended(claims)
+        committed = [sampler.last_committed for sampler in self.living.values()]
+        assert all(one == committed[0] for one in committed)
+        if self.random.random() < 0.2 and len(self.living) > 1:
+            del self.living[self.random.choice(list(self.living))]
+        return [block for blocks in committed[0].values() for block in blocks]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_rounds_commit_every_block_once(keeps, seed, monkeypatch):
+    rounds, committed = Rounds(keeps, seed, monkeypatch), Counter()
+    while next(iter(rounds.living.values())).epoch < 5:
+        committed.update(rounds.round())
+    for epoch in range(5):
+        assert all(committed[Block(epoch, index)] == 1 for index in range(11))
+    assert max(committed.values()) == 1
+
+
+@pytest.mark.parametrize("strategy", ["Gradients(Mean())", "Local(Mean(), every=3)"])
+def test_every_block_is_committed_once_though_workers_are_killed(strategy, tmp_path, monkeypatch):
+    """The weights say it too: each block moves one of them, by a step of its own."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    num_blocks, epochs, per_step = 40, 2, 4
+    place = Program(serve, 0, folder=tmp_path)
+    wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
+    address = f"http://127.0.0.1:{int(place.stdout)}"
+
+    def start(number, is_late=False):
+        return Program(sampled, address, number, strategy, num_blocks, epochs, per_step, is_late, folder=tmp_path)
+
+    workers = [start(number) for number in range(3)]
+    for victim, lines in ((0, 2), (2, 5)):  # worker 1 lives from the first round to the last
+        wait_until(lambda n=lines: len(workers[1].stdout.splitlines()) >= n, "some rounds")
+        workers[victim].kill()
+        workers[victim].wait(60)
+        workers[victim] = start(victim, is_late=True)
+    assert workers[1].wait(180) == 0, workers[1].stderr
+    *rounds, end = [json.loads(line) for line in workers[1].stdout.splitlines()]
+    committed = Counter(tuple(block) for _, _, parts in rounds for _, blocks in parts for block in blocks)
+    assert all(committed[epoch, index] == 1 for epoch in range(epochs) for index in range(num_blocks))
+    assert max(committed.values()) == 1
+    weights = torch.tensor(end["weights"])
+    moved = {(i // num_blocks, i % num_blocks) for i in weights.nonzero().flatten().tolist()}
+    assert moved == set(committed)
+    if strategy.startswith("Gradients"):
+        assert torch.allclose(weights[weights != 0], torch.tensor(-1.0), atol=1e-5)
+    for worker in (workers[0], workers[2], place):
+        worker.kill()
+        worker.wait(60)
+
+
+def test_what_cannot_be_is_refused():
+    def quorum(comm):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = tw.attach(model, optimizer, "Local(Mean(), 2, quorum=Quorum(stale=Drop()))", comm=comm)
+        try:
+            tw.ElasticSampler(4, handle)
+        finally:
+            handle.detach()
+
+    with pytest.raises(ValueError, match="unequal numbers of steps"):
+        run_threads(1, quorum)
+    with pytest.raises(ValueError, match="num_blocks must be"):
+        run_threads(1, fixed, 0, 1, 1)
+    assert issubclass(ElasticCommunicator, tw.comm.Communicator)
