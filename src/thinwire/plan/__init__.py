@@ -10,6 +10,7 @@ these programs on a model of the network. So the message schedules stand in one 
 
 from __future__ import annotations
 
+from .layout import layout_of, measured_layout
 from .lines import Lines
 from .measure import Effort, measure_lines
 from .methods import Method, methods
@@ -33,7 +34,9 @@ __all__ = [
     "TracedCommunicator",
     "Workload",
     "ddp_buckets",
+    "layout_of",
     "measure_lines",
+    "measured_layout",
     "methods",
     "parse_rate",
     "parse_seconds",

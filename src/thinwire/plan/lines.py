@@ -10,6 +10,11 @@ from typing import Any
 from ..algorithm import require
 from .network import Link, Network
 
+MOST_UNEQUAL = 16  # workers that are simulated one by one
+
+UNEQUAL = 1.25
+"""How many times faster the fastest line must be than the slowest one, for lines to count as unequal."""
+
 Matrix = tuple[tuple[float, ...], ...]
 """(W, W): the row is the worker that sends, the column the one that receives. The diagonal is 0."""
 
@@ -80,12 +85,15 @@ class Lines:
     def on_network(self, network: Network) -> Network:
         """The network with these links: those inside nodes, and those between nodes, by their medians.
 
-        With one worker on each node, the link between nodes is `together`.
+        With one worker on each node, the link between nodes is `together`, and unequal lines have rates of their own, up to
+        `MOST_UNEQUAL` workers.
         """
         per_node = network.workers_per_node
         network = replace(network, workers=self.size)
         if per_node == 1:
-            return replace(network, outer=self.together)
+            rates = tuple(min(self.out(rank), self.into(rank)) for rank in range(self.size))
+            differ = self.size <= MOST_UNEQUAL and max(rates) > UNEQUAL * min(rates)
+            return replace(network, outer=self.together, uplinks=rates if differ else ())
         inside = [(i, j) for i, j in self.pairs() if i // per_node == j // per_node]
         between = [(i, j) for i, j in self.pairs() if i // per_node != j // per_node]
         network = replace(network, inner=self._typical(inside))

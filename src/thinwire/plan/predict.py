@@ -15,6 +15,7 @@ import torch
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
+from ..topology.measured import shares
 from .averagers import has_leaders, is_circulant, planned, uses_nodes
 from .methods import BF16, DDP, Method, methods
 from .network import Network
@@ -151,7 +152,9 @@ def _uncollected() -> Iterator[None]:
 def predict_method(method: Method, workload: Workload, network: Network, speeds: Speeds) -> tuple[float, float]:
     """Seconds of a step, and the bytes that a node sends to other nodes in it."""
     rhythm = method.strategy.rhythm
-    buckets = programs_of(method.strategy, workload.shapes, network.workers, network.workers_per_node)
+    owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
+    is_even = not network.uplinks
+    buckets = programs_of(method.strategy, workload.shapes, network.workers, network.workers_per_node, is_even, owned)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
     backward = compute - forward if rhythm.in_backward else 0.0
     total = sum(numel for numel, _ in buckets)
@@ -160,7 +163,7 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
         forward if rhythm.in_backward else 0.0,
         speeds.seconds,
-        fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
+        fold=is_even and all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
     of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
     num_bytes = sum(program.bytes_out(network) for program in of_node)
@@ -185,13 +188,32 @@ def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float
 
 @lru_cache(maxsize=512)
 def programs_of(
-    strategy: Averaging[AveragerAttachment], shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
+    strategy: Averaging[AveragerAttachment],
+    shapes: tuple[torch.Size, ...],
+    workers: int,
+    workers_per_node: int,
+    is_even: bool = True,
+    owned: tuple[float, ...] = (),
 ) -> list[tuple[int, tuple[Program, ...]]]:
-    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ."""
+    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ.
+
+    Args:
+        strategy: has an averager.
+        shapes: of the parameters.
+        workers, workers_per_node: as of the network.
+        is_even: whether all lines are alike.
+        owned: the shares of owners; empty if they are equal.
+    """
     averager, rhythm = strategy.averager, strategy.rhythm
     assert isinstance(averager, Averager), "one without rounds has no program"
     calls = [shapes * rhythm.copies] if averager.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
-    made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
+    if is_even:
+        made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
+    else:
+        ranks, like = range(workers), planned(averager, workers)
+        made = {
+            call: tuple(record(like, call, ranks, workers, workers_per_node, owned)) for call in dict.fromkeys(calls)
+        }
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 
 

@@ -121,8 +121,6 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
             hosts = [Host.of(plain) for plain in comm.gather_objects(now.as_dict())]
             transport = "tcp" if isinstance(comm, TcpCommunicator) else "gloo"
             connections = max(comm.gather_objects(_connections(comm)))
-            if rank == 0:
-                _tell(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))
     except RuntimeError as error:  # PyTorch's and ours
         if rank == 0 or not hosts:
             of_whom = "" if hosts else f"rank {rank} alone"
@@ -130,6 +128,8 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
         reason = str(error).strip().splitlines()[0].partition(". Exception raised from")[0]
         fail(f"rank {rank} could not connect with the others: {reason}", 1)
         sys.exit(1)
+    if rank == 0:
+        _tell(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))
 
 
 def _all_told(store: Store, rank: int, size: int, facts: Callable[[], Host]) -> list[Host]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from .all_gather import AllGather, check_divisor, check_rule
 from .all_reduce import AllReduce
-from .base import Finish, Job, Observe, PendingExchange, Stages, flatten, result_buffers, split_like
+from .base import Finish, Job, Observe, PendingExchange, Shares, Stages, flatten, result_buffers, split_like
 from .contract import Exchange, Load
 from .hierarchical import agree_on_nodes, launched_nodes
 from .scatter_reduce import OWNER_MEMORY, OwnerMemory, ScatterReduce, Whole
@@ -46,6 +46,7 @@ __all__ = [
     "Load",
     "Observe",
     "ScatterReduce",
+    "Shares",
     "Whole",
     "Stages",
     "agree_on_nodes",
