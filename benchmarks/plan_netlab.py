@@ -87,7 +87,7 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))
     rows = []
     for name, measured in found["seconds"].items():
-        predicted, _ = predict_method(Method(name, METHODS[name], ""), workload, network, no_work)
+        predicted, _ = predict_method(Method(name, METHODS[name]), workload, network, no_work)
         rows.append({"hosts": hosts, "rate": rate, "method": name, "measured": measured, "predicted": predicted})
         print(rows[-1], flush=True)
     return rows

@@ -17,7 +17,7 @@ from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
 from ..topology.measured import shares
 from .averagers import has_leaders, is_circulant, planned, uses_nodes
-from .methods import BF16, DDP, Method, methods
+from .methods import BF16, DDP, OPTIMIZERS, Method, methods
 from .network import Network
 from .record import Program, record
 from .simulate import Bucket, simulate
@@ -69,6 +69,7 @@ class Prediction:
         memory_bytes: what a worker keeps besides the model.
         accuracy: what was measured of the accuracy, and on what.
         page: the page of the documentation that it is from.
+        is_near: whether that is within 2 % of dense training.
     """
 
     method: str
@@ -80,6 +81,7 @@ class Prediction:
     memory_bytes: float
     accuracy: str
     page: str
+    is_near: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -92,6 +94,7 @@ def predict(
     network: Network,
     speeds: Speeds | None = None,
     candidates: Sequence[Method] | None = None,
+    optimizer: str | None = None,
 ) -> list[Prediction]:
     """Predict a training step of each method, the fastest first.
 
@@ -101,9 +104,10 @@ def predict(
         network: workers, nodes and links.
         speeds: of the codecs; by default those of `docs/benchmarks.md`.
         candidates: what to compare, by default `methods()`; dense float32 and bfloat16 are always predicted.
+        optimizer: whose accuracies are shown: "sgd", "adam" or "muon"; None takes those that were measured, by any.
 
     Raises:
-        ValueError: fewer than two workers, no parameters, or negative times.
+        ValueError: fewer than two workers, no parameters, negative times, or an unknown optimizer.
 
     Example:
         >>> from thinwire.plan import Link, Network
@@ -112,6 +116,7 @@ def predict(
         >>> ranking[0].speedup_over_fp32 > 5
         True
     """
+    require(optimizer in (None, *OPTIMIZERS), f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     require(network.workers >= 2, f"a plan needs at least two workers, got {network.workers}")
     workload, speeds = Workload.of(model, compute_seconds), speeds or Speeds()
     known = methods(network.workers_per_node)
@@ -129,8 +134,9 @@ def predict(
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
             speedup_over_bf16=steps[BF16][0] / steps[name][0],
             memory_bytes=4 * method.state_floats * workload.numel,
-            accuracy=method.accuracy,
-            page=method.page,
+            accuracy=method.under(optimizer).text,
+            page=method.under(optimizer).page,
+            is_near=method.under(optimizer).is_near,
         )
         for name, method in chosen.items()
     ]

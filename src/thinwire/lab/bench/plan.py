@@ -60,16 +60,17 @@ def measured_network(network: Network) -> Network:
         return measure_lines(comm, effort).on_network(network)
 
 
-def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> float:
+def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...] | torch.Tensor]) -> float:
     """Median seconds of forward and backward of the mean square of the model's output.
 
     Args:
         model: with parameters.
-        inputs: returns the arguments of the model.
+        inputs: returns the arguments of the model, or its only one, a tensor.
     """
     seconds = []
     for _ in range(1 + REPETITIONS):
-        arguments = inputs()
+        given = inputs()
+        arguments = (given,) if isinstance(given, torch.Tensor) else given
         start = time.perf_counter()
         model(*arguments).float().square().mean().backward()
         seconds.append(time.perf_counter() - start)

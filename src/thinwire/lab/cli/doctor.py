@@ -156,7 +156,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
     """With what follows from hosts and lines."""
     from ...plan import Network, predict
     from ...plan.doctor import findings, limits
-    from .plan import verdict
+    from .plan import recommended, verdict
 
     found.findings = findings(found.hosts, found.lines)
     if found.lines is not None:
@@ -165,7 +165,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
         network = found.lines.on_network(Network(workers, per_node if workers % per_node == 0 else 1))
         found.limits = limits(found.lines, 4 * numel)
         rows = predict(numel, asked.compute, network)
-        found.method, found.strategy = verdict(rows), rows[0].strategy
+        found.method, found.strategy = verdict(rows), recommended(rows).strategy
     return found
 
 
