@@ -5,7 +5,7 @@
 On each network, hosts send what a round of each method sends, in the buckets of DDP: the operations that the real averager
 issues, in its order and sizes, without encoding and decoding. That is the communication part of the round. It keeps cores
 that hosts share out of the comparison, as the planner gives each worker its own. Rates and the costs of short messages are
-measured in the same run (`measure_lines`), with messages that have nothing to do with the methods. The burst of the lab's
+measured in the same run (`measure_together`), with messages that have nothing to do with the methods. The burst of the lab's
 token buckets is known. Each time is the shortest of several repetitions, because other programs disturb the cores.
 With --rows, the rows of earlier calls are kept in a file. The table goes into docs/benchmarks.md, between two markers.
 """
@@ -33,7 +33,7 @@ import thinwire as tw
 from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.step import joined
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
-from thinwire.plan.measure import measure_lines
+from thinwire.plan.measure import measure_together
 from thinwire.plan.operations import Messages, RingAllReduce
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Action, Program, Wait
@@ -87,7 +87,7 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))
     rows = []
     for name, measured in found["seconds"].items():
-        predicted, _ = predict_method(Method(name, METHODS[name], ""), workload, network, no_work)
+        predicted, _ = predict_method(Method(name, METHODS[name]), workload, network, no_work)
         rows.append({"hosts": hosts, "rate": rate, "method": name, "measured": measured, "predicted": predicted})
         print(rows[-1], flush=True)
     return rows
@@ -115,7 +115,7 @@ def work(file: Path, parameters: int) -> None:
     """One host: measure the links and every method; rank 0 writes them to `file`."""
     torch.set_num_threads(1)
     with joined() as comm:
-        link = measure_lines(comm, repetitions=25, large_bytes=2_000_000, typical=min)
+        link = measure_together(comm, repetitions=25, large_bytes=2_000_000, typical=min)
         seconds = {name: communication_seconds(comm, strategy, parameters) for name, strategy in METHODS.items()}
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps({"link": link.__dict__, "seconds": seconds}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -10,8 +10,9 @@ from torch import nn
 from .algorithm import require
 from .average import Averager, Pairwise
 from .average.base import averager_hint
-from .comm import Communicator, Group
+from .comm import Communicator, Group, Layout
 from .notation import parse
+from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
 from .strategy.advice import print_choice
 
@@ -28,6 +29,7 @@ def attach(
     replicas: Group | None = None,
     scaler: Any = None,
     seed: int = 0,
+    layout: Layout | Literal["measured"] | None = None,
 ) -> A: ...
 
 
@@ -41,6 +43,7 @@ def attach(
     replicas: Group | None = None,
     scaler: Any = None,
     seed: int = 0,
+    layout: Layout | Literal["measured"] | None = None,
 ) -> Attachment: ...
 
 
@@ -53,6 +56,7 @@ def attach(
     replicas: Group | None = None,
     scaler: Any = None,
     seed: int = 0,
+    layout: Layout | Literal["measured"] | None = None,
 ) -> A | Attachment:
     """Set a strategy to work on a model and its optimizer. All workers call it together.
 
@@ -71,6 +75,9 @@ def attach(
         scaler: the `torch.amp.GradScaler` in use: memory stays in unscaled units, and a worker whose step it skips takes part
             in the round all the same.
         seed: of the random numbers of codecs and averagers; the same on all workers.
+        layout: how workers lie on the lines, of the communicator that is made here. "measured" measures the lines first, which
+            takes about ten seconds. The handle's `comm.layout` then has it: a run that goes on from saved state gives this one,
+            because states belong to its ranks. None: the ranks of the process group, each with an equal part of the work.
 
     Returns:
         The strategy at work: a handle with `ledger`, `seconds`, `state_dict`, `load_state_dict`, `detach` and what the strategy
@@ -91,10 +98,16 @@ def attach(
         >>> tw.LocalWorld(1).run(worker)
         [True]
     """
+    require(
+        layout is None or layout == "measured" or isinstance(layout, Layout),
+        f'layout must be a Layout, "measured" or None, got {layout!r}',
+    )
+    options: dict[str, Any] = {"comm": comm, "replicas": replicas, "scaler": scaler, "seed": seed}
+    options["layout"] = measured_layout if layout == "measured" else layout
     if strategy is not None:
-        return strategy_of(strategy).attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+        return strategy_of(strategy).attach(model, optimizer, **options)
     default = Gradients()
-    handle = default.attach(model, optimizer, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
+    handle = default.attach(model, optimizer, **options)
     print_choice(default, handle.comm.rank)
     return handle
 

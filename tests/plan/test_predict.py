@@ -19,6 +19,7 @@ from thinwire.plan.methods import methods
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Messages, Recorder, Wait
 from thinwire.plan.simulate import Bucket
+from thinwire.topology.measured import shares
 
 SHAPES = [torch.Size([64, 48]), torch.Size([48]), torch.Size([33, 17])]
 SPARSE = tw.chain(tw.TopK(0.05), tw.QSGD(bits=4))
@@ -209,3 +210,36 @@ def test_a_fitted_codec_is_planned_by_its_budget():
     ]
     found = {p.method: p.bytes_out for p in predict(1_000_000, 0.1, network, candidates=candidates)}
     assert found["fitted"] == found["single"]
+
+
+def seconds_of_many_buckets(network, owned):
+    (program, *others) = record(tw.Mean(exchange="scatter_reduce"), [torch.Size([65536])], range(4), 4, 1, owned)
+    buckets = [Bucket(0.0, [program, *others]) for _ in range(40)]
+    return simulate(network, buckets, 0.0, lambda work: 0.0, fold=False) / (40 * 4 * 65536 / 1e6)
+
+
+def test_shares_take_the_time_of_the_closed_form_where_buckets_overlap():
+    """One line of a quarter: 2(W-1)/W / (1/4) = 6 with equal shares, (k + W - 2) / sum b = 4 with those of its rate."""
+    network = Network(4, outer=Link(1e6), uplinks=(1e6, 1e6, 1e6, 2.5e5))
+    assert seconds_of_many_buckets(network, ()) == pytest.approx(6.0, rel=0.01)
+    assert seconds_of_many_buckets(network, shares(network.uplinks)) == pytest.approx(4.0, rel=0.05)
+
+
+def test_equal_uplinks_are_the_link_between_nodes():
+    link = Link(1e7, 1e-3)
+    plain = predict(100_000, 0.01, Network(4, outer=link))
+    even = predict(100_000, 0.01, Network(4, outer=Link(1.0, 1e-3), uplinks=(1e7,) * 4))
+    assert {p.method: p.step_seconds for p in even} == pytest.approx(
+        {p.method: p.step_seconds for p in plain}, rel=0.01
+    )
+    with pytest.raises(ValueError, match="a rate for each of 4 nodes"):
+        Network(4, uplinks=(1.0, 2.0))
+
+
+def test_a_slow_line_slows_all_methods_and_shares_bear_it():
+    uneven = Network(4, outer=Link.of("100mbit"), uplinks=(12.5e6, 12.5e6, 12.5e6, 2.5e6))
+    even = Network(4, outer=Link.of("100mbit"))
+    slow, fast = ({p.method: p.step_seconds for p in predict(20_000_000, 0.1, network)} for network in (uneven, even))
+    assert slow["DDP, float32"] == pytest.approx(5 * fast["DDP, float32"], rel=0.05)
+    name = "4 bits, scatter_reduce"
+    assert 2.0 < slow[name] / fast[name] < 4.5

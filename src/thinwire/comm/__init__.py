@@ -6,6 +6,7 @@ from .channel import Channel, Message
 from .credentials import Credentials
 from .elastic import ElasticCommunicator
 from .handle import CommunicationError, Handle
+from .layout import Layout, laid_out
 from .ledger import Ledger
 from .lighthouse import Lighthouse
 from .local_world import LocalWorld
@@ -22,6 +23,7 @@ __all__ = [
     "ElasticCommunicator",
     "Group",
     "Handle",
+    "Layout",
     "Ledger",
     "LeftOut",
     "Lighthouse",
@@ -34,4 +36,5 @@ __all__ = [
     "ProcessWorld",
     "RoundCounts",
     "Version",
+    "laid_out",
 ]

@@ -33,7 +33,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from .rounds import Rounds
 
+if TYPE_CHECKING:
+    from .layout import Layout
+
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
 
@@ -61,9 +64,11 @@ class Communicator(Rounds, ABC):
         ledger: counts the bytes that this worker has sent and received.
         global_ranks: the rank of each worker in torch.distributed; empty where workers are no processes of it.
         device: on which it can send anything: main memory, or this worker's GPU where the backend sends from GPUs only.
+        layout: how its ranks lie on the lines, if these were measured; see `layout.py`.
     """
 
     global_ranks: Sequence[int] = ()
+    layout: Layout | None = None
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int):

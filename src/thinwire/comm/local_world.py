@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -190,6 +190,10 @@ class LocalCommunicator(Communicator):
     def duplicate(self) -> LocalCommunicator:
         """Another communicator of the same workers; its messages do not mix with those of this one."""
         return LocalCommunicator(self.rank, self.size, self._mail, self._conversation + 1)
+
+    def reordered(self, order: Sequence[int]) -> LocalCommunicator:
+        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`."""
+        return LocalCommunicator(order.index(self.rank), self.size, self._mail, self._conversation + 1)
 
     def close(self) -> None:
         self._closed = True

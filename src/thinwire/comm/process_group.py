@@ -240,9 +240,14 @@ class _Groups:
         """One that was given back, or a new one. All ranks take and give back in the same order."""
         if self._idle:
             return self._idle.pop(0)
+        order: dict[str, Any] = {} if sorted(self._ranks) == self._ranks else {"sort_ranks": False}
         with contextlib.nullcontext() if self._everyone else _without_device():
             group: dist.ProcessGroup = dist.new_group(
-                self._ranks, timeout=self._timeout, backend=self._config, use_local_synchronization=not self._everyone
+                self._ranks,
+                timeout=self._timeout,
+                backend=self._config,
+                use_local_synchronization=not self._everyone,
+                **order,
             )
         return group
 

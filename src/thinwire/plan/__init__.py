@@ -10,6 +10,9 @@ these programs on a model of the network. So the message schedules stand in one 
 
 from __future__ import annotations
 
+from .layout import layout_of, measured_layout
+from .lines import Lines
+from .measure import Effort, measure_lines
 from .methods import Method, methods
 from .network import Link, Network, parse_rate, parse_seconds
 from .predict import Prediction, Workload, ddp_buckets, predict, predict_method, tensors_of
@@ -19,6 +22,8 @@ from .speeds import Speeds
 from .traced import SimulatedWorld, TracedCommunicator
 
 __all__ = [
+    "Effort",
+    "Lines",
     "Link",
     "Method",
     "Network",
@@ -29,6 +34,9 @@ __all__ = [
     "TracedCommunicator",
     "Workload",
     "ddp_buckets",
+    "layout_of",
+    "measure_lines",
+    "measured_layout",
     "methods",
     "parse_rate",
     "parse_seconds",

@@ -202,11 +202,19 @@ class Engine:
     ) -> float:
         """Put a message on the lines now; returns when it has left. `arrived` gets the time at which all of it came."""
         link, out, into = self._path(rank, peer)
-        service = num_bytes / link.bytes_per_second + messages * link.message_seconds
-        burst = link.burst_bytes / link.bytes_per_second
-        begin, end = out.take(self.now, service, burst)
-        self.at(begin + hops * link.latency_seconds, lambda: arrived(into.take(self.now, service, burst)[1]))
+        leaving, coming = self._rates(link, rank, peer)
+        extra = messages * link.message_seconds
+        begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
+        taken = num_bytes / coming + extra, link.burst_bytes / coming
+        self.at(begin + hops * link.latency_seconds, lambda: arrived(into.take(self.now, *taken)[1]))
         return end
+
+    def _rates(self, link: Link, rank: int, peer: int) -> tuple[float, float]:
+        """Bytes per second out of the worker and into the peer."""
+        uplinks, per_node = self.network.uplinks, self.network.workers_per_node
+        if not uplinks or link is not self.network.outer:
+            return link.bytes_per_second, link.bytes_per_second
+        return uplinks[rank // per_node], uplinks[peer % self.network.workers // per_node]
 
     def _expect(self, channel: _Channel, operation: Operation) -> None:
         first = channel[0] if channel else None

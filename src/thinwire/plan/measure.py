@@ -1,49 +1,262 @@
-"""Measure links: between two workers by ping-pong, or of all workers at once."""
+"""One measurement of the lines between all workers, over any communicator.
+
+    pairs      in rounds of a tournament, in which each worker has one peer and all pairs measure at once:
+                   round trips of 8 bytes, with the peer's clock, as NTP does
+                   messages in both directions at once, each four times as large as the last one, until one takes long enough
+    together   all workers at once: the rate, and the costs of short messages (`measure_together`)
+
+The growing messages open TCP's windows, and the last one takes many round trips, so that its rate is near that of the line.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..algorithm import require
 from ..comm import Communicator
+from .lines import Lines
 from .network import Link
 
-_LARGE_BYTES = 4_000_000
+FIRST_BYTES, GROWTH = 1 << 15, 4
+LEAST_TRIPS = 3
+MESSAGE_TRIPS = 10  # round trips that the last message of a pair takes at least
+TOGETHER_SECONDS = 0.1  # of one large message while all send; on long lines, a round trip
+TOGETHER_REPETITIONS, TOGETHER_BYTES = 7, 4_000_000
 _TIMES = 8
 
 
-def measure_link(comm: Communicator, other: int, repetitions: int = 15, large_bytes: int = _LARGE_BYTES) -> Link:
-    """The link between rank 0 and rank `other`. All workers call it and get the same.
+@dataclass(frozen=True)
+class Effort:
+    """How much a measurement may send, and about how long it may take; more => finer.
 
-    Latency is half the median round trip of one byte. The rate follows from the median round trip of `large_bytes`.
+    Args:
+        seconds: of all rounds together; long or very slow lines take longer, for a message must take several round trips.
+        pair_bytes: that a worker sends to each other one; below `FIRST_BYTES` it is that.
+        round_trips: with each peer.
 
     Raises:
-        ValueError: `other` is no other worker.
+        ValueError: a number that is not positive.
+
+    Example:
+        >>> Effort(seconds=10).announced(4)[:43]
+        'sends at most 24 MB from each worker to the'
+    """
+
+    seconds: float = 10.0
+    pair_bytes: int = 8_000_000
+    round_trips: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "pair_bytes", "round_trips"):
+            require(getattr(self, name) > 0, f"{name} must be more than 0, got {getattr(self, name)}")
+
+    @property
+    def together_bytes(self) -> int:
+        """Of the smaller of the two large messages while all send."""
+        return max(1, min(TOGETHER_BYTES, self.pair_bytes // 8))
+
+    def announced(self, size: int) -> str:
+        """What a measurement of `size` workers will do, in words."""
+        each = (size - 1) * max(self.pair_bytes, FIRST_BYTES)
+        at_once = 3 * (TOGETHER_REPETITIONS + 1) * self.together_bytes
+        return (
+            f"sends at most {each / 1e6:.3g} MB from each worker to the others, one after another, then {at_once / 1e6:.3g} "
+            f"MB to the next one while all send, in about {self.seconds:.3g} s"
+        )
+
+
+class _Row(NamedTuple):
+    """What a worker measured with one peer: of round trips only the one with the lower rank."""
+
+    round_trip: float
+    jitter: float
+    clock: float
+    rate: float
+    """Of what came from the peer."""
+    loss: float | None
+    """Of what went to the peer."""
+
+
+def measure_lines(comm: Communicator, effort: Effort = Effort()) -> Lines:
+    """Measure the lines between all workers. All of them call it together and get the same record, bit for bit.
+
+    Raises:
+        ValueError: a single worker.
 
     Example:
         >>> import thinwire as tw
-        >>> links = tw.LocalWorld(2).run(lambda comm: measure_link(comm, 1, 3, 1000))
-        >>> links[0] == links[1] and links[0].bytes_per_second > 0
+        >>> lines = tw.LocalWorld(3).run(measure_lines, Effort(seconds=0.1, pair_bytes=1000, round_trips=3))
+        >>> lines[0] == lines[2] and lines[0].bytes_per_second[2][1] > 0
         True
     """
-    require(
-        0 < other < comm.size, f"rank {comm.rank}: measure_link needs a rank from 1 to {comm.size - 1}, got {other}"
-    )
+    require(comm.size >= 2, "measure_lines needs at least two workers")
+    rounds = tournament(comm.size)
+    own: dict[int, _Row] = {}
     comm.barrier()
-    seconds = [_ping_pong(comm, other, num_bytes, repetitions) for num_bytes in (1, large_bytes)]
-    small, large = comm.gather_objects(seconds)[0]
-    return Link(large_bytes / max(large - small, 1e-9), small)
+    for pairs in rounds:
+        if comm.rank in pairs:
+            own[pairs[comm.rank]] = _pair(comm, pairs[comm.rank], effort, effort.seconds / (len(rounds) + 1))
+    rows = [{int(peer): _Row(*row) for peer, row in told.items()} for told in comm.gather_objects(own)]
+    measured = [row for told in rows for row in told.values()]
+    rates, longest = [row.rate for row in measured], max(row.round_trip for row in measured)
+    num_bytes = max(1, min(effort.together_bytes, int(min(rates) * max(TOGETHER_SECONDS, longest))))
+    together = measure_together(comm, TOGETHER_REPETITIONS, num_bytes)
+    together = replace(together, bytes_per_second=min(together.bytes_per_second, max(rates)))
+
+    def matrix(value: Callable[[int, int], Any]) -> tuple[tuple[Any, ...], ...]:
+        ranks = range(comm.size)
+        return tuple(tuple(0.0 if i == j else value(i, j) for j in ranks) for i in ranks)
+
+    def timed(i: int, j: int) -> _Row:
+        return rows[min(i, j)][max(i, j)]
+
+    return Lines(
+        round_trip_seconds=matrix(lambda i, j: timed(i, j).round_trip),
+        jitter_seconds=matrix(lambda i, j: timed(i, j).jitter),
+        bytes_per_second=matrix(lambda i, j: rows[j][i].rate),
+        loss=matrix(lambda i, j: rows[i][j].loss),
+        clock_seconds=matrix(lambda i, j: timed(i, j).clock if i < j else -timed(i, j).clock),
+        together=together,
+    )
 
 
-def measure_lines(
+def tournament(size: int) -> list[dict[int, int]]:
+    """Rounds in which all pairs meet once, by the circle method: the peer of each worker that has one in this round.
+
+    Example:
+        >>> tournament(4)
+        [{0: 3, 3: 0, 1: 2, 2: 1}, {0: 2, 2: 0, 3: 1, 1: 3}, {0: 1, 1: 0, 2: 3, 3: 2}]
+    """
+    places = [*range(size), *[-1] * (size % 2)]  # -1: without a peer
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = [(a, b) for a, b in zip(places[:half], reversed(places[half:]), strict=True) if -1 not in (a, b)]
+        rounds.append({rank: peer for a, b in pairs for rank, peer in ((a, b), (b, a))})
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+def _pair(comm: Communicator, peer: int, effort: Effort, seconds: float) -> _Row:
+    """Measure with one peer, which does the same, for about `seconds`."""
+    swap = partial(_swap, comm, peer)
+    trips, clocks = [], []
+    swap(0.0)  # the first opens connections, and waits for a peer that is late
+    until = time.monotonic() + seconds / 3
+    goes_on = True
+    while goes_on:
+        start, began = time.time(), time.perf_counter()
+        if comm.rank < peer:
+            comm.exchange({peer: _number(start)}, {}).wait()
+            there = _received(comm, peer)
+        else:
+            _received(comm, peer)
+            there = time.time()
+            comm.exchange({peer: _number(there)}, {}).wait()
+        trips.append(time.perf_counter() - began)
+        clocks.append(there - start - trips[-1] / 2)
+        enough = len(trips) >= LEAST_TRIPS and (len(trips) >= effort.round_trips or time.monotonic() > until)
+        goes_on = len(trips) % LEAST_TRIPS != 0 or not max(swap(float(enough and comm.rank < peer)))
+    fastest = min(range(len(trips)), key=trips.__getitem__)
+    jitter = fmean(abs(a - b) for a, b in zip(trips[1:], trips[:-1], strict=True))
+    seconds = max(swap(max(seconds / 6, MESSAGE_TRIPS * trips[fastest])))
+    rate, loss = _rate(comm, peer, effort.pair_bytes, seconds, trips[fastest] / 2)
+    return _Row(trips[fastest], jitter, clocks[fastest], rate, loss)
+
+
+def _rate(comm: Communicator, peer: int, most_bytes: int, seconds: float, latency: float) -> tuple[float, float | None]:
+    """Bytes per second from the peer, and the loss of what went to it: messages that grow until one takes `seconds`."""
+    left, num_bytes, before = max(most_bytes, FIRST_BYTES), FIRST_BYTES, segments()
+    rate = 0.0
+    while num_bytes > 0:
+        came = _both_ways(comm, peer, num_bytes)
+        rate = num_bytes / max(came - latency, came / 2)
+        left -= num_bytes
+        is_long, is_all = max(_swap(comm, peer, came)) > seconds / 2, left < num_bytes
+        num_bytes = 0 if is_long or is_all else min(left, GROWTH * num_bytes)
+    sent = [now - then for now, then in zip(segments(), before, strict=True)]
+    return rate, min(1.0, max(0.0, sent[1] / sent[0])) if sent[0] > 0 else None
+
+
+def _both_ways(comm: Communicator, peer: int, num_bytes: int) -> float:
+    """Send so many bytes to the peer, which sends as many; returns the seconds until all of its bytes came."""
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    start = time.perf_counter()
+    coming, going = comm.exchange({}, {peer: torch.empty_like(sent)}), comm.exchange({peer: sent}, {})
+    coming.wait()
+    came = time.perf_counter() - start
+    going.wait()
+    return came
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64, device="cpu")
+
+
+def _received(comm: Communicator, peer: int) -> float:
+    got = _number(0.0)
+    comm.exchange({}, {peer: got}).wait()
+    return got.item()
+
+
+def _swap(comm: Communicator, peer: int, value: float) -> tuple[float, float]:
+    """This worker's number and the peer's."""
+    got = _number(0.0)
+    comm.exchange({peer: _number(value)}, {peer: got}).wait()
+    return value, got.item()
+
+
+# ---- what the kernel knows ----
+
+
+def segments() -> tuple[int, int]:
+    """TCP segments with data that this process has sent over its open connections, and those that were sent again.
+
+    Zeros where the kernel does not tell: elsewhere than on Linux.
+    """
+    sent = again = 0
+    for connection in connections():
+        with contextlib.suppress(OSError, struct.error):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)  # struct tcp_info of linux/tcp.h
+            again += struct.unpack_from("=I", info, 100)[0]  # tcpi_total_retrans
+            sent += struct.unpack_from("=I", info, 156)[0]  # tcpi_data_segs_out
+    return sent, again
+
+
+def connections() -> Iterator[socket.socket]:
+    """The open TCP connections of this process, those of extensions too; none elsewhere than on Linux."""
+    if sys.platform != "linux":
+        return
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.readlink(entry).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # an error where it listens
+                        yield connection
+
+
+# ---- all workers at once ----
+
+
+def measure_together(
     comm: Communicator,
-    repetitions: int = 15,
-    large_bytes: int = _LARGE_BYTES,
+    repetitions: int = TOGETHER_REPETITIONS,
+    large_bytes: int = TOGETHER_BYTES,
     typical: Callable[[list[float]], float] = median,
 ) -> Link:
     """The link of every worker while all use theirs, with the costs of short messages. All workers call it and get the same.
@@ -68,11 +281,11 @@ def measure_lines(
 
     Example:
         >>> import thinwire as tw
-        >>> links = tw.LocalWorld(2).run(lambda comm: measure_lines(comm, 3, 1000))
+        >>> links = tw.LocalWorld(2).run(lambda comm: measure_together(comm, 3, 1000))
         >>> links[0] == links[1] and links[0].bytes_per_second > 0
         True
     """
-    require(comm.size >= 2, "measure_lines needs at least two workers")
+    require(comm.size >= 2, "measure_together needs at least two workers")
     byte, following, before = (
         torch.zeros(1, dtype=torch.uint8, device="cpu"),
         (comm.rank + 1) % comm.size,
@@ -109,24 +322,3 @@ def measure_lines(
     large, larger = (timed(partial(exchange, n)) for n in (large_bytes, 2 * large_bytes))
     rate = large_bytes / max(larger - large, 1e-9)
     return Link(rate, latency, message, max(single - latency - message, 0.0))
-
-
-def _ping_pong(comm: Communicator, other: int, num_bytes: int, repetitions: int) -> float:
-    """Half the median round trip, in seconds; 0.0 on workers that take no part."""
-    if comm.rank not in (0, other):
-        return 0.0
-    message, answer = (
-        torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"),
-        torch.empty(num_bytes, dtype=torch.uint8, device="cpu"),
-    )
-    peer, trips = other if comm.rank == 0 else 0, []
-    for _ in range(repetitions + 1):  # the first opens the connection
-        start = time.perf_counter()
-        if comm.rank == 0:
-            comm.exchange({peer: message}, {}).wait()
-            comm.exchange({}, {peer: answer}).wait()
-        else:
-            comm.exchange({}, {peer: answer}).wait()
-            comm.exchange({peer: message}, {}).wait()
-        trips.append(time.perf_counter() - start)
-    return median(trips[1:]) / 2

@@ -103,9 +103,11 @@ class Network:
         inner: the link inside a node.
         cores: how many cores the threads of a node's workers share; by default each thread has its own. Threads at work
             get equal parts of them. A fraction is allowed, for nodes that share a machine.
+        uplinks: bytes per second of each node's line to the others, in both directions, where they differ from `outer`'s; empty
+            if all are alike. Owners of `scatter_reduce` then have unequal shares, as in a layout of measured lines.
 
     Raises:
-        ValueError: N does not divide W, or the number of cores is not positive.
+        ValueError: N does not divide W, the number of cores is not positive, or a line is missing or has no rate.
     """
 
     workers: int
@@ -113,6 +115,7 @@ class Network:
     outer: Link = field(default_factory=lambda: Link.of("1gbit", "0.1ms"))
     inner: Link = field(default_factory=lambda: Link.of("80gbit", "10us"))
     cores: float | None = None
+    uplinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, f"a network needs at least one worker, got {self.workers}")
@@ -121,6 +124,10 @@ class Network:
             f"{self.workers} workers cannot be nodes of {self.workers_per_node} each; it must divide them",
         )
         require(self.cores is None or self.cores > 0, f"a node needs cores, more than 0, got {self.cores}")
+        require(
+            not self.uplinks or (len(self.uplinks) == self.nodes and min(self.uplinks) > 0),
+            f"uplinks must have a rate for each of {self.nodes} nodes, got {self.uplinks}",
+        )
 
     @property
     def nodes(self) -> int:

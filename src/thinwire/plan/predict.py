@@ -16,8 +16,9 @@ import torch
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
+from ..topology.measured import shares
 from .averagers import has_leaders, is_circulant, planned, settings_of, uses_nodes
-from .methods import BF16, DDP, Method, methods
+from .methods import BF16, DDP, OPTIMIZERS, Method, methods
 from .network import Network
 from .record import Program, record
 from .simulate import Bucket, simulate
@@ -69,6 +70,7 @@ class Prediction:
         memory_bytes: what a worker keeps besides the model.
         accuracy: what was measured of the accuracy, and on what.
         page: the page of the documentation that it is from.
+        is_near: whether that is within 2 % of dense training.
     """
 
     method: str
@@ -80,6 +82,7 @@ class Prediction:
     memory_bytes: float
     accuracy: str
     page: str
+    is_near: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -92,6 +95,7 @@ def predict(
     network: Network,
     speeds: Speeds | None = None,
     candidates: Sequence[Method] | None = None,
+    optimizer: str | None = None,
 ) -> list[Prediction]:
     """Predict a training step of each method, the fastest first.
 
@@ -101,9 +105,10 @@ def predict(
         network: workers, nodes and links.
         speeds: of the codecs; by default those of `docs/benchmarks.md`.
         candidates: what to compare, by default `methods()`; dense float32 and bfloat16 are always predicted.
+        optimizer: whose accuracies are shown: "sgd", "adam" or "muon"; None takes those that were measured, by any.
 
     Raises:
-        ValueError: fewer than two workers, no parameters, or negative times.
+        ValueError: fewer than two workers, no parameters, negative times, or an unknown optimizer.
 
     Example:
         >>> from thinwire.plan import Link, Network
@@ -112,6 +117,7 @@ def predict(
         >>> ranking[0].speedup_over_fp32 > 5
         True
     """
+    require(optimizer in (None, *OPTIMIZERS), f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     require(network.workers >= 2, f"a plan needs at least two workers, got {network.workers}")
     workload, speeds = Workload.of(model, compute_seconds), speeds or Speeds()
     known = methods(network.workers_per_node)
@@ -129,8 +135,9 @@ def predict(
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
             speedup_over_bf16=steps[BF16][0] / steps[name][0],
             memory_bytes=4 * method.state_floats * workload.numel,
-            accuracy=method.accuracy,
-            page=method.page,
+            accuracy=method.under(optimizer).text,
+            page=method.under(optimizer).page,
+            is_near=method.under(optimizer).is_near,
         )
         for name, method in chosen.items()
     ]
@@ -169,7 +176,9 @@ def _predicted(
     strategy: Averaging[AveragerAttachment], workload: Workload, network: Network, speeds: Speeds
 ) -> tuple[float, float]:
     rhythm = strategy.rhythm
-    buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node)
+    owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
+    is_even = not network.uplinks
+    buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node, is_even, owned)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
     backward = compute - forward if rhythm.in_backward else 0.0
     total = sum(numel for numel, _ in buckets)
@@ -178,7 +187,7 @@ def _predicted(
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
         forward if rhythm.in_backward else 0.0,
         speeds.seconds,
-        fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
+        fold=is_even and all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
     of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
     num_bytes = sum(program.bytes_out(network) for program in of_node)
@@ -203,13 +212,32 @@ def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float
 
 @lru_cache(maxsize=512)
 def programs_of(
-    strategy: Averaging[AveragerAttachment], shapes: tuple[torch.Size, ...], workers: int, workers_per_node: int
+    strategy: Averaging[AveragerAttachment],
+    shapes: tuple[torch.Size, ...],
+    workers: int,
+    workers_per_node: int,
+    is_even: bool = True,
+    owned: tuple[float, ...] = (),
 ) -> list[tuple[int, tuple[Program, ...]]]:
-    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ."""
+    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ.
+
+    Args:
+        strategy: has an averager.
+        shapes: of the parameters.
+        workers, workers_per_node: as of the network.
+        is_even: whether all lines are alike.
+        owned: the shares of owners; empty if they are equal.
+    """
     averager, rhythm = strategy.averager, strategy.rhythm
     assert isinstance(averager, Averager), "one without rounds has no program"
     calls = [shapes * rhythm.copies] if averager.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
-    made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
+    if is_even:
+        made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
+    else:
+        ranks, like = range(workers), planned(averager, workers)
+        made = {
+            call: tuple(record(like, call, ranks, workers, workers_per_node, owned)) for call in dict.fromkeys(calls)
+        }
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..average import Averager
 from ..average.base import NamedTensors
 from ..clock import Clock
-from ..comm import Communicator, Handle, Ledger, check
+from ..comm import Communicator, Handle, Layout, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
@@ -93,7 +93,12 @@ def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...
 
 
 def record(
-    averager: Averager, shapes: Sequence[torch.Size], ranks: Sequence[int], size: int, workers_per_node: int = 1
+    averager: Averager,
+    shapes: Sequence[torch.Size],
+    ranks: Sequence[int],
+    size: int,
+    workers_per_node: int = 1,
+    shares: tuple[float, ...] = (),
 ) -> list[Program]:
     """The programs of some workers of `size` for one call of `step` with tensors of these shapes.
 
@@ -103,6 +108,7 @@ def record(
         ranks: whose programs; those of one node together, its first worker first.
         size: number of workers.
         workers_per_node: how many consecutive ranks share a node.
+        shares: which part each rank owns, where workers own parts; empty for equal parts.
 
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
@@ -111,7 +117,7 @@ def record(
     device = "cpu" if adds_coordinates(averager) else "meta"
     tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
     with Shapes() if device == "meta" else nullcontext():
-        return [_record(averager, tensors, Recorder(rank, size), mail, workers_per_node) for rank in ranks]
+        return [_record(averager, tensors, Recorder(rank, size, shares), mail, workers_per_node) for rank in ranks]
 
 
 def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:
@@ -171,10 +177,12 @@ class Recorder(Communicator):
     Args:
         rank: whose operations are noted.
         size: W.
+        shares: of a layout, in which nothing else is said.
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, shares: tuple[float, ...] = ()):
         super().__init__(rank, size)
+        self.layout = Layout(tuple(range(size)), shares=shares) if shares else None
         self.actions: list[Action] = []
         self._operations = 0
         self._mail: Mail | None = None

@@ -94,8 +94,11 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return _empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
 
 
-def _tensor_split(x: Tensor, sections: int) -> tuple[Tensor, ...]:
+def _tensor_split(x: Tensor, sections: int | list[int]) -> tuple[Tensor, ...]:
     """Pieces of equal shape are one tensor: they have no values, and a thousand workers have as many pieces."""
+    if not isinstance(sections, int):
+        ends = [*sections, x.shape[0]]
+        return tuple(x[start:end] for start, end in zip([0, *sections], ends, strict=True))
     rows, longer = divmod(x.shape[0], sections)
     return (x[: rows + 1],) * longer + (x[:rows],) * (sections - longer)
 

@@ -37,7 +37,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator, Ledger, ProcessGroupCommunicator, check
+from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
 from ..membership import State, load_shared, redistribute, rewind, shared_part
 from .advice import Advisor
 from .attached import register, release, require_unattached
@@ -122,11 +122,16 @@ class AveragerAttachment(Attachment):
         comm, replicas = runtime.comm, runtime.replicas
         check_model(self.call, model)
         require(comm is None or replicas is None, f"{self.call}: comm and replicas both say which workers; give one")
+        require(
+            comm is None or runtime.layout is None,
+            f"{self.call}: layout is for the communicator that is made here; give comm=laid_out(comm, layout) instead of both",
+        )
         self._shards, self._replicas = Replica(self.call, model), replicas
         if comm is None and replicas is None:
             self._shards.require_replicas()
         self.strategy, self.averager, self.parameters = strategy, strategy.averager, parameters
         self._model, self._comm, self._owns_comm, self._seed = model, comm, comm is None, runtime.seed
+        self._layout = runtime.layout
         self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
         self._state: Any = None
         self._undo = ExitStack()
@@ -347,6 +352,9 @@ class AveragerAttachment(Attachment):
         require_unattached(self.call, self.parameters)
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group or self._replicas, device=self.parameters[0][1].device)
+            if self._layout is not None:
+                layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
+                self._comm = laid_out(self._comm, layout)
         try:
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
             self._shards.connect(self._comm)

@@ -12,6 +12,7 @@ What differs between processes, such as the communicator and the loss scaler, is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from torch import nn
 from ..algorithm import Algorithm, require
 from ..average.base import Averager, averager_hint
 from ..average.gossip.pairwise import Pairwise
-from ..comm import Communicator, Group
+from ..comm import Communicator, Group, Layout
 from .nonfinite import POLICIES
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Runtime(NamedTuple):
     replicas: Group | None = None
     scaler: Any = None
     seed: int = 0
+    layout: Layout | Callable[[Communicator], Layout] | None = None
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -89,8 +91,9 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
         replicas: Group | None = None,
         scaler: Any = None,
         seed: int = 0,
+        layout: Layout | Callable[[Communicator], Layout] | None = None,
     ) -> A_co:
-        """Set the strategy to work; `thinwire.attach` explains the arguments."""
+        """Set the strategy to work; `thinwire.attach` explains the arguments. A function as `layout` measures it."""
         self._require(
             not isinstance(model, Algorithm),
             f"the first argument is {model!r}; write the model first, such as attach(model, ..., {model!r})",
@@ -98,7 +101,7 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
         self._require(
             isinstance(model, nn.Module), f"the model must be a module of torch.nn, got {type(model).__name__}"
         )
-        return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed))
+        return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
 
     @abstractmethod
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> A_co:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers.command import TORCHRUN, python
 
+import thinwire as tw
 from thinwire.lab.cli import main
 from thinwire.lab.cli.plan import parse_count
 
@@ -23,6 +26,11 @@ def test_the_table_and_the_file_have_every_method(tmp_path, capsys):
     assert "Predicted, not measured" in printed and "4 workers on 2 nodes" in printed
     steps = [row["step_seconds"] for row in rows]
     assert steps == sorted(steps) and min(steps) > 0
+    for row in rows:
+        assert repr(tw.parse(row["strategy"])) == row["strategy"] and f"  {row['strategy']}\n" in printed
+    shown = [line.split("  ")[1] for line in printed.partition("What to type")[2].splitlines()[1:]]
+    near = {row["method"]: row["is_near"] for row in rows}
+    assert [near[name] for name in shown] == sorted(near.values(), reverse=True)
     names = {row["method"] for row in rows}
     assert {"DDP, float32", "4 bits, hierarchical", "PowerSGD, rank 4", "gossip, Mix"} <= names
     assert all(row["accuracy"] and row["page"] for row in rows)
@@ -40,7 +48,20 @@ def test_the_guide_shows_what_its_command_prints(capsys):
 def test_dense_wins_where_it_does(capsys):
     fast = ["--rate", "100gbit", "--latency", "2us", "--compute", "5"]
     assert main(["plan", "--workers", "2", "--parameters", "1M", *fast]) == 0
-    assert "Dense wins: nothing is 2 % faster than DDP, float32" in capsys.readouterr().out
+    assert "Dense wins: nothing near it is 2 % faster than DDP, float32" in " ".join(capsys.readouterr().out.split())
+
+
+def test_accuracies_are_those_of_the_optimizer(capsys):
+    slow = ["--workers", "4", "--rate", "100mbit", "--parameters", "20M"]
+    assert main(["plan", *slow, "--optimizer", "adam"]) == 0
+    adam = capsys.readouterr().out
+    assert main(["plan", *slow]) == 0
+    any_of_them = capsys.readouterr().out
+    assert "2.4 times" in adam and "SGD, not Adam" not in adam
+    assert re.search(r"4 bits, all_gather is [3-4]\.\d times as fast", " ".join(adam.split()))  # the fastest near dense
+    assert "SGD, not Adam" in " ".join(any_of_them.split())
+    assert main(["plan", "--optimizer", "lion"]) == 2
+    assert "lion" in capsys.readouterr().err
 
 
 def test_a_recipe_and_a_function_give_the_model(tmp_path, capsys, monkeypatch):
@@ -50,6 +71,18 @@ def test_a_recipe_and_a_function_give_the_model(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["plan", "--model", "mine:net", "--workers", "2"]) == 0
     assert "0.00505 million parameters" in capsys.readouterr().out
+
+
+def test_the_module_of_the_model_may_be_a_file_of_the_current_folder(tmp_path):
+    text = (
+        "import torch\n\ndef net():\n    return torch.nn.Linear(30, 7)\n\ndef inputs():\n    return torch.ones(8, 30)\n"
+    )
+    (tmp_path / "of_this_folder.py").write_text(text)
+    command = Path(sys.executable).with_name("thinwire")  # which puts its own folder first, not the current one
+    options = ["--model", "of_this_folder:net", "--workers", "2", "--measure"]
+    run = subprocess.run([command, "plan", *options], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "0.000217 million parameters" in run.stdout
 
 
 def test_figures_show_the_methods_that_win_somewhere(tmp_path, capsys):

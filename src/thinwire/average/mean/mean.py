@@ -46,6 +46,7 @@ from .exchange import (
     Load,
     OwnerMemory,
     PendingExchange,
+    Shares,
     Whole,
     agree_on_nodes,
     cheapest,
@@ -219,6 +220,7 @@ class Mean(Averager):
         encoded, dense = self._split(tensors, self.codec)
         memory = None if self.memory is None else check_state(self.memory.init(encoded, dense), self.memory)
         state = MeanState(seed, memory, *self._choose(tensors, comm))
+        state.shares = _shares(state, comm)
         state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
         state.owner_memory = self._owner_memory(state, comm)
         part = self.codec.traits.adaptive
@@ -303,6 +305,7 @@ class Mean(Averager):
             scale=scale if self.memory is not None or self.codec.traits.votes else 1.0,
             owner_memory=state.owner_memory,
             workers_per_node=state.workers_per_node,
+            shares=state.shares,
             masked=self._masked(state, encoded),
             selection=selection,
             by_senders=self.divide_by == "senders",
@@ -410,6 +413,7 @@ class Mean(Averager):
         remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
+        state.shares = _shares(state, comm)
         state.owner_memory = self._owner_memory(state, comm)
         if remembers and state.owner_memory is not None:
             state.owner_memory.gather(old, comm)
@@ -417,7 +421,7 @@ class Mean(Averager):
     def _owner_memory(self, state: MeanState, comm: Communicator) -> OwnerMemory | None:
         """Zero memory of the second encoding, if there is one."""
         remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None
-        return OwnerMemory.of(state.wholes, comm.rank, comm.size) if remembers else None
+        return OwnerMemory.of(state.wholes, comm.rank, comm.size, state.shares) if remembers else None
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
         """Each memory with its state: that of the gradients, and that of the second encoding."""
@@ -507,6 +511,11 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
             written = [copy_changed(totals, outs), copy_changed(means, dense_outs)]
             state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
+
+
+def _shares(state: MeanState, comm: Communicator) -> Shares:
+    """Which part of every tensor each worker owns, by the layout of the workers."""
+    return comm.layout.shares if comm.layout is not None and EXCHANGES[state.exchange].takes_shares else ()
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from ...kernels import Flag
 from ...membership import State, agreed, config, nested, pending, shared
 from ...schedule import Progress
 from ..robust.record import RuleState
-from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Whole
+from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Shares, Whole
 from .line_meter import LineMeter, Message
 
 
@@ -32,6 +32,7 @@ class MeanState(State):
         memory: the state of `Mean.memory`; None without a memory.
         exchange: the exchange of all rounds and buckets; never "auto".
         workers_per_node: how many consecutive ranks share a node.
+        shares: which part of every tensor each worker owns in this exchange; empty for equal parts.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
         wholes: the tensors that are encoded, as owners cut them.
         positions: where each of these tensors is among them; filled when it is needed.
@@ -49,6 +50,7 @@ class MeanState(State):
     memory: Any = nested()
     exchange: str = agreed()
     workers_per_node: int = agreed(default=1)
+    shares: Shares = agreed(default=())
     owner_memory: OwnerMemory | None = nested(default=None)
     wholes: dict[str, Whole] = config(default_factory=dict)
     positions: dict[str, int] = config(default_factory=dict)
@@ -73,7 +75,7 @@ class MeanState(State):
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """Take the exchange whose owners remember something, where "auto" has chosen another for this number of workers."""
         if saved["owner_memory"] is not None and self.owner_memory is None:
-            self.exchange, self.owner_memory = ScatterReduce.word, OwnerMemory.of(self.wholes, rank, size)
+            self.exchange, self.owner_memory = ScatterReduce.word, OwnerMemory.of(self.wholes, rank, size, self.shares)
 
     def adapt(self, part: AdaptiveCodec, comm: Communicator, device: torch.device) -> Observe | None:
         """Update an adaptive codec if it is due. Returns a function that shows it this round's gradients, or None.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Communicator
-from ...plan.measure import measure_lines
+from ...plan.measure import measure_together
 from .parts import seconds_of
 
 LARGE_BYTES, REPETITIONS = 1_000_000, 7
@@ -37,7 +37,7 @@ class Machine:
     @classmethod
     def measured(cls, comm: Communicator, num_elements: int, device: torch.device) -> Machine:
         """Measure the line, and passes over so many float32 values on `device`; all workers call it and get the same."""
-        lines = measure_lines(comm, REPETITIONS, LARGE_BYTES).bytes_per_second if comm.size > 1 else inf
+        lines = measure_together(comm, REPETITIONS, LARGE_BYTES).bytes_per_second if comm.size > 1 else inf
         return cls(lines, max(comm.gather_objects(_copy_seconds(num_elements, device))) / 2)
 
 

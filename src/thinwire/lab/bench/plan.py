@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ...average import Averager
 from ...codec import Codec
 from ...plan import Network, Speeds, methods
 from ...plan.averagers import parts_of
-from ...plan.measure import measure_lines, measure_link
+from ...plan.measure import Effort, measure_lines
 from ...plan.speeds import Share
 from .codecs import measure
 from .step import joined
@@ -46,35 +47,30 @@ def measured_speeds(numel: int) -> Speeds:
 
 
 def measured_network(network: Network) -> Network:
-    """The same network with links as measured between the workers of a launcher; unchanged without one.
-
-    With one worker on each node, all links are measured at once, with the costs of short messages. If nodes have several,
-    the link between nodes is that from the first worker to the last one, and the link inside a node that to the second.
-    """
+    """The same network with links as measured between the workers of a launcher; unchanged without one."""
     if "RANK" not in os.environ:
         return network
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node, effort = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), Effort()
     with joined() as comm:
         network = replace(network, workers=comm.size, workers_per_node=per_node)
-        if comm.size > per_node == 1:
-            network = replace(network, outer=measure_lines(comm))
-        elif comm.size > per_node:
-            network = replace(network, outer=measure_link(comm, comm.size - 1))
-        if per_node > 1:
-            network = replace(network, inner=measure_link(comm, 1))
-    return network
+        if comm.size == 1:
+            return network
+        if comm.rank == 0:
+            print(f"the measurement {effort.announced(comm.size)}", file=sys.stderr, flush=True)
+        return measure_lines(comm, effort).on_network(network)
 
 
-def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> float:
+def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...] | torch.Tensor]) -> float:
     """Median seconds of forward and backward of the mean square of the model's output.
 
     Args:
         model: with parameters.
-        inputs: returns the arguments of the model.
+        inputs: returns the arguments of the model, or its only one, a tensor.
     """
     seconds = []
     for _ in range(1 + REPETITIONS):
-        arguments = inputs()
+        given = inputs()
+        arguments = (given,) if isinstance(given, torch.Tensor) else given
         start = time.perf_counter()
         model(*arguments).float().square().mean().backward()
         seconds.append(time.perf_counter() - start)

@@ -32,9 +32,14 @@ def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str, last_is_text: bool = False
+    title: str,
+    columns: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    caption: str,
+    last_is_text: bool = False,
+    all_text: bool = False,
 ) -> None:
-    """Print a table; the first column holds names, the others numbers, but for the last if it is text."""
+    """Print a table; the first column holds names, the others numbers, but for the last or all of them if they are text."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -44,7 +49,8 @@ def print_table(
         console = Console(width=120)  # a file or a pipe has no width
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.add_column(columns[0], overflow="fold", min_width=24)
-    numbers, texts = (columns[1:-1], columns[-1:]) if last_is_text else (columns[1:], [])
+    num_texts = len(columns) - 1 if all_text else int(last_is_text)
+    numbers, texts = columns[1 : len(columns) - num_texts], columns[len(columns) - num_texts :]
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
     for column in texts:

@@ -18,9 +18,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,20 +114,25 @@ class StepBench:
             timeline.check_kind(self.timeline)
         for path in (self.json, self.timeline):
             check_writable(path)
-        if "RANK" in os.environ:
-            return run_worker(self, "env://")
-        with tempfile.TemporaryDirectory() as folder:
-            start = (self, self.workers, f"file://{folder}/rendezvous")
-            method = worker_context(["thinwire.lab.bench.step", "torch._dynamo"]).get_start_method()
-            torch.multiprocessing.start_processes(_started, start, self.workers, start_method=method)
-            return []
+        rows: list[dict[str, Any]] | None = in_workers(run_worker, self, self.workers, ["torch._dynamo"])
+        return rows or []
 
 
-def _started(rank: int, bench: StepBench, workers: int, rendezvous: str) -> None:
+def in_workers(work: Callable[[Any, str], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
+    """Run `work(task, rendezvous)` in a launcher's worker, and return its result; without one, in new processes: None."""
+    if "RANK" in os.environ:
+        return work(task, "env://")
+    with tempfile.TemporaryDirectory() as folder:
+        start = (work, task, workers, f"file://{folder}/rendezvous")
+        method = worker_context(["thinwire.lab.bench.step", *preloaded]).get_start_method()
+        torch.multiprocessing.start_processes(_started, start, workers, start_method=method)
+
+
+def _started(rank: int, work: Callable[[Any, str], Any], task: Any, workers: int, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    run_worker(bench, rendezvous)
+    work(task, rendezvous)
 
 
 def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
@@ -135,7 +141,7 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
     set_threads(bench.threads)
     keep_freed_memory()
     device = _own_device(bench)
-    with joined(rendezvous, device, bench.transport) as comm:
+    with joined(meeting(rendezvous), device, bench.transport) as comm:
         machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()), device)
         rows = [_row(bench, comm, machine, method, device) for method in _methods(bench)]
         return _report(bench, rows) if comm.rank == 0 else []
@@ -152,15 +158,34 @@ def _own_device(bench: StepBench) -> torch.device:
     return device
 
 
+def meeting(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> dist.Store:
+    """The store by which the workers that the launcher's environment names find each other."""
+    rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    store: dist.Store = next(dist.rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_seconds)))[0]
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
+
+
 @contextmanager
 def joined(
-    rendezvous: str = "env://", device: torch.device = CPU, transport: Transport = "auto"
+    store: dist.Store | None = None,
+    device: torch.device = CPU,
+    transport: Transport = "auto",
+    timeout_seconds: float = 300.0,
 ) -> Iterator[Communicator]:
-    """Join the workers that the launcher's environment names: over Gloo, and tensors on GPUs over NCCL if each has its own."""
+    """Join the workers that the launcher's environment names: over Gloo, and tensors on GPUs over NCCL if each has its own.
+
+    Args:
+        store: by which they meet; None for a new one, `meeting()`.
+        device: of the tensors that are sent.
+        transport: see `comm.transport.connect`.
+        timeout_seconds: how long the others may be silent.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    dist.init_process_group(_backend(device), init_method=rendezvous, rank=rank, world_size=size)
+    store, limit = store or meeting(), timedelta(seconds=timeout_seconds)
+    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=limit)
     try:
-        with connect(transport, device=device) as comm:
+        with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm
             dist.barrier()  # no worker exits while others wait for its messages
     finally:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from .bench import bench_command, consensus_command
 from .demo import demo_command
+from .doctor import doctor_command
 from .extras import EXTRAS, advice, missing_packages
 from .keys import keys_command
 from .options import fail, named
@@ -38,6 +39,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   relay           forward between machines of a run that can only dial out
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
+  doctor          say what is wrong with hosts and lines, and what follows from them
   consensus       average without training: the error against the bits sent
   topology GRAPH  print the properties of a graph, and draw it
   bench codecs    measure how fast codecs encode and decode
@@ -110,6 +112,7 @@ COMMANDS = {
     "keys": keys_command,
     "relay": relay_command,
     "plan": plan_command,
+    "doctor": doctor_command,
     "consensus": consensus_command,
     "topology": topology_command,
     "bench": bench_command,

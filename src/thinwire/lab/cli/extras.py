@@ -9,7 +9,7 @@ TRAIN = (
     *("tyro", "rich", "sklearn", "matplotlib", "jinja2", "tensorboard", "PIL", "tokenizers", "sacrebleu"),
     *(("tomli",) if sys.version_info < (3, 11) else ()),
 )
-EXTRAS = dict.fromkeys((*TRAIN, "prometheus_client"), "train") | {"cryptography": "secure"}
+EXTRAS = dict.fromkeys((*TRAIN, "prometheus_client", "psutil"), "train") | {"cryptography": "secure"}
 TRAINING = ("train", "demo", "sweep")  # commands that check the packages before they start workers
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .options import named, parsed
 
@@ -45,14 +46,17 @@ class PlanOptions:
     parameters: str = "100M"
     """Number of parameters, such as 25M or 1.5B."""
     model: str | None = None
-    """A function that returns the model, as package.module:function, instead of a number of parameters."""
+    """A function that returns the model, as module:function, instead of a number of parameters. The module may be a file of the
+    current folder."""
+    optimizer: Literal["sgd", "adam", "muon"] | None = None
+    """Show what was measured of the accuracy with this optimizer; by default, with any."""
     compute: float = 0.25
     """Seconds of computation in one step, without a network."""
     measure: bool = False
     """Measure the codecs on this machine first. Under torchrun also the links; with --model also the computation, if its module
-    has a function `inputs` that returns the model's arguments."""
+    has a function `inputs` that returns the model's arguments, or its only one."""
     json: Path | None = None
-    """Write the predictions to this file."""
+    """Write the predictions to this file; thinwire.parse(row["strategy"]) rebuilds a row's strategy."""
     figure: Path | None = None
     """Draw the step by bandwidth to this file (.png, .svg or .pdf), and by number of workers to NAME-workers beside it."""
 
@@ -83,7 +87,7 @@ def plan_command(options: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     workload = Workload.of(model, compute)
-    predictions = predict(model, compute, network, speeds)
+    predictions = predict(model, compute, network, speeds, optimizer=asked.optimizer)
     _print(predictions, workload.numel, compute, network)
     write_json(asked.json, [p.as_dict() for p in predictions])
     if asked.figure is not None:
@@ -129,6 +133,8 @@ def _own_model(notation: str | None) -> Callable[[], nn.Module] | None:
     module, colon, function = notation.partition(":")
     if not colon:
         raise ValueError(f"--model is written package.module:function, got {notation!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, which the installed command does not
     try:
         build: Callable[[], nn.Module] = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -152,6 +158,7 @@ def _parameters(build: Callable[[], nn.Module]) -> list[Tensor]:
 def _print(predictions: list[Prediction], numel: int, compute: float, network: Network) -> None:
     from ..bench.rows import print_table
 
+    rows = sorted(predictions, key=lambda p: not p.is_near)  # else the fastest first, as they are
     lines = [
         [
             p.method,
@@ -162,7 +169,7 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
             _decimal(p.memory_bytes / 1e6),
             p.accuracy,
         ]
-        for p in predictions
+        for p in rows
     ]
     outer = f"{8 * network.outer.bytes_per_second / 1e6:.4g} Mb/s and {1e3 * network.outer.latency_seconds:.3g} ms"
     nodes = f" on {network.nodes} node{'s' * (network.nodes > 1)}" if network.workers_per_node > 1 else ""
@@ -171,9 +178,13 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
         f"{compute:.3g} s of computation",
         ["method", "step,\ns", "MB\nout", "over\nfp32", "over\nbf16", "MB\nkept", "accuracy"],
         lines,
-        f"Predicted, not measured. {verdict(predictions)}",
+        f"Predicted, not measured; methods within 2 % of dense training first. {verdict(predictions)}",
         last_is_text=True,
     )
+    print('What to type: tw.attach(model, optimizer, "..."), or thinwire train RECIPE --strategy "..."')
+    width = max(len(p.method) for p in rows)
+    for p in rows:
+        print(f"  {p.method:{width}}  {p.strategy}")
 
 
 def _decimal(value: float) -> str:
@@ -186,14 +197,28 @@ def _decimal(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def verdict(predictions: list[Prediction]) -> str:
-    """Which method to take. Dense wins where nothing is `WORTH` times as fast: it changes nothing and needs no tuning."""
+def recommended(predictions: list[Prediction]) -> Prediction:
+    """Dense where nothing near it is `WORTH` times as fast, as it changes nothing; else the fastest near dense."""
     from ...plan.methods import BF16, DDP
     from ..report.plan_figures import WORTH
 
-    best = predictions[0]
-    dense = {p.method: p for p in predictions if p.method in (DDP, BF16)}
+    near = [p for p in predictions if p.is_near or p.method in (DDP, BF16)]
+    dense = {p.method: p for p in near if p.method in (DDP, BF16)}
     for name in (DDP, BF16):
-        if dense[name].step_seconds <= WORTH * best.step_seconds:
-            return f"Dense wins: nothing is {100 * WORTH - 100:.0f} % faster than {name}."
-    return f"{best.method} is {best.speedup_over_fp32:.1f} times as fast as {DDP}; read of its accuracy first."
+        if dense[name].step_seconds <= WORTH * near[0].step_seconds:
+            return dense[name]
+    return near[0]
+
+
+def verdict(predictions: list[Prediction]) -> str:
+    """Which method to take, and which is the fastest."""
+    from ...plan.methods import BF16, DDP
+    from ..report.plan_figures import WORTH
+
+    taken, fastest = recommended(predictions), predictions[0]
+    text = f"{taken.method} is {taken.speedup_over_fp32:.1f} times as fast as {DDP}"
+    if taken.method in (DDP, BF16):
+        text = f"Dense wins: nothing near it is {100 * WORTH - 100:.0f} % faster than {taken.method}"
+    if WORTH * fastest.step_seconds < taken.step_seconds:
+        return f"{text}; {fastest.method} is {fastest.speedup_over_fp32:.1f} times as fast, but read of its accuracy first."
+    return f"{text}."

@@ -126,6 +126,9 @@ class RunConfig:
     """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") if
     machines are more than 3 ms apart and tensors in main memory; else, and with elastic, Gloo. "mpi" needs a PyTorch that was
     built with MPI; the others work under mpirun too."""
+    measure_lines: bool = False
+    """Measure the lines between workers first, about ten seconds, and lay out the averaging by them: the order of ranks, sites
+    for hierarchical exchanges, and unequal shares of scatter_reduce. The run's folder keeps the layout for --resume."""
     interface: str | None = None
     """Network interface that reaches the other nodes, such as eth0; None leaves it to the transport."""
     credentials: Path | None = None
@@ -163,6 +166,12 @@ class RunConfig:
         alone = self.network is None and (self.compute is not None or self.per_node > 1)
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
+        no_lines = self.network is not None or self.transport == "mpi" or self.credentials is not None
+        both = self.measure_lines and no_lines
+        require(
+            not both,
+            "measure_lines is for real lines without credentials; leave network, credentials and transport mpi out",
+        )
         self._check_elastic()
         require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
         even = self.split == "even" and self.shuffled > 0
@@ -205,6 +214,7 @@ class RunConfig:
         wrong = {
             "network": self.network is not None,
             "split": self.split != "even",
+            "measure_lines": self.measure_lines,
             "data.in_order": bool(getattr(self.data, "in_order", False)),
             f"transport {self.transport}": self.transport in ("mpi", "tcp"),
             "no_listen": self.no_listen,

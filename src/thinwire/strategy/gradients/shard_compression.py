@@ -301,8 +301,8 @@ class Shards(Strategy[ShardCompression]):
     def _attached(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
     ) -> ShardCompression:
-        alone = runtime.comm is None and runtime.replicas is None
-        require(alone, f"{CALL}: it communicates over the model's mesh; leave comm and replicas out")
+        alone = runtime.comm is None and runtime.replicas is None and runtime.layout is None
+        require(alone, f"{CALL}: it communicates over the model's mesh; leave comm, replicas and layout out")
         return ShardCompression(self, model, runtime.seed)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ from ....memory import ErrorFeedbackState
 Finish = Callable[[list[Tensor], Tensor], Flag]
 Stages = Generator[Handle, Any, Finish]
 Observe = Callable[[Codec, Sequence[Tensor], Sequence[Key]], None]
+
+Shares = tuple[float, ...]
+"""Which part of every tensor each worker owns, adding up to 1; empty for equal parts."""
 
 SUMMED = 0xFFFF
 """The part of a `piece_key` for what the owner of a piece encodes of the sum of all workers."""
@@ -66,6 +69,7 @@ class Job:
         scale: factor of the encoded result, since memory is unscaled and gradients may be scaled.
         owner_memory: the memory of the second encoding, for exchanges that encode twice.
         workers_per_node: how many consecutive ranks share a node.
+        shares: which part of every tensor each worker owns, for exchanges with owners; empty for equal parts.
         masked: empty, or for each tensor a contiguous float32 buffer to be zeroed wherever something was sent.
         selection: what the codec selects of `tensors`, if memory has selected already.
         by_senders: whether each element is divided by the number of workers that sent it, rather than by W.
@@ -86,6 +90,7 @@ class Job:
     scale: float
     owner_memory: ErrorFeedbackState | None = None
     workers_per_node: int = 1
+    shares: Shares = ()
     masked: list[Tensor] = field(default_factory=list)
     selection: Selection | None = None
     by_senders: bool = False
@@ -286,14 +291,34 @@ def piece_key(key: Key, part: int) -> Key:
     return Key(key.seed, key.stream | part << _PART_SHIFT, key.step)
 
 
-def split_numel(numel: int, size: int, rank: int) -> int:
-    """Elements of part `rank` of `Tensor.tensor_split(size)`.
+def split_bounds(numel: int, size: int, shares: Shares = ()) -> list[int]:
+    """Where the parts of `size` owners begin, and where the last one ends; equal parts are those of `Tensor.tensor_split`.
+
+    Example:
+        >>> split_bounds(5, 4), split_bounds(10, 3, (0.5, 0.0, 0.5))
+        ([0, 2, 3, 4, 5], [0, 5, 5, 10])
+    """
+    if not shares:
+        return [rank * (numel // size) + min(rank, numel % size) for rank in range(size + 1)]
+    return [0, *(round(numel * min(1.0, end)) for end in list(accumulate(shares))[:-1]), numel]
+
+
+def split_numel(numel: int, size: int, rank: int, shares: Shares = ()) -> int:
+    """Elements of part `rank` of the `split_bounds`.
 
     Example:
         >>> [split_numel(5, 4, rank) for rank in range(4)]
         [2, 1, 1, 1]
     """
-    return numel // size + (rank < numel % size)
+    if not shares:
+        return numel // size + (rank < numel % size)
+    bounds = split_bounds(numel, size, shares)
+    return bounds[rank + 1] - bounds[rank]
+
+
+def split(t: Tensor, size: int, shares: Shares = ()) -> tuple[Tensor, ...]:
+    """The parts of all owners: views, cut between rows."""
+    return t.tensor_split(split_bounds(t.shape[0], size, shares)[1:-1] if shares else size)
 
 
 def message_nbytes(codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, merged: bool) -> int:

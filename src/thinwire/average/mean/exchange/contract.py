@@ -63,6 +63,8 @@ class Exchange(ABC):
     """Whether every worker learns which coordinates were sent for it."""
     takes_selection: ClassVar[bool] = False
     """Whether workers encode their tensors as they are, so that a memory may select for the codec."""
+    takes_shares: ClassVar[bool] = False
+    """Whether workers own parts of the result, which may be unequal."""
     has_memory: ClassVar[bool] = False
     """Whether it encodes a second time, and can remember what that lost."""
 

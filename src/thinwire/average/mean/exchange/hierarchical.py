@@ -191,12 +191,13 @@ class Leaders:
 
 
 def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
-    """How many workers share a node: the given number, or LOCAL_WORLD_SIZE as `torchrun` sets it.
+    """How many workers share a node: the given number; or that of the layout; or LOCAL_WORLD_SIZE as `torchrun` sets it.
 
     Raises:
         ValueError: on all workers, if the number is unknown, differs between them, or does not divide their number.
     """
-    given = os.environ.get("LOCAL_WORLD_SIZE") if workers_per_node is None else workers_per_node
+    launched = os.environ.get("LOCAL_WORLD_SIZE") if comm.layout is None else comm.layout.workers_per_node
+    given = launched if workers_per_node is None else workers_per_node
     comm.check_agreement({"workers per node": given})
     if given is None:
         raise ValueError(
@@ -213,11 +214,13 @@ def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
 
 
 def launched_nodes(comm: Communicator) -> int:
-    """How many consecutive ranks share a node according to the launcher's environment; 1 if nodes do not matter.
+    """How many consecutive ranks share a node, by the layout or else the launcher's environment; 1 if nodes do not matter.
 
     It is 1 without a launcher, on a single node, and for a part of the launcher's workers. It is 1 with a warning if
     nodes differ in size, or if their ranks are not consecutive. Workers of several nodes exchange a few bytes.
     """
+    if comm.layout is not None:
+        return comm.layout.workers_per_node
     local_size, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if local_size is None or size != str(comm.size) or local_size == size:
         return 1

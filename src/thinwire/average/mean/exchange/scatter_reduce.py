@@ -9,6 +9,9 @@ shard.
     3. worker r adds its own memory e_r, encodes m_r + e_r, and sends it to all          all-gather
     4. all workers decode the W shards
 
+On measured lines a worker owns more or less than 1/W of every tensor: f_r of it (`Layout.shares`), so that slow lines carry
+less. Worker s then moves about n (1 + (W-2) f_s) each way for n bytes of messages.
+
 Messages stay small at any world size, at the price of a second loss. With a memory, the owner keeps what the second
 encoding loses, as in DoubleSqueeze. Then the sum of all gradients is W times the sum of all results, plus all first
 memories, plus W times all second memories. The result of an unbiased codec is unbiased.
@@ -35,7 +38,20 @@ from ....comm.check import announced_sizes
 from ....kernels.flags import Flag, both
 from ....membership import config, cut
 from ....memory import ErrorFeedback, ErrorFeedbackState
-from .base import SUMMED, Job, Stages, gather_messages, message_nbytes, pack, piece_key, split_numel, unpack
+from .base import (
+    SUMMED,
+    Job,
+    Shares,
+    Stages,
+    gather_messages,
+    message_nbytes,
+    pack,
+    piece_key,
+    split,
+    split_bounds,
+    split_numel,
+    unpack,
+)
 from .contract import SECOND_LOSS_FACTOR, Exchange, Load
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
@@ -63,25 +79,27 @@ class OwnerMemory(ErrorFeedbackState):
     Attributes:
         wholes: the tensors that are cut, by name.
         owner: rank and number of workers for which they are cut.
+        shares: which part each of them owns.
     """
 
     residual: dict[str, Tensor] = cut()
     wholes: dict[str, Whole] = config(default_factory=dict)
     owner: tuple[int, int] = config(default=(0, 1))
+    shares: Shares = config(default=())
 
     @classmethod
-    def of(cls, wholes: dict[str, Whole], rank: int, size: int) -> OwnerMemory:
+    def of(cls, wholes: dict[str, Whole], rank: int, size: int, shares: Shares = ()) -> OwnerMemory:
         """Zero memory of worker `rank` of `size`."""
-        memory = cls({}, {}, wholes=wholes, owner=(rank, size))
+        memory = cls({}, {}, wholes=wholes, owner=(rank, size), shares=shares)
         for name, whole in wholes.items():
-            numel = split_numel(whole.rows, size, rank) * whole.width
+            numel = split_numel(whole.rows, size, rank, shares) * whole.width
             memory.residual[name], memory.spare[name] = (torch.zeros(numel, device=whole.device) for _ in range(2))
         return memory
 
     def place(self, name: str, rank: int, size: int) -> slice:
         rows, width, _ = self.wholes[name]
-        first = sum(split_numel(rows, size, before) for before in range(rank))
-        return slice(first * width, (first + split_numel(rows, size, rank)) * width)
+        bounds = split_bounds(rows, size, self.shares)
+        return slice(bounds[rank] * width, bounds[rank + 1] * width)
 
     def gather(self, old: OwnerMemory | None, comm: Communicator) -> None:
         """Take over the pieces that are owned now from all workers: one all-reduce. Pieces of the dead are zero.
@@ -112,6 +130,7 @@ class ScatterReduce(Exchange):
     """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
 
     word = "scatter_reduce"
+    takes_shares = True
     has_memory = True
 
     def steps(self, size: int, workers_per_node: int) -> int:
@@ -134,13 +153,14 @@ class ScatterReduce(Exchange):
 
 def _scatter_reduce(job: Job) -> Stages:
     comm, me = job.comm, job.comm.rank
-    shards, dense_pieces = _split(job.tensors, job), job.dense.tensor_split(comm.size)
+    shards, dense_pieces = _split(job.tensors, job), split(job.dense, comm.size, job.shares)
     masked = [shard.pieces for shard in _split(job.masked, job)]
     messages = [
         pack(dense, job.of(shard.positions).encode(shard.pieces, _piece_keys(job, shard, owner + 1), masked[owner]))
         for owner, (shard, dense) in enumerate(zip(shards, dense_pieces, strict=True))
     ]
-    sizes = shard_nbytes(job.codec, [t.shape for t in job.tensors], job.dense.numel(), comm.size, job.merged)
+    shapes = [t.shape for t in job.tensors]
+    sizes = shard_nbytes(job.codec, shapes, job.dense.numel(), comm.size, job.merged, job.shares)
 
     received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
     dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
@@ -152,7 +172,7 @@ def _scatter_reduce(job: Job) -> Stages:
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             gathered = handle.wait()
-        outs, dense_outs = _split(totals, job), dense_total.tensor_split(comm.size)
+        outs, dense_outs = _split(totals, job), split(dense_total, comm.size, job.shares)
         summed_keys = [piece_key(key, SUMMED) for key in job.keys]
         finite: Flag = True
         for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
@@ -190,12 +210,15 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     """The shard of each owner; the pieces of contiguous tensors are views."""
     size, seen = job.comm.size, [t if job.codec.traits.needs_shape and t.ndim else t.reshape(-1) for t in tensors]
-    pieces, rows = [t.tensor_split(size) for t in seen], [t.shape[0] if t.numel() else 0 for t in seen]
-    owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
+    pieces, rows = [split(t, size, job.shares) for t in seen], [t.shape[0] if t.numel() else 0 for t in seen]
+    if job.shares:
+        owned = [[i for i, piece in enumerate(pieces) if piece[rank].numel()] for rank in range(size)]
+    else:
+        owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
 
 
-def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.Size:
+def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int, shares: Shares = ()) -> torch.Size:
     """The shape of the piece that belongs to worker `rank`.
 
     Example:
@@ -204,20 +227,26 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int) -> torch.
         [3, 3, 2, 2]
     """
     rows, *others = shape if codec.traits.needs_shape and shape else [shape.numel()]
-    return torch.Size([split_numel(rows, size, rank), *others])
+    return torch.Size([split_numel(rows, size, rank, shares), *others])
 
 
-def shard_nbytes(codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool) -> list[int]:
+def shard_nbytes(
+    codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool, shares: Shares = ()
+) -> list[int]:
     """Bytes of the message of each owner's shard; upper bounds if the codec's size is not fixed."""
     wholes = [piece_shape(codec, shape, 1, 0) for shape in shapes]
     # From one of these ranks to the next, all owners have pieces of the same shapes.
     changes = sorted({0, dense_numel % size, *(whole[0] % size for whole in wholes), size})
+    if shares:
+        changes = list(range(size + 1))
     messages = []
     for first, end in pairwise(changes):
-        pieces = [piece_shape(codec, shape, size, first) for shape in shapes]
+        pieces = [piece_shape(codec, shape, size, first, shares) for shape in shapes]
         positions = [i for i, piece in enumerate(pieces) if piece.numel()]
         nonempty = [pieces[i] for i in positions]
-        num_bytes = message_nbytes(codec.pick(positions), nonempty, split_numel(dense_numel, size, first), merged)
+        num_bytes = message_nbytes(
+            codec.pick(positions), nonempty, split_numel(dense_numel, size, first, shares), merged
+        )
         messages += [num_bytes] * (end - first)
     return messages
 

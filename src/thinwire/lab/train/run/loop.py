@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ from ..step.image_sizes import check_image_sizes
 from ..step.steps import Course, Step, course, steps
 from ..step.training import Training, prepare
 from .interrupt import Interrupted, Interruption
+from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
 from .workers import ElasticWorkers, FixedWorkers, Workers, say
 
@@ -91,10 +93,13 @@ def run(
     data = run_on_all(comm, config.data.load)
     whole = run_on_all(comm, lambda: course(config, data, comm.size if elastic is None else config.workers))
     device = run_on_all(comm, lambda: choose_device(config))
+    layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
-        training = prepare(config, data, device, elastic, comm)
+        training = prepare(config, data, device, elastic, comm, layout)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
+    if layout is not None and workers.is_first:
+        write_json(folder / LAYOUT_FILE, asdict(layout))
     for warning in warnings if workers.is_first else []:
         say(warning)
     torch.manual_seed(mix_key(config.seed, workers.number, 0))  # from here on workers draw different numbers (dropout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....algorithm import require
-from ....comm import Communicator
+from ....comm import Communicator, Layout, laid_out
 from ....comm.tcp import TcpCommunicator
 from ....comm.transport import connect
 from ....membership import mean_of
@@ -206,6 +206,7 @@ def prepare(
     device: torch.device,
     comm: Communicator | None = None,
     meeting: Communicator | None = None,
+    layout: Layout | None = None,
 ) -> Training:
     """Build model, optimizer and strategy; the seed makes the model equal on all workers, which call this together.
 
@@ -213,6 +214,7 @@ def prepare(
         config, data, device: of the run.
         comm: connects the workers for averaging; None opens a communicator, with the run's time limit.
         meeting: connects the workers for all else; with credentials, they meet over it to open the communicator.
+        layout: of the communicator that is opened; None for the launcher's ranks.
 
     Raises:
         ValueError: strategy, model and optimizer do not fit together.
@@ -223,7 +225,7 @@ def prepare(
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
-    own_comm = _communicator(config, device, meeting) if comm is None else None
+    own_comm = _communicator(config, device, meeting, layout) if comm is None else None
     in_use = scaler if scaler.is_enabled() else None
     try:
         strategy = config.parsed_strategy().attach(
@@ -238,7 +240,9 @@ def prepare(
     return Training(config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual)
 
 
-def _communicator(config: RunConfig, device: torch.device, meeting: Communicator | None) -> Communicator:
+def _communicator(
+    config: RunConfig, device: torch.device, meeting: Communicator | None, layout: Layout | None
+) -> Communicator:
     """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
     comm: Communicator
     if config.credentials is not None or config.dials_out:
@@ -246,6 +250,7 @@ def _communicator(config: RunConfig, device: torch.device, meeting: Communicator
         comm = meeting.another()
     else:
         comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
+    comm = comm if layout is None else laid_out(comm, layout)
     network = config.parsed_network()
     return comm if network is None else TracedCommunicator(comm, network, measures=config.compute is None)
 

@@ -1,0 +1,47 @@
+"""`thinwire doctor` on hosts of the network lab, one of which is bad in every way; checks that each way is named.
+
+    sudo env "PATH=$PATH" python benchmarks/doctor_netlab.py
+
+Host 1 of three has a slow line up, an MTU of its own, few file descriptors, and CUBIC on a long line.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from netlab import INTERFACE, Lab, set_congestion
+
+BAD, LINES = 1, ["continent", "continent,up=10mbit", "continent"]
+EXPECTED = (
+    "the MTU of eth0 is 1280, and 1500 on the other hosts",
+    "at most 128 open files, and 3 workers need",
+    "TCP's congestion control is cubic",
+    "Mb/s, and the others",
+)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, Lab(3, LINES) as lab:
+        for host, namespace in enumerate(lab.namespaces):
+            set_congestion(namespace, "cubic" if host == BAD else "bbr")
+        mtu = ["ip", "-n", lab.namespaces[BAD], "link", "set", INTERFACE, "mtu", "1280"]
+        subprocess.run(mtu, check=True)
+        file = Path(folder, "doctor.json")
+        doctor = f"{sys.executable} -m thinwire doctor --parameters 5M --json {file}"
+        code = lab.run(["bash", "-c", f"[ $RANK = {BAD} ] && ulimit -n 128; exec {doctor}"], {"OMP_NUM_THREADS": "1"})
+        if code:
+            sys.exit(f"a worker failed with exit code {code}")
+        found = json.loads(file.read_text())["findings"]
+    of_bad = [finding["what"] for finding in found if finding["ranks"] == [BAD]]
+    missed = [text for text in EXPECTED if not any(text in what for what in of_bad)]
+    print(f"named: {len(EXPECTED) - len(missed)} of {len(EXPECTED)}")
+    if missed:
+        sys.exit(f"not named: {missed}")
+
+
+if __name__ == "__main__":
+    main()

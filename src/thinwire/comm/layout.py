@@ -1,0 +1,94 @@
+"""The layout of workers on measured lines: their order, their sites, and who does which part of the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .base import Communicator
+from .ledger import Ledger
+from .local_world import LocalCommunicator
+from .process_group import ProcessGroupCommunicator
+from .tcp import TcpCommunicator
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks lie on the lines. All workers hold the same, and compare it when they attach.
+
+    Args:
+        order: rank r is what was rank `order[r]` before.
+        workers_per_node: how many consecutive ranks stand in one site, each led by its first.
+        shares: which part of a `scatter_reduce` each rank owns; empty for equal parts.
+
+    Raises:
+        ValueError: an order that is no permutation, sites that do not divide it, or shares that do not add up to 1.
+
+    Example:
+        >>> Layout((0, 2, 1)).workers_per_node
+        1
+    """
+
+    order: tuple[int, ...]
+    workers_per_node: int = 1
+    shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = len(self.order)
+        if sorted(self.order) != list(range(size)):
+            raise ValueError(f"Layout: order must have each rank below {size} once, got {self.order}.")
+        if self.workers_per_node < 1 or size % self.workers_per_node:
+            raise ValueError(f"Layout: workers_per_node={self.workers_per_node} must divide the {size} workers.")
+        if self.shares and (len(self.shares) != size or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6):
+            raise ValueError(f"Layout: shares must be {size} numbers that add up to 1, got {self.shares}.")
+
+
+def laid_out(comm: Communicator, layout: Layout) -> Communicator:
+    """The same workers with the ranks of a layout, which `comm.layout` then has. All of them call it.
+
+    If the order changes, it is a new communicator of the same kind, and `comm` is closed. Its ledger is empty.
+
+    Raises:
+        ValueError: on all workers, if their layouts differ; a layout of another number of workers; or a communicator whose
+            ranks cannot change.
+    """
+    comm.check_agreement({"layout": layout})
+    if len(layout.order) != comm.size:
+        raise ValueError(f"rank {comm.rank}: a layout of {len(layout.order)} workers does not suit {comm.size}.")
+    if layout.order != tuple(range(comm.size)):
+        new = _reordered(comm, layout.order)
+        comm.close()
+        comm = new
+    comm.ledger, comm.layout = Ledger(comm.size), layout
+    return comm
+
+
+def _reordered(comm: Communicator, order: tuple[int, ...]) -> Communicator:
+    if isinstance(comm, LocalCommunicator):
+        return comm.reordered(order)
+    if not isinstance(comm, (ProcessGroupCommunicator, TcpCommunicator)) or not comm.global_ranks:
+        raise ValueError(f"rank {comm.rank}: {type(comm).__name__} has ranks that cannot change; leave layout out.")
+    group = group_over([comm.global_ranks[rank] for rank in order])
+    if isinstance(comm, TcpCommunicator):
+        if comm._place.credentials is not None:
+            raise ValueError(f"rank {comm.rank}: workers with credentials keep their ranks; leave layout out.")
+        return TcpCommunicator(group, comm._timeout_seconds)
+    return ProcessGroupCommunicator(group, comm._timeout_seconds, comm.device)
+
+
+def group_over(ranks: list[int]) -> dist.ProcessGroup:
+    """A process group in which workers have this order. Only they call it.
+
+    Raises:
+        ValueError: this PyTorch sorts the ranks of every group.
+    """
+    options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False, **options)
+    except TypeError:
+        raise ValueError(
+            "a layout with another order of ranks needs a PyTorch whose new_group has sort_ranks."
+        ) from None
+    return group

@@ -1,0 +1,255 @@
+"""`thinwire doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...algorithm import require
+from .options import fail, parsed
+from .plan import parse_count
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from ...comm import Communicator
+    from ...plan import Lines
+    from ...plan.doctor import Finding, Host, Limit
+
+MOST_COLUMNS = 10  # of a matrix
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what is wrong with this host; under torchrun, srun or mpirun, or with --workers, also with the lines between workers.
+
+    One table has the hosts, and others the rate, round trip and loss of each pair. Then comes what follows from them, which is
+    transport, method and time limits; and what is wrong, with its remedy.
+    """
+
+    workers: int = 1
+    """Number of workers to start on this host, unless a launcher has started them."""
+    seconds: float = 10.0
+    """About how long to measure; more => finer."""
+    megabytes: float = 8.0
+    """What a worker sends to each other one at most; more => finer on fast lines."""
+    transport: Literal["auto", "tcp", "gloo"] = "auto"
+    """What carries the messages, as for `thinwire train`."""
+    timeout: float = 60.0
+    """Seconds for the workers to meet, and that one may be silent."""
+    parameters: str = "100M"
+    """Number of parameters of the model that methods and time limits are for."""
+    compute: float = 0.25
+    """Seconds of computation in one of its steps."""
+    speed: bool = False
+    """Also measure how fast each host computes."""
+    json: Path | None = None
+    """Write facts, measurements and findings to this file."""
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
+        require(self.timeout > 0, f"timeout must be above 0 seconds, got {self.timeout}")
+        require(self.megabytes > 0, f"megabytes must be above 0, got {self.megabytes}")
+        transports = ("auto", "tcp", "gloo")
+        require(
+            self.transport in transports, f"transport must be one of {', '.join(transports)}, got {self.transport!r}"
+        )
+        parse_count(self.parameters)
+
+
+@dataclass
+class Diagnosis:
+    """All that one run finds out."""
+
+    hosts: Sequence[Host]
+    lines: Lines | None = None
+    transport: str = ""
+    connections: int = 0
+    """With each peer, at most."""
+    findings: Sequence[Finding] = ()
+    limits: Sequence[Limit] = ()
+    method: str = ""
+    strategy: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def doctor_command(options: list[str]) -> None:
+    """Diagnose this host, or all hosts of a run."""
+    asked = parsed(Doctor, options, "thinwire doctor")
+    from ..bench.rows import check_writable
+    from ..bench.step import in_workers
+    from ..train.start.environment import set_variables
+
+    check_writable(asked.json)
+    if set_variables() is not None or asked.workers > 1:
+        in_workers(examine_all, asked, asked.workers)
+    else:
+        from ..bench.host import this_host
+
+        _tell(asked, _diagnosed(asked, Diagnosis([this_host(False, asked.speed)])))
+
+
+def examine_all(asked: Doctor, rendezvous: str) -> None:
+    """The work of one worker: tell the others its facts, connect with them, measure, and tell on rank 0.
+
+    The facts go through the store by which workers meet, so that they are known where the workers cannot connect.
+    """
+    from ...comm.tcp import TcpCommunicator
+    from ...plan import Effort, measure_lines
+    from ...plan.doctor import Host
+    from ..bench.host import this_host
+    from ..bench.step import joined, meeting
+
+    hosts: list[Host] = []
+    effort, rank = Effort(asked.seconds, round(1e6 * asked.megabytes)), int(os.environ["RANK"])
+    try:
+        store = meeting(rendezvous, asked.timeout)
+        hosts = _all_told(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
+        with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
+            if rank == 0 and comm.size > 1:
+                print(f"The measurement {effort.announced(comm.size)}.", flush=True)
+            lines = measure_lines(comm, effort) if comm.size > 1 else None
+            now = replace(this_host(True), load=hosts[rank].load, speeds=hosts[rank].speeds)  # with its connections
+            hosts = [Host.of(plain) for plain in comm.gather_objects(now.as_dict())]
+            transport = "tcp" if isinstance(comm, TcpCommunicator) else "gloo"
+            connections = max(comm.gather_objects(_connections(comm)))
+    except RuntimeError as error:  # PyTorch's and ours
+        if rank == 0 or not hosts:
+            of_whom = "" if hosts else f"rank {rank} alone"
+            _tell(asked, _diagnosed(asked, Diagnosis(hosts or [this_host(True, asked.speed)])), of_whom)
+        reason = str(error).strip().splitlines()[0].partition(". Exception raised from")[0]
+        fail(f"rank {rank} could not connect with the others: {reason}", 1)
+        sys.exit(1)
+    if rank == 0:
+        _tell(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))
+
+
+def _all_told(store: Store, rank: int, size: int, facts: Callable[[], Host]) -> list[Host]:
+    """The facts of all workers. Rank 0 collects its own last: then the store is connected with all others."""
+    from ...plan.doctor import Host
+
+    def told(other: int) -> Host:
+        return Host.of(json.loads(store.get(f"doctor/{other}")))
+
+    others = [told(other) for other in range(1, size)] if rank == 0 else []
+    store.set(f"doctor/{rank}", json.dumps(facts().as_dict()))
+    return [told(0), *others] if rank == 0 else [told(other) for other in range(size)]
+
+
+def _connections(comm: Communicator) -> int:
+    from ...comm.tcp import TcpCommunicator
+
+    if not isinstance(comm, TcpCommunicator):
+        return 1
+    return max((comm.counts(peer).connections for peer in range(comm.size) if peer != comm.rank), default=0)
+
+
+def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
+    """With what follows from hosts and lines."""
+    from ...plan import Network, predict
+    from ...plan.doctor import findings, limits
+    from .plan import recommended, verdict
+
+    found.findings = findings(found.hosts, found.lines)
+    if found.lines is not None:
+        numel, per_node = parse_count(asked.parameters), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = found.lines.size
+        network = found.lines.on_network(Network(workers, per_node if workers % per_node == 0 else 1))
+        found.limits = limits(found.lines, 4 * numel)
+        rows = predict(numel, asked.compute, network)
+        found.method, found.strategy = verdict(rows), recommended(rows).strategy
+    return found
+
+
+# ---- tables ----
+
+
+def _tell(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
+    """Print everything, and write the file."""
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+    _print_hosts(found.hosts, of_whom)
+    if found.lines is not None:
+        _print_lines(found.lines)
+        print("What follows")
+        connections = f"{found.connections} connection{'s' * (found.connections > 1)} with each peer"
+        print(f"  transport         --transport {found.transport}, {connections}")
+        print(f"  method            {found.method}")
+        for limit in found.limits:
+            print(f"  {limit.name}: {limit.seconds:.3g} s ({limit.why})")
+    print("What is wrong" if found.findings else "Nothing is wrong.")
+    for finding in found.findings:
+        print(f"  {_named(finding.ranks, found.hosts)}: {finding.what}. Remedy: {finding.remedy}")
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[Host]) -> str:
+    names = ", ".join(dict.fromkeys(hosts[rank].name for rank in ranks))
+    if len(hosts) == 1:
+        return names
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({names})"
+
+
+def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
+    from ..bench.rows import print_table
+
+    def buffers(host: Host) -> str:
+        return f"{host.send_buffer_bytes / 1e6:.3g}, {host.receive_buffer_bytes / 1e6:.3g}"
+
+    facts: dict[str, Callable[[Host], str]] = {
+        "host": lambda host: host.name,
+        "address": lambda host: host.address,
+        "interface, MTU": lambda h: f"{h.interface.name}, {h.interface.mtu}" if h.interface else "none has the address",
+        "other interfaces": lambda h: ", ".join(f"{i.name} {i.mtu}" for i in h.interfaces if i != h.interface),
+        "GLOO_SOCKET_IFNAME": lambda host: host.gloo_interface or "not set",
+        "congestion control": lambda host: host.congestion,
+        "  available": lambda host: ", ".join(host.available),
+        "  allowed without root": lambda host: ", ".join(host.allowed),
+        "most MB sent, received ahead": buffers,
+        "listening": lambda host: ", ".join(sorted({f":{end.rpartition(':')[2]}" for end in host.listening})),
+        "open files": lambda host: f"{host.max_files:,}",
+        "cores, load": lambda host: f"{host.cores}, {host.load:.1f}",
+        "GB of memory, free": lambda host: f"{host.memory_bytes / 1e9:.1f}, {host.free_bytes / 1e9:.1f}",
+        "GPUs": lambda host: ", ".join(host.gpus) or "none",
+        "compiler": lambda host: host.compiler or "none",
+        "not built": lambda host: ", ".join(host.missing) or "nothing",
+    }
+    shown = hosts[:MOST_COLUMNS]
+    rows = [[name, *[tell(host) for host in shown]] for name, tell in facts.items()]
+    rows += [[name, *[host.versions.get(name, "") for host in shown]] for name in shown[0].versions]
+    rows += [[name, *[f"{host.speeds[name] / 1e9:.3g} G/s" for host in shown]] for name in shown[0].speeds]
+    columns = ["", *[f"rank {rank}" for rank in range(len(shown))]] if len(hosts) > 1 else ["", of_whom]
+    left_out = f"The table has {len(shown)} of {len(hosts)} workers; --json has all." if len(hosts) > len(shown) else ""
+    print_table("Hosts", columns, rows, left_out, all_text=True)
+
+
+def _print_lines(lines: Lines) -> None:
+    from ..bench.rows import print_table
+
+    def table(title: str, cell: Callable[[int, int], str], caption: str) -> None:
+        shown = range(min(lines.size, MOST_COLUMNS))
+        rows = [[f"from rank {i}", *["" if i == j else cell(i, j) for j in shown]] for i in range(lines.size)]
+        print_table(title, ["", *[f"to {j}" for j in shown]], rows, caption)
+
+    def lost(i: int, j: int) -> str:
+        loss = lines.loss[i][j]
+        return "?" if loss is None else f"{100 * loss:.2g}"
+
+    table(
+        "Mb/s",
+        lambda i, j: f"{8 * lines.bytes_per_second[i][j] / 1e6:.3g}",
+        "Each pair alone, both directions at once.",
+    )
+    table(
+        "Round trip, ms",
+        lambda i, j: f"{1e3 * lines.round_trip_seconds[i][j]:.3g} ± {1e3 * lines.jitter_seconds[i][j]:.2g}",
+        "The shortest, and the mean difference between one and the next.",
+    )
+    table("Packets sent again, %", lost, "As TCP counts them; bursts of the sender itself are among them.")

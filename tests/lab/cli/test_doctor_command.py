@@ -1,0 +1,70 @@
+"""`thinwire doctor` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+from helpers.command import TORCHRUN, python, thinwire
+
+import thinwire as tw
+from thinwire.lab.cli import main
+from thinwire.plan import Lines
+from thinwire.plan.doctor import Host
+
+QUICK = ["--seconds", "0.5", "--megabytes", "0.5", "--parameters", "1M"]
+
+
+def test_one_host_alone_has_facts_of_its_own(tmp_path, capsys):
+    file = tmp_path / "doctor.json"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert main(["doctor", "--json", str(file), "--speed"]) == 0
+        port = server.getsockname()[1]
+    printed, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert "Hosts" in printed and "wrong" in printed and "Mb/s" not in printed
+    host = Host.of(found["hosts"][0])
+    assert host.name == socket.gethostname() and host.versions["thinwire"] == tw.__version__
+    assert host.cores == len(os.sched_getaffinity(0)) and host.speeds["flops"] > 0
+    assert f"127.0.0.1:{port}" in host.listening and host.interface is not None
+
+
+def test_two_workers_measure_their_lines_and_say_what_follows(tmp_path):
+    file = tmp_path / "doctor.json"
+    run = thinwire("doctor", "--workers", 2, *QUICK, "--json", file, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    for text in ("sends at most 0.5 MB", "to 1", "Round trip, ms", "--transport ", "--timeout:", "  method "):
+        assert text in run.stdout, run.stdout
+    found = json.loads(file.read_text())
+    lines = Lines.of(found["lines"])
+    assert lines.size == 2 == len(found["hosts"]) and lines.out(0) > 0
+    assert isinstance(tw.parse(found["strategy"]), tw.strategy.Strategy)
+    assert {"--timeout"} < {limit["name"] for limit in found["limits"]}
+    assert all(finding["remedy"] for finding in found["findings"])
+
+
+def test_workers_of_a_launcher_print_one_diagnosis(tmp_path):
+    command = ["--nproc-per-node", 3, "-m", "thinwire", "doctor", *QUICK, "--transport", "tcp"]
+    run = python(*TORCHRUN, *command, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("What follows") == 1 and "--transport tcp, " in run.stdout
+
+
+def test_a_worker_that_never_comes_is_a_line_and_not_a_hang(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # free again
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    run = thinwire("doctor", "--timeout", 2, cwd=tmp_path, MASTER_PORT=str(port), **alone)
+    assert run.returncode == 1 and "Hosts" in run.stdout
+    assert run.stderr.strip().splitlines()[-1].startswith("thinwire: rank 0 could not connect with the others")
+
+
+def test_mistakes_are_one_line(capsys):
+    for options, message in (
+        (["--transport", "pigeon"], "pigeon"),
+        (["--workers", "0"], "workers must be at least 1"),
+        (["--parameters", "many"], "cannot read the number of parameters"),
+    ):
+        assert main(["doctor", *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

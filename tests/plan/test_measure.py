@@ -1,0 +1,99 @@
+"""The measurement of lines against lines of a known rate and round trip, and its record."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from helpers.spawn import WORLDS, spawn
+
+import thinwire as tw
+from thinwire.comm.local_world import LocalCommunicator
+from thinwire.plan import Effort, Lines, Link, Network, measure_lines
+from thinwire.plan.measure import segments, tournament
+
+QUICK = Effort(seconds=0.3, pair_bytes=200_000, round_trips=6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_in_a_tournament_each_pair_meets_once_and_nobody_has_two_peers(size):
+    met = [tuple(sorted(pair)) for pairs in tournament(size) for pair in pairs.items()]
+    assert sorted(met) == sorted(2 * [(i, j) for j in range(size) for i in range(j)])
+    assert all(pairs[pairs[rank]] == rank for pairs in tournament(size) for rank in pairs)
+
+
+def measured(comm):
+    before = comm.ledger.bytes_sent
+    lines = measure_lines(comm, QUICK)
+    return json.dumps(lines.as_dict()), comm.ledger.bytes_sent - before
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_workers_get_the_same_record_and_send_no_more_than_announced(world):
+    texts, sent = zip(*WORLDS[world](3, measured), strict=True)
+    assert len(set(texts)) == 1
+    lines = Lines.of(json.loads(texts[0]))
+    assert lines.size == 3 and json.dumps(lines.as_dict()) == texts[0]
+    for i, j in lines.pairs():
+        assert lines.bytes_per_second[i][j] > 0 and lines.jitter_seconds[i][j] >= 0
+        assert lines.round_trip_seconds[i][j] == lines.round_trip_seconds[j][i] > 0
+        assert abs(lines.clock_seconds[i][j]) < 1.0  # one machine has one clock
+    assert [lines.bytes_per_second[i][i] for i in range(3)] == [0.0] * 3
+    small = 100_000  # round trips, and what workers tell each other
+    assert max(sent) <= 2 * QUICK.pair_bytes + 24 * QUICK.together_bytes + small
+
+
+class Delayed(LocalCommunicator):
+    """A communicator whose worker 2 gets its messages late: 5 ms, and what its 1 MB/s take."""
+
+    def _start_exchange(self, sends, receives):
+        take = super()._start_exchange(sends, receives)
+        if self.rank != 2 or not receives:
+            return take
+
+        def late():
+            time.sleep(0.005 + sum(t.numel() for t in receives.values()) / 1e6)
+            return take()
+
+        return late
+
+
+def test_a_slow_direction_is_seen_in_its_direction_alone():
+    def worker(comm):
+        return measure_lines(Delayed(comm.rank, comm.size, comm._mail, 1), Effort(seconds=4, pair_bytes=200_000))
+
+    lines = tw.LocalWorld(3).run(worker)[0]
+    assert lines.into(2) < 1.1e6 and lines.out(2) > 1.5e6
+    assert lines.into(2) == max(lines.bytes_per_second[0][2], lines.bytes_per_second[1][2])
+    assert lines.round_trip_seconds[0][2] > 0.005 and lines.round_trip_seconds[1][2] > 0.005
+
+
+def sent_segments(comm):
+    before = segments()
+    peer = 1 - comm.rank
+    got = torch.empty(10_000_000, dtype=torch.uint8)
+    comm.exchange({peer: torch.zeros_like(got)}, {peer: got}).wait()
+    return segments()[0] - before[0]
+
+
+def test_the_kernel_counts_what_a_backend_sends():
+    for sent in spawn(2, sent_segments):
+        assert 10_000_000 / 65536 / 2 < sent < 10_000_000 / 500
+
+
+def test_links_of_a_network_follow_from_the_lines():
+    fast, slow = 1e9, 1e7
+    rates = [[0 if i == j else fast if i // 2 == j // 2 else slow for j in range(4)] for i in range(4)]
+    trips = [[0 if i == j else 1e-4 if i // 2 == j // 2 else 0.02 for j in range(4)] for i in range(4)]
+    network = Lines.of_rates(rates, trips).on_network(Network(4, workers_per_node=2))
+    assert network.inner == Link(fast, 5e-5) and network.outer == Link(slow, 0.01)
+    assert Lines.of_rates(rates, trips).on_network(Network(4)).outer == Link(slow)
+
+
+def test_a_record_of_other_sizes_is_refused():
+    with pytest.raises(ValueError, match="loss must be 2 x 2"):
+        Lines(((0, 1), (1, 0)), ((0, 0), (0, 0)), ((0, 1), (1, 0)), ((0,),), ((0, 0), (0, 0)), Link(1.0))
+    with pytest.raises(ValueError, match="at least two workers"):
+        tw.LocalWorld(1).run(measure_lines)
