@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 LINES = {
     "dense": "Gradients(Mean())",
-    "default": "Gradients()",
+    "default": "Gradients(Mean(QSGD(bits=4)))",
     "sparse": "Gradients(sparse())",
     "sparse, no warm-up": "Gradients(sparse(warmup_steps=0))",
     "4 bits every 4 steps": "Local(Mean(QSGD(bits=4), exchange='scatter_reduce'), every=4)",

@@ -209,6 +209,6 @@ class ElasticSampler:
     def _block(self, place: int) -> Block:
         epoch, position = divmod(place, self.num_blocks)
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(mix_key(self.seed, ORDER_STREAM, epoch))
-            self._order = (epoch, torch.randperm(self.num_blocks, generator=generator).tolist())
+            generator = torch.Generator("cpu").manual_seed(mix_key(self.seed, ORDER_STREAM, epoch))
+            self._order = (epoch, torch.randperm(self.num_blocks, generator=generator, device="cpu").tolist())
         return Block(epoch, self._order[1][position])

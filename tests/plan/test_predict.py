@@ -190,8 +190,7 @@ def test_a_codec_that_follows_the_line_takes_the_most_bits_that_fit():
     many, few = tw.QSGD(bits=8), tw.QSGD(bits=2)
     codecs = {"line": tw.Fitted("line", candidates=(many, few)), "many": many, "few": few}
     candidates = [
-        tw.plan.Method(name, tw.Gradients(tw.Mean(codec, exchange="all_gather")), "not measured")
-        for name, codec in codecs.items()
+        tw.plan.Method(name, tw.Gradients(tw.Mean(codec, exchange="all_gather"))) for name, codec in codecs.items()
     ]
     for rate, expected in (("10gbit", "many"), ("200mbit", "few")):
         network = Network(4, outer=Link.of(rate, "0.1ms"))
@@ -205,8 +204,7 @@ def test_a_fitted_codec_is_planned_by_its_budget():
     network = Network(4, outer=Link.of("1gbit", "0.1ms"))
     codecs = {"fitted": tw.Fitted(tw.QSGD(bits=3)), "single": tw.QSGD(bits=3)}
     candidates = [
-        tw.plan.Method(name, tw.Gradients(tw.Mean(codec, tw.ErrorFeedback())), "not measured")
-        for name, codec in codecs.items()
+        tw.plan.Method(name, tw.Gradients(tw.Mean(codec, tw.ErrorFeedback()))) for name, codec in codecs.items()
     ]
     found = {p.method: p.bytes_out for p in predict(1_000_000, 0.1, network, candidates=candidates)}
     assert found["fitted"] == found["single"]

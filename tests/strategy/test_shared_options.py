@@ -63,6 +63,7 @@ DIFFERING = {
         "delay": ({"delay": 0}, {"delay": 1}),
         "alpha": ({"alpha": 0.0}, {"alpha": 0.5}),
         "weights": ({"averager": tw.Mean()}, {"averager": tw.Mean(), "weights": tw.strategy.InverseNorm()}),
+        "quorum": ({"averager": tw.Mean()}, {"averager": tw.Mean(), "quorum": tw.strategy.Quorum()}),
         "pull": ({"pull": None}, {"pull": 0.5}),
         "state_every": ({"state_every": {}}, {"state_every": {"momentum_buffer": 3}}),
     },

@@ -10,7 +10,7 @@ travels by hand; whoever has it can join the run once. Then, over TLS:
 The CA takes a secret away before it signs, so that none is used twice. The worker compares the CA's certificate with the
 token, and its own with the CA's key; so nobody on the way can be the CA. Private keys stay on the machine that made them.
 
-Needs the package `cryptography` (`pip install thinwire[secure]`); runs themselves do not.
+Needs the package `cryptography` (extra `secure`); runs themselves do not.
 """
 
 from __future__ import annotations

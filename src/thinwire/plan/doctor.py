@@ -160,9 +160,9 @@ def limits(lines: Lines, num_bytes: float) -> list[Limit]:
         num_bytes: of the largest tensor list that is averaged, such as 4 bytes a parameter.
 
     Example:
-        >>> [limit] = limits(Lines.of_rates([[0, 1e6], [1e6, 0]]), 40e6)[:1]
+        >>> limit = limits(Lines.of_rates([[0, 1e6], [1e6, 0]]), 40e6)[0]
         >>> limit.name, limit.seconds
-        ('--timeout', 160.0)
+        ('--timeout', 160)
     """
     slowest = min(lines.bytes_per_second[i][j] for i, j in lines.pairs())
     longest = max(lines.round_trip_seconds[i][j] + lines.jitter_seconds[i][j] for i, j in lines.pairs())

@@ -92,7 +92,7 @@ class Advisor:
             warnings.warn(line, stacklevel=2)
 
 
-def print_choice(strategy: Averaging[Attachment], rank: int) -> None:
+def print_choice(strategy: Algorithm, rank: int) -> None:
     """Say what was chosen for a user who chose nothing, on rank 0 alone."""
     if rank == 0:
-        print(f"thinwire: no strategy was given, so it takes Gradients({strategy.averager})", file=sys.stderr)
+        print(f"thinwire: no strategy was given, so it takes {strategy}", file=sys.stderr)
