@@ -69,6 +69,12 @@ def test_without_a_strategy_gradients_go_in_four_bits_and_rank_0_says_so_once(do
         (tw.Mean(tw.TopK(0.1), EF), torch.optim.SGD, []),
         (tw.Mean(tw.QSGD(bits=4)), torch.optim.AdamW, []),
         (tw.Mean(), torch.optim.AdamW, []),
+        (tw.Mean(tw.Cast()), torch.optim.SGD, []),
+        (
+            tw.Mean(tw.RandomK(0.1, shared=True)),
+            torch.optim.SGD,
+            ["loses what RandomK(ratio=0.1, shared=True) does not send"],
+        ),
         (tw.Mean(tw.SignSGD()), torch.optim.SGD, []),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,

@@ -365,6 +365,7 @@ def wide(comm, strategy, steps):
     for _ in range(steps):
         model.weight.grad = torch.ones(64, 64)
         optimizer.step()
+    handle.synchronize()  # else a worker that detaches first is lost to the others, who send its changes once more
     handle.detach()
     return handle.ledger.as_dict()
 

@@ -187,7 +187,8 @@ class Mean(Averager):
     @property
     def cautions(self) -> list[str]:
         traits = self.codec.traits
-        if self.memory is not None or traits.unbiased or traits.lossless or traits.votes:
+        keeps_most = traits.sum_dtype is not None and not traits.shared_key  # floats of fewer bits
+        if self.memory is not None or traits.unbiased or traits.lossless or traits.votes or keeps_most:
             return []
         return [f"{self} loses what {self.codec} does not send; write Mean({self.codec}, ErrorFeedback())"]
 
