@@ -360,7 +360,9 @@ def test_a_peer_that_dies_or_is_silent_is_named(tmp_path, how):
 
 def aborts(comm) -> str:
     retire()
-    group = on("thinwire")
+    group = [on("thinwire") for _ in range(2)][
+        comm.rank
+    ]  # the other rank keeps this one, else it would seem to have died
     work = dist.irecv(torch.zeros(1), 1 - comm.rank, group)
     future = work.get_future()
     comm.barrier()
@@ -369,6 +371,7 @@ def aborts(comm) -> str:
         future.wait()
     with pytest.raises(ValueError, match="a communicator that was closed"):
         dist.all_reduce(torch.ones(1), group=group)
+    comm.barrier()
     return str(work.exception())
 
 
