@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measured(task: Task, optimizer: str, steps: int, strategy: str, seed: int) -> dict[str, float]:
-    """One run: its measure, and the bytes that a worker sent with the dense ones beside them."""
+    """One run: its measure and the bytes that a worker sent."""
     began = time.monotonic()
     torch.manual_seed(seed)
     initial = task.build()
@@ -239,7 +239,6 @@ def measured(task: Task, optimizer: str, steps: int, strategy: str, seed: int) -
     return {
         "value": round(value, 4),
         "bytes_sent": ledger.bytes_sent,
-        "dense_bytes": ledger.dense_fp32_bytes,
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -309,25 +308,31 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| task | optimizer | dense | " + " | ".join(list(LINES)[1:]) + " |", "|---|---|" + "---|" * len(LINES)]
     for name, task in TASKS.items():
         for optimizer in OPTIMIZERS:
-            cells = []
-            for label in LINES:
-                runs = [r for r in rows if (r["task"], r["optimizer"], r["line"]) == (name, optimizer, label)]
-                cells.append(cell(task, runs, label, cells))
-            if any(cells):
+            ours = [r for r in rows if (r["task"], r["optimizer"]) == (name, optimizer)]
+            runs = {label: [r for r in ours if r["line"] == label] for label in LINES}
+            if runs["dense"]:
+                cells = [
+                    dense_cell(task, runs["dense"]),
+                    *(cell(task, runs[label], runs["dense"]) for label in [*LINES][1:]),
+                ]
                 lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
     return lines
 
 
-def cell(task: Task, runs: list[dict[str, Any]], label: str, before: list[str]) -> str:
-    if not runs:
-        return ""
+def dense_cell(task: Task, runs: list[dict[str, Any]]) -> str:
+    """The measure of dense training, with its standard deviation over seeds."""
     values = [row["value"] for row in runs]
     spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-    if label == "dense":
-        return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
-    times = mean(row["dense_bytes"] / row["bytes_sent"] for row in runs)
-    dense = float(before[0].split()[0]) if before and before[0] else float("nan")
-    away = f"{mean(values) / dense - 1:+.1%}" if task.is_loss else f"{mean(values) - dense:+.1f} points"
+    return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
+
+
+def cell(task: Task, runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:
+    """How far a line is from dense training, and how many times fewer bytes it sent."""
+    if not runs:
+        return ""
+    times = mean(row["bytes_sent"] for row in dense) / mean(row["bytes_sent"] for row in runs)
+    ours, theirs = (mean(row["value"] for row in rows) for rows in (runs, dense))
+    away = f"{ours / theirs - 1:+.1%}" if task.is_loss else f"{ours - theirs:+.1f} points"
     return f"{away}, {times:.1f} times fewer"
 
 
