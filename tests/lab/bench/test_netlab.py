@@ -232,7 +232,7 @@ def test_a_line_is_cut_and_mended(tmp_path, line):
     with Lab(2, line) as lab, ThreadPoolExecutor(1) as pool:
         pinged = pool.submit(_pinged, lab, tmp_path, seconds=4.0)
         _wait_until(lambda: all((tmp_path / f"{host} began").exists() for host in range(2)))
-        with netlab.cuts(lab, ["1:0.5:1"]):
+        with netlab.cuts(lab, ["1:0.5:1.5"]):
             received = pinged.result()
     for host, got in enumerate(received):
         assert {sender for sender, *_ in got} == {1 - host}

@@ -91,7 +91,7 @@ LOOSE = {
     "asynchronous": replace(CONFIG, workers=4, batch_size=100, strategy="Asynchronous()"),
 }
 STRICT = list(configs(Path()))
-TRAFFIC = ("bytes_sent", "bytes_received", "messages")
+TRAFFIC = ("bytes_sent", "bytes_received", "messages", "dense_fp32_bytes")
 
 
 class StopAfter:
