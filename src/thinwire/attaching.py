@@ -69,7 +69,7 @@ def attach(
         optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
             `prepare` returned. None suits strategies of gradients and shards.
         strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, and
-            says so: on six small tasks by three optimizers gradients in 4 bits end within one per cent of dense training.
+            says so; docs/first-lines.md has what gradients in 4 bits reached on small tasks beside dense ones.
         comm: how to communicate; by default a process group of its own over all workers, or over DDP's.
         replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
             `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.

@@ -15,7 +15,8 @@ def sparse(
     """The largest few gradients of each layer, as one averager: `Mean(chain(TopK(...), QSGD(bits=4)), ErrorFeedback())`.
 
     Each worker sends the largest `ratio` of the coordinates of `g + e`, in `bits` bits each, of every tensor of two or more
-    dimensions; e keeps the rest. It suits SGD with momentum. Adam and Muon lose more by it than by `Mean(QSGD(bits=4))`.
+    dimensions; e keeps the rest. It suits vision networks under SGD with momentum. Language
+    models, Adam and Muon lose more by it than by `Mean(QSGD(bits=4))`.
 
     A small ratio from the first step costs a short run several points of accuracy, so the ratio falls by equal factors,
     from a quarter of the coordinates, over the first `warmup_steps` steps.
