@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
-import json
 import math
 import time
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from studies import replace_part
+from studies import append, read, replace_part
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -149,23 +147,6 @@ def load(folder: Path) -> Text:
     """WikiText-2's valid and test parts, in bytes."""
     files = folder / "valid.txt", folder / "test.txt"
     return PlainText(*files, unit="byte", context=MODEL.context, in_order=False).load()
-
-
-# ---- results ----
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All finished runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a run, and show it."""
-    print(json.dumps(row), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(row) + "\n")
 
 
 # ---- tables ----

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
-import json
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from studies import replace_part
+from studies import append, read, replace_part
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -275,20 +273,6 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy, in nats an image or a byte."""
     scores, _ = apply(model, (inputs,))
     return cross_entropy(scores.reshape(-1, scores.shape[-1]), labels.flatten())
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All finished runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a run, and show it."""
-    print(json.dumps(row), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(row) + "\n")
 
 
 # ---- tables ----

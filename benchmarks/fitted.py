@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
-import json
 import math
 import sys
 import threading
@@ -29,7 +27,7 @@ from typing import Any
 
 import torch
 from netlab import Lab
-from studies import replace_part
+from studies import append, read, replace_part
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -212,20 +210,6 @@ def train(options: argparse.Namespace) -> None:
                 world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
                 row = key | world.run(trained, task, strategy, seed, data, initial)[0]
                 append(options.results, row | {"seconds": round(time.monotonic() - began)})
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All finished runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a run, and show it."""
-    print(json.dumps(row), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(row) + "\n")
 
 
 def table(options: argparse.Namespace) -> None:

@@ -69,7 +69,7 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     for name in ("summary.json", "metrics.jsonl"):
         require((folder / name).exists(), f"{folder} holds no finished run: {name} is missing")
     summary, complaints = load_json_object(folder / "summary.json"), list[str]()
-    rows = _read_rows(folder / "metrics.jsonl", complaints)
+    rows = read_rows(folder / "metrics.jsonl", complaints)
     complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("strategy", "final", *NUMBERS))
     require(
         complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again"
@@ -124,7 +124,7 @@ def _add_run(folder: Path, found: Found) -> None:
         return
     complaints: list[str] = []
     config = _read_object(folder / "config.json", complaints)
-    rows = _read_rows(folder / "metrics.jsonl", complaints)
+    rows = read_rows(folder / "metrics.jsonl", complaints)
     path = folder / "summary.json"  # only finished runs have it
     summary = (_read_object(path, complaints) if path.exists() else None) or {}
     if not _is_summary(summary):
@@ -153,7 +153,7 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
+def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     """All rows that can be read; a killed run may end with half a line."""
     try:
         lines = path.read_text(errors="replace").splitlines()

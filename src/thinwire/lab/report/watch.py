@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from ..files import load_json_object
+from .runs import read_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
     require(
         config.exists(), f"{folder} holds no run: config.json is missing; give the folder of a run, such as runs/NAME"
     )
-    known, rows = load_json_object(config), list(_rows(folder / "metrics.jsonl"))
+    known, rows = load_json_object(config), read_rows(folder / "metrics.jsonl", [])
     summary = folder / "summary.json"
     now: dict[str, Any] = {}
     for row in rows:
@@ -56,17 +57,6 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "now": now,
         "rows": rows[:: -(-len(rows) // MAX_ROWS) or 1],
     }
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole rows; the last line may still be being written."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            yield row
 
 
 def _changed(*paths: Path) -> float:
