@@ -14,9 +14,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.lost_connections import loses_all_connections
 from helpers.program import programs, wait_until
 from helpers.spawn import retire, run_tcp, spawn
-from helpers.traffic import connections
 
 from thinwire.comm import CommunicationError
 from thinwire.comm.tcp import TcpCommunicator, is_available
@@ -126,27 +126,8 @@ def test_sums_are_taken_in_rank_order(size):
 # ---- connections that are lost ----
 
 
-def loses_all_connections(comm) -> tuple[bool, int]:
-    """In the midst of an exchange, again and again, rank 1 shuts down every connection that its process has."""
-    retire()  # the outer process group is broken too
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent = torch.arange(8_000_000, dtype=torch.int32) + comm.rank
-    received = torch.zeros_like(sent)
-    for round in range(5):
-        handle = comm.exchange({right: sent}, {left: received})
-        if comm.rank == 1:
-            time.sleep(0.003 * round)
-            for connection in connections():
-                connection.shutdown(socket.SHUT_RDWR)
-        handle.wait()
-        assert torch.equal(received, sent - comm.rank + left), round
-        received.zero_()
-    conforms(comm)
-    return True, comm.counts(right).resent
-
-
 def test_an_exchange_goes_on_after_all_connections_were_lost():
-    results = run_tcp(3, loses_all_connections, return_errors=True)
+    results = run_tcp(3, loses_all_connections, 8_000_000, return_errors=True)
     # The outer communicator of `spawn`, over Gloo, may complain that its connections are gone.
     assert [result[0] for result in results] == [True] * 3, results
     assert sum(result[1] for result in results) > 0

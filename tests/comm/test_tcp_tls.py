@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.keys import another, keys_of
+from helpers.lost_connections import loses_all_connections
 from helpers.program import wait_until
 from helpers.spawn import retire, spawn
-from helpers.traffic import connections
 
 from thinwire.comm import Credentials, connect, keys
 from thinwire.comm.handshake import HELLO, introduce
@@ -80,27 +80,10 @@ def test_results_have_the_same_bits_with_and_without(run, size):
     spawn(size, with_and_without, run)
 
 
-def loses_all_connections(comm) -> int:
-    retire()  # the outer process group is broken too
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent = torch.arange(4_000_000, dtype=torch.int32) + comm.rank
-    received = torch.zeros_like(sent)
-    for round in range(5):
-        handle = comm.exchange({right: sent}, {left: received})
-        if comm.rank == 1:
-            time.sleep(0.003 * round)
-            for connection in connections():
-                connection.shutdown(socket.SHUT_RDWR)
-        handle.wait()
-        assert torch.equal(received, sent - comm.rank + left), round
-        received.zero_()
-    conforms(comm)
-    return comm.counts(right).resent
-
-
 def test_an_exchange_goes_on_after_all_connections_were_lost(run):
-    results = spawn(3, over_tls, run, loses_all_connections, return_errors=True)
-    assert sum(results) > 0, results
+    results = spawn(3, over_tls, run, loses_all_connections, 4_000_000, return_errors=True)
+    assert [result[0] for result in results] == [True] * 3, results
+    assert sum(result[1] for result in results) > 0
 
 
 # ---- what passes on the line ----

@@ -1,0 +1,32 @@
+"""What a worker does in the tests of connections that are lost, plain and encrypted."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import torch
+
+from thinwire.testing import check_communicator
+
+from .spawn import retire
+from .traffic import connections
+
+
+def loses_all_connections(comm, numel: int) -> tuple[bool, int]:
+    """In the midst of an exchange, again and again, rank 1 shuts down every connection that its process has."""
+    retire()  # the outer process group is broken too
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = torch.arange(numel, dtype=torch.int32) + comm.rank
+    received = torch.zeros_like(sent)
+    for round in range(5):
+        handle = comm.exchange({right: sent}, {left: received})
+        if comm.rank == 1:
+            time.sleep(0.003 * round)
+            for connection in connections():
+                connection.shutdown(socket.SHUT_RDWR)
+        handle.wait()
+        assert torch.equal(received, sent - comm.rank + left), round
+        received.zero_()
+    check_communicator(lambda operation: operation(comm))
+    return True, comm.counts(right).resent
