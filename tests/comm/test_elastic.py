@@ -90,7 +90,7 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
 def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_know_the_old_ones(monkeypatch):
     """Two new workers reach it first. The one that has committed rounds comes later, in a long round, and heals both."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    are_early, has_come = threading.Event(), threading.Event()
+    are_early, has_come, have_formed = threading.Event(), threading.Event(), threading.Barrier(3)
 
     def sleep(seconds):
         are_early.set()
@@ -109,6 +109,7 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
             has_come.set()
             time.sleep(1)
         members = comm.form_round()
+        have_formed.wait(60)  # one that closed earlier could cut the connection that another one still makes
         comm.close()
         return members.numbers, members.healed, members.version.committed
 
