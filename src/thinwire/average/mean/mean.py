@@ -271,11 +271,9 @@ class Mean(Averager):
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         job, codec = self._job(state, targets, comm, scale)
         word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
-        before = comm.ledger.bytes_sent
-        flight = PendingExchange(EXCHANGES[word].begin(job), state.clock)
-        flight.num_bytes = comm.ledger.bytes_sent - before
+        flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
         for earlier in state.flights:
-            state.advance(earlier, comm)
+            earlier.advance()
         state.flights.append(flight)
         return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
 
@@ -286,7 +284,7 @@ class Mean(Averager):
         codec = self.current_codec(state)
         with state.clock("compensate"):
             encoded, dense = self._split(targets, codec)
-            codec = state.codec_of(codec, encoded)
+            codec = state.codec_of(codec, encoded) if codec.traits.by_layer else codec
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         all_dense = self._is_dense_round(codec)
@@ -493,7 +491,7 @@ class Mean(Averager):
         """Wait for the exchange, and write the means into the tensors."""
         while flight.finish is None:
             for under_way in state.flights:
-                state.advance(under_way, job.comm)
+                under_way.advance()
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)

@@ -65,9 +65,7 @@ class MeanState(State):
     clock: Clock = config(default_factory=Clock)
 
     def codec_of(self, codec: Codec, tensors: Sequence[tuple[str, Tensor]]) -> Codec:
-        """The part of a codec that encodes these tensors, which are some of those of `init`."""
-        if not codec.traits.by_layer:
-            return codec
+        """The part of a codec with `by_layer` that encodes these tensors, which are some of those of `init`."""
         if not self.positions:
             self.positions = {name: i for i, name in enumerate(self.wholes)}
         return codec.pick([self.positions[name] for name, _ in tensors])
@@ -104,12 +102,6 @@ class MeanState(State):
         """Seconds that this worker has waited for others; as `Attachment.blocked_seconds`."""
         seconds = self.clock.seconds
         return seconds.get("blocked", seconds.get("wait", 0.0))
-
-    def advance(self, flight: PendingExchange, comm: Communicator) -> None:
-        """Issue the next collective of an exchange, and count its bytes."""
-        before = comm.ledger.bytes_sent
-        flight.advance()
-        flight.num_bytes += comm.ledger.bytes_sent - before
 
     def arrived(self, flight: PendingExchange, decode_seconds: float) -> None:
         """Note that an exchange has ended, so many seconds ago."""

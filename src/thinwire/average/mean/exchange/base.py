@@ -224,38 +224,48 @@ class PendingExchange:
     """An exchange under way, from its first collective to `finish`.
 
     Args:
-        begun: what an exchange returned: `finish`, or its stages.
-        clock: adds up the time that is spent waiting between stages.
+        begin: of an exchange.
+        job: what it exchanges. The job's clock adds up the time that is spent waiting between collectives.
+        counts: whether to count `num_bytes`.
 
     Attributes:
         sent: when the first collective was issued.
-        num_bytes: what this worker has sent so far, where the caller counts it.
+        num_bytes: what this worker has sent so far; 0 without `counts`.
     """
 
-    def __init__(self, begun: Finish | Stages, clock: Clock):
-        self._begun, self._clock = begun, clock
+    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool = False):
+        self._job, self._counts = job, counts
         self._pending: Handle | None = None
         self.finish: Finish | None = None
         """Set once the last collective is issued."""
-        self.num_bytes = 0
-        self.advance()
+        self.num_bytes = -self._ledger_bytes()
+        self._begun = begin(job)
+        self._issue()
+        self.num_bytes += self._ledger_bytes()
         self.sent = time.perf_counter()
 
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
-        if self.finish is not None:
-            return
+        if self.finish is None:
+            before = self._ledger_bytes()
+            self._issue()
+            self.num_bytes += self._ledger_bytes() - before
+
+    def _issue(self) -> None:
         if not isinstance(self._begun, Generator):
             self.finish = self._begun
             return
         result = None
         if self._pending is not None:
-            with self._clock("wait"):
+            with self._job.clock("wait"):
                 result = self._pending.wait()
         try:
             self._pending = self._begun.send(result)
         except StopIteration as end:
             self.finish = end.value
+
+    def _ledger_bytes(self) -> int:
+        return self._job.comm.ledger.bytes_sent if self._counts else 0
 
 
 class Team(Protocol):
