@@ -40,9 +40,9 @@ def test_no_codec_makes_the_defaults_diverge(kind):
     for codec in gossiped():
         if codec.nbytes(100) < 50 or isinstance(codec, tw.codec.SVD):  # coarse ones; fine ones leave no error
             errors = []
-            fitted(kind, codec, starts(shape=(10, 10)), 120, lambda _, x, errors=errors: errors.append(error(x)))
+            fitted(kind, codec, starts(shape=(10, 10)), 60, lambda _, x, errors=errors: errors.append(error(x)))
             with case(codec):
-                assert max(errors[60:]) < errors[0]
+                assert max(errors[30:]) < errors[0]
 
 
 @pytest.mark.parametrize(

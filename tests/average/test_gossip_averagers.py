@@ -67,8 +67,8 @@ def test_weighted_messages_may_start_at_any_address(offset, dtype):
 
 @every_averager
 def test_disagreement_shrinks_and_the_mean_is_kept(averager):
-    x = starts(8)
-    z = estimates(averager, 8, 40)
+    x = starts(4)
+    z = estimates(averager, 4, 20)
     assert (z - z.mean(0)).square().sum() < 0.6 * (x - x.mean(0)).square().sum()
     torch.testing.assert_close(z.mean(0), x.mean(0), rtol=0, atol=2e-5)
 
@@ -150,7 +150,7 @@ def test_after_a_non_finite_value_restored_parameters_go_on(averager):
             averager.step(state, tensors, comm).wait()
             finite.append(averager.commit(state))
             tensors = start(comm.rank)
-        run_rounds(comm, averager, 40, tensors, state)
+        run_rounds(comm, averager, 20, tensors, state)
         return finite, flat(tensors) * averager.debias_factor(state)
 
     results = tw.LocalWorld(4).run(worker)

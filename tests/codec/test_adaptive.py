@@ -101,7 +101,7 @@ def test_a_resumed_run_continues_with_the_same_bits(averager):
             assert levels == other_levels
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", CODECS[1:8:2], ids=repr)
 def test_levels_depend_on_the_gradients_alone(codec):
     """Not on how tensors are put into buckets, nor on the loss scale (a power of two, so exactly)."""
     averager = tw.Mean(codec)
@@ -146,8 +146,7 @@ def test_rank_0_decides_where_processors_differ(monkeypatch):
     assert all(torch.equal(results, everyone[0][0]) and levels == everyone[0][1] for results, levels in everyone)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize(("codec", "value"), [*zip(CODECS, [0.0, math.inf, math.nan] * 3, strict=True)], ids=repr)
 def test_nothing_to_learn_from(codec, value):
     """Zero gradients, and such as are not finite, leave the levels; the next update is made."""
 

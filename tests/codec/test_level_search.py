@@ -44,6 +44,15 @@ def dist(request):
     return MIXTURES[request.param]
 
 
+def in_pairs(names: str, options):
+    """Each mixture with two of the options, and each option with two mixtures or more."""
+    options, pairs = list(options), []
+    for i, name in enumerate(MIXTURES):
+        for j in (2 * i, 2 * i + 1):
+            pairs.append((name, *options[j % len(options)]))
+    return pytest.mark.parametrize(f"dist, {names}", pairs, indirect=["dist"])
+
+
 def psi(dist, levels) -> float:
     return dist.quantization_variance(levels).item()
 
@@ -66,8 +75,7 @@ def test_fixed_level_sets(bits, zero):
     np.testing.assert_allclose(positive[:-1] / positive[1:], 0.7)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("zero", [False, True])
+@in_pairs("zero, symmetric", itertools.product([False, True], repeat=2))
 def test_variance_never_rises_in_a_sweep(dist, zero, symmetric):
     for levels in (uniform_levels(3, zero), exponential_levels(3, zero=zero), exponential_levels(3, 0.1, zero=zero)):
         # symmetric sets of a skew density are swept under the density of |r|, whose Psi is the same
@@ -79,8 +87,7 @@ def test_variance_never_rises_in_a_sweep(dist, zero, symmetric):
         assert all(after <= before * (1 + ROUNDING) for before, after in itertools.pairwise(variances))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("search", [alq, alq_gd])
+@in_pairs("search, symmetric", itertools.product([alq, alq_gd], [False, True]))
 def test_no_worse_than_any_start(dist, search, symmetric):
     given = exponential_levels(3, 0.3)
     found = search(given, dist, symmetric=symmetric)
@@ -92,8 +99,8 @@ def test_no_worse_than_any_start(dist, search, symmetric):
     assert all(psi(dist, found) <= psi(dist, start) * (1 + ROUNDING) for start in starts)
 
 
-@pytest.mark.parametrize(
-    ("bits", "zero", "symmetric"),
+@in_pairs(
+    "bits, zero, symmetric",
     [(2, False, False), (2, True, True), (3, False, True), (3, True, False), (4, False, False), (4, True, True)],
 )
 def test_result_is_a_local_optimum(dist, bits, zero, symmetric):

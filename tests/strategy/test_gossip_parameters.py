@@ -43,6 +43,10 @@ MODES = [
     LATE,
 ]
 every_mode = pytest.mark.parametrize("mode", MODES, ids=str)
+# Each averager in two modes, and each mode with two averagers or more.
+in_pairs = pytest.mark.parametrize(
+    ("averager", "mode"), [(a, MODES[(i + j) % len(MODES)]) for i, a in enumerate(AVERAGERS) for j in (0, 3)], ids=str
+)
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.2),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -209,8 +213,7 @@ def test_overlap_without_staleness_costs_no_accuracy(averager):
     assert all(tw.LocalWorld(SIZE).run(worker))
 
 
-@every_averager
-@every_mode
+@in_pairs
 def test_a_saved_run_resumes_bit_for_bit(averager, mode):
     def worker(comm):
         model, resumed = Bowl(comm.rank), Bowl(comm.rank)
@@ -239,8 +242,7 @@ def test_a_saved_run_resumes_bit_for_bit(averager, mode):
     assert all(tw.LocalWorld(SIZE).run(worker))
 
 
-@every_averager
-@every_mode
+@in_pairs
 def test_saving_does_not_change_training(averager, mode):
     def worker(comm, is_saved):
         model = Bowl(comm.rank)

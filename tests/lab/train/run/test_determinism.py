@@ -1,9 +1,8 @@
 """Two runs of one configuration have the same bits, however busy the machine is.
 
-Compressed gradients meet every kind of data set, and each other strategy one kind, twice on two workers: once
-undisturbed, and once while another process uses the cores and a thread of each worker fills freed memory with 7e18. Rows
-of metrics (but for times), weights and checkpoints must be equal bit by bit. The second pass takes the runs in reverse
-order, so that each one inherits other memory.
+Each strategy and each kind of data set, in pairs, twice on two workers: once undisturbed, and once while another process
+uses the cores and a thread of each worker fills freed memory with 7e18. Rows of metrics (but for times), weights and
+checkpoints must be equal bit by bit. The second pass takes the runs in reverse order, so that each one inherits other memory.
 
 `Asynchronous` is not among the strategies: which neighbour answers first decides what is averaged, so its
 runs differ by nature.
@@ -48,8 +47,7 @@ STRATEGIES = {
     "local-updates": f"Local({SPARSE}, every=2)",
 }
 KINDS = ("memory-images", "folder-images", "text", "translation")
-PAIRS = [("gradients", kind) for kind in KINDS]
-PAIRS += zip(("gradients-adaptive", "gossip", "gossip-overlap", "local-updates"), KINDS, strict=True)
+PAIRS = [*zip(STRATEGIES, (*KINDS, "memory-images"), strict=True)]
 
 
 def tasks(folder: Path) -> dict[str, RunConfig]:
