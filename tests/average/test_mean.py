@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers.states import leaves
@@ -146,8 +148,11 @@ def memories(saved):
     return {name.partition("memory.")[2]: value for name, value in leaves(saved).items() if "memory." in name}
 
 
-@every_gradient_averager
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("averager", "bad"),
+    [*zip([*AVERAGERS, *OTHERS], itertools.cycle([float("inf"), float("nan")]), strict=False)],
+    ids=repr,
+)
 def test_an_infinite_gradient_on_one_worker(averager, bad):
     """Every worker's result is not finite, memory is unchanged, and the next step is right."""
 

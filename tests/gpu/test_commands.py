@@ -47,16 +47,22 @@ def test_the_table_lists_what_was_not_run(script, capsys):
     assert any(event["name"] == "thinwire::encode" for event in trace["traceEvents"])
 
 
-def test_the_study_goes_on_where_it_ended(script, capsys):
-    def study() -> dict[Path, int]:
-        assert script["main"](["--dry-run", "study"]) == 0
+def test_the_study_goes_on_where_it_ended(script, tmp_path, capsys, monkeypatch):
+    def runs_of(study) -> dict[Path, int]:
+        study()
         assert "4 bits every 4" in capsys.readouterr().out
-        return {path: path.stat().st_mtime_ns for path in script["run"].__globals__["RESULTS"].glob("*-dry/*.json")}
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-dry/*.json")}
 
-    runs = study()
+    def again_in_this_process() -> None:
+        monkeypatch.setenv("THINWIRE_FAKE_GPU", "1")
+        monkeypatch.setattr(sys, "argv", ["gpu_study.py", str(tmp_path)])
+        runpy.run_path(str(ROOT / "scripts" / "gpu_study.py"), run_name="__main__")
+
+    monkeypatch.setitem(script["main"].__globals__, "device", lambda: "")
+    runs = runs_of(lambda: script["main"](["--dry-run", "study"]))
     missing = sorted(runs)[2]
     missing.unlink()
-    again = study()
+    again = runs_of(again_in_this_process)
     assert len(runs) == 6 and again.keys() == runs.keys()
     assert [path for path in runs if again[path] != runs[path]] == [missing]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.spawn import spawn
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -54,6 +53,8 @@ def test_local_updates_refuse_another_optimizer():
 
 
 def zero_worker(comm):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # imports FSDP, which the other tests need not wait for
+
     model = nn.Linear(3, 2)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for attach in (lambda: tw.local_updates(model, optimizer, tw.Mean(), 2, comm=comm),

@@ -13,7 +13,6 @@ import torch
 from helpers.gradients import fingerprint
 from helpers.spawn import spawn
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
@@ -45,6 +44,12 @@ def steps(model, optimizer, batches):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def zero_redundancy(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # imports FSDP, which the other tests need not wait for
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
 
 
 def with_ddp(**options):
@@ -93,13 +98,13 @@ def ema(comm):
 def zero_gradients(comm):
     model = DistributedDataParallel(make())
     with tw.compress_gradients(model, BITS):
-        steps(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01), data(comm))
+        steps(model, zero_redundancy(model), data(comm))
     return fingerprint(model)
 
 
 def zero_local(comm):
     model = make()
-    tw.local_updates(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01), BITS, every=2)
+    tw.local_updates(model, zero_redundancy(model), BITS, every=2)
 
 
 def compiled(comm):

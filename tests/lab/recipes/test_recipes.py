@@ -1,4 +1,4 @@
-"""Every recipe: its name, twin, strategy, description and image sizes; a few of them take real steps."""
+"""Every recipe: its name, small version, strategy, description and image sizes; a few of them take real steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_recipe_is_a_configuration_that_knows_its_name():
 
 
 @pytest.mark.parametrize("task", tasks(), ids=lambda task: f"{task.full.recipe} {task.title}")
-def test_every_task_names_its_paper_and_twins_are_the_same_task(task):
+def test_every_task_names_its_paper_and_its_small_version_is_the_same_task(task):
     if task.small is None:
         return
     assert task.full.recipe == task.small.recipe
@@ -167,7 +167,7 @@ def test_no_layer_of_a_recipe_shrinks_below_what_its_kernel_sees(task, name):
     assert check_image_sizes(model, 10, shapes, shapes, bf16_on_cpu=True) == []
 
 
-TWINS = {(repr(model), min(sides)): (model, min(sides)) for model, sides, is_small in IMAGE_TASKS if is_small}
+SMALL_MODELS = {(repr(model), min(sides)): (model, min(sides)) for model, sides, is_small in IMAGE_TASKS if is_small}
 
 
 def dirty_allocator(model: torch.nn.Module) -> None:
@@ -195,8 +195,10 @@ def bf16_gradients(model, side: int, is_dirty: bool) -> list[torch.Tensor]:
     return [tensor for p in network.parameters() for tensor in (p.grad, p.detach())]
 
 
-@pytest.mark.parametrize(("model", "side"), TWINS.values(), ids=[repr(model) for model, _ in TWINS.values()])
-def test_small_twins_have_the_same_bf16_gradients_whatever_freed_memory_holds(model, side):
+@pytest.mark.parametrize(
+    ("model", "side"), SMALL_MODELS.values(), ids=[repr(model) for model, _ in SMALL_MODELS.values()]
+)
+def test_small_versions_have_the_same_bf16_gradients_whatever_freed_memory_holds(model, side):
     clean, dirty = (bf16_gradients(model, side, is_dirty) for is_dirty in (False, True))
     for a, b in zip(clean, dirty, strict=True):
         assert a.isfinite().all() and a.abs().max() < 1e4
@@ -205,10 +207,9 @@ def test_small_twins_have_the_same_bf16_gradients_whatever_freed_memory_holds(mo
 
 @pytest.mark.parametrize(
     "name",
-    ["cifar10-resnet20-dgc-small", "cifar10-resnet20-powergossip-by-class-small", "cifar10-resnet32-alq-small"]
-    + ["imagenet-resnet50-osgp-small"],
+    ["cifar10-resnet20-dgc-small", "cifar10-resnet20-powergossip-by-class-small", "imagenet-resnet50-osgp-small"],
 )
-def test_small_twins_take_real_steps(name, images, tmp_path, monkeypatch):
+def test_small_versions_take_real_steps(name, images, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = ALL[name].config
     data = replace(config.data, folder=images)
