@@ -160,20 +160,20 @@ def sites(round_trips: Rows) -> tuple[tuple[int, ...], ...]:
     widest = max(range(len(gaps)), key=gaps.__getitem__, default=-1)
     if widest < 0 or gaps[widest] < math.log(GAP):
         return (tuple(range(size)),)
-    home = list(range(size))
+    cluster = list(range(size))
     for _, a, b in _merges(pairs, size)[: widest + 1]:
-        home = [home[a] if at == home[b] else at for at in home]
+        cluster = [cluster[a] if at == cluster[b] else at for at in cluster]
     found: dict[int, list[int]] = {}
-    for worker, at in enumerate(home):
+    for worker, at in enumerate(cluster):
         found.setdefault(at, []).append(worker)
     return tuple(tuple(workers) for workers in found.values())
 
 
 def _merges(pairs: Sequence[tuple[float, int, int]], size: int) -> list[tuple[float, int, int]]:
     """The pairs that join two groups, the nearest first: a minimum spanning tree."""
-    home, merges = list(range(size)), []
+    cluster, merges = list(range(size)), []
     for length, a, b in pairs:
-        if home[a] != home[b]:
+        if cluster[a] != cluster[b]:
             merges.append((length, a, b))
-            home = [home[a] if at == home[b] else at for at in home]
+            cluster = [cluster[a] if at == cluster[b] else at for at in cluster]
     return merges

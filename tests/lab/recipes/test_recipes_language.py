@@ -1,4 +1,4 @@
-"""Recipes of translation and language modelling: published sizes and schedules, and small twins at work on made-up text."""
+"""Recipes of translation and language modelling: published sizes and schedules, and small versions at work on made-up text."""
 
 from __future__ import annotations
 

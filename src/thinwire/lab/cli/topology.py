@@ -30,11 +30,11 @@ def topology_command(options: list[str]) -> None:
     from ..bench.rows import as_parsed
 
     topology = as_parsed(graph, Topology)
-    facts = describe(topology, asked.workers)
+    rows = describe(topology, asked.workers)
     if asked.output is not None:
         try:
-            facts.append(("drawing", str(draw(topology, asked.workers, asked.output))))
+            rows.append(("drawing", str(draw(topology, asked.workers, asked.output))))
         except OSError as error:
             raise ValueError(f"cannot write {asked.output}: {error.strerror}; choose another file") from None
-    for name, value in facts:
+    for name, value in rows:
         print(f"  {name:18} {value}")

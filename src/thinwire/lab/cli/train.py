@@ -180,7 +180,9 @@ def _listed(tasks: list[Any]) -> str:
     width = max(
         len(task.name(end) + suffix) for task, suffix in zip(tasks, suffixes, strict=True) for end in task.methods
     )
-    lines = [f"NAME[{SMALL}]: as published under NAME, and a twin that takes minutes on two cores under NAME{SMALL}"]
+    lines = [
+        f"NAME[{SMALL}]: as published under NAME, and a small version that takes minutes on two cores under NAME{SMALL}"
+    ]
     for task, suffix in zip(tasks, suffixes, strict=True):
         lines += ["", task.title]
         lines += [f"  {task.name(end) + suffix:<{width}}  {method.about}" for end, method in task.methods.items()]

@@ -41,7 +41,7 @@ def _layerwise(prefix: str, model) -> RunConfig:
 
 def _layerwise_tasks() -> tuple[Task, ...]:
     tasks = []
-    for name, model, twin in (
+    for name, model, small_model in (
         ("ResNet-9", ResNet9(), ResNet9(16)),
         ("AlexNet", AlexNet(), None),
         ("VGG-16", VGG16("imagenet", batch_norm=False), VGG16()),
@@ -49,7 +49,7 @@ def _layerwise_tasks() -> tuple[Task, ...]:
         full = _layerwise(f"cifar10-{name.lower().replace('-', '')}", model)
         slow = replace(full.optimizer, schedule=replace(full.optimizer.schedule, warmup_fraction=5 / 40))
         methods = layerwise.methods({"epochs": 40, "optimizer": slow}, summed_over=512)
-        small_config = small(full, model=twin or model)
+        small_config = small(full, model=small_model or model)
         small_config = replace(small_config, optimizer=SMALL_SGD)  # three epochs without momentum would hardly learn
         tasks.append(Task(f"{name} on CIFAR-10: {layerwise.SOURCE}", full, methods, small_config))
     return tuple(tasks)
@@ -62,8 +62,8 @@ def _dgc_task(depth: int) -> Task:
         f"cifar10-resnet{depth}",
         workers=4, epochs=200, batch_size=128, data=CIFAR10(), model=CIFARResNet(depth), optimizer=optimizer,
     )  # fmt: skip
-    twin = small(full, model=CIFARResNet(min(depth, 20)))
-    return Task(f"ResNet-{depth} on CIFAR-10: {dgc.SOURCE}", full, dgc.methods(), twin)
+    small_config = small(full, model=CIFARResNet(min(depth, 20)))
+    return Task(f"ResNet-{depth} on CIFAR-10: {dgc.SOURCE}", full, dgc.methods(), small_config)
 
 
 def _adaptive_task(depth: int, num_components: int, bucket_size: int, dense: str) -> Task:
@@ -75,8 +75,8 @@ def _adaptive_task(depth: int, num_components: int, bucket_size: int, dense: str
         data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(depth, "identity"), optimizer=optimizer,
     )  # fmt: skip
     methods = adaptive.methods(num_components, bucket_size, dense)
-    twin = small(full, model=CIFARResNet(min(depth, 32), "identity"))
-    return Task(f"ResNet-{depth} on CIFAR-10: {adaptive.SOURCE}", full, methods, twin)
+    small_config = small(full, model=CIFARResNet(min(depth, 32), "identity"))
+    return Task(f"ResNet-{depth} on CIFAR-10: {adaptive.SOURCE}", full, methods, small_config)
 
 
 def _power_gossip_task() -> Task:
@@ -86,9 +86,9 @@ def _power_gossip_task() -> Task:
         workers=8, epochs=300, batch_size=128, data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(20),
         optimizer=SGD(1.13 / 8, 1e-4, schedule=schedule, undecayed=NORMS_OF_BLOCKS),
     )  # fmt: skip
-    twin = small(full, batch_size=32)
-    twin = replace(twin, optimizer=replace(twin.optimizer, learning_rate=SMALL_SGD.learning_rate / 2))
-    return Task(f"ResNet-20 on CIFAR-10, a ring of 8: {power_gossip.SOURCE}", full, power_gossip.methods(full), twin)
+    config = small(full, batch_size=32)
+    config = replace(config, optimizer=replace(config.optimizer, learning_rate=SMALL_SGD.learning_rate / 2))
+    return Task(f"ResNet-20 on CIFAR-10, a ring of 8: {power_gossip.SOURCE}", full, power_gossip.methods(full), config)
 
 
 TASKS = (

@@ -5,10 +5,10 @@ Layer-wise study: images grow from 128 to 288 pixels. The study's batch per GPU 
 study's. The study's random regions showed at least half of an image in the last three epochs; here they show at least 8 %
 in all epochs.
 
-Small twins train on any folder of images in class folders, for at most 300 steps: three epochs of 50,000 images. Images grow
+Small versions train on any folder of images in class folders, for at most 300 steps: three epochs of 50,000 images. Images grow
 from 36 to 40 and 48 pixels. ResNet-18 halves images five times, and needs 33 pixels or more: below that, its last 3x3 kernels
-get inputs of 1x1 or 2x2 pixels, and some of their weights see only padding (`lab/train/step/image_sizes.py`). The twin of
-ResNet-50 is a ResNet-18. The twin of VGG-16 has the small head and trains on 32 pixels, which it can halve five times. The
+get inputs of 1x1 or 2x2 pixels, and some of their weights see only padding (`lab/train/step/image_sizes.py`). The small version
+of ResNet-50 is a ResNet-18. That of VGG-16 has the small head and trains on 32 pixels, which it can halve five times. The
 large networks would take too long because of their weights, not their images.
 """
 
@@ -32,7 +32,7 @@ PHASES = ((0, 1), (5, 2), (5, 1), (16, 1), (16, 0.1), (27, 0.1), (27, 0.01), (33
 
 
 def small(full: RunConfig, data: ImageFolder = SMALL_DATA, **changes) -> RunConfig:
-    """The small twin of a configuration."""
+    """The small version of a configuration."""
     schedule = LearningRateSchedule(1 / 6, "linear", scale_by_workers=True)
     optimizer = replace(full.optimizer, learning_rate=0.05, schedule=schedule)
     return replace(
@@ -54,15 +54,15 @@ def _layerwise_task() -> Task:
     return Task(f"ResNet-50 on ImageNet: {layerwise.SOURCE}", full, methods, small(full, model=ResNet(18)))
 
 
-def _dgc_task(name: str, model, twin, batch_size: int, methods: dict[str, TaskMethod], **options) -> Task:
+def _dgc_task(name: str, model, small_model, batch_size: int, methods: dict[str, TaskMethod], **options) -> Task:
     schedule = LearningRateSchedule(5 / 90, "steps", scale_by_workers=True)
     optimizer = SGD(0.0125 * batch_size / 32, schedule=schedule, **options)
     full = RunConfig(
         f"imagenet-{name.lower().replace('-', '')}",
         workers=8, epochs=90, batch_size=batch_size, data=ImageFolder(), model=model, optimizer=optimizer,
     )  # fmt: skip
-    data = replace(SMALL_DATA, sizes=((0, 32),), test_size=32) if isinstance(twin, VGG16) else SMALL_DATA
-    return Task(f"{name} on ImageNet: {dgc.SOURCE}", full, methods, small(full, model=twin, data=data))
+    data = replace(SMALL_DATA, sizes=((0, 32),), test_size=32) if isinstance(small_model, VGG16) else SMALL_DATA
+    return Task(f"{name} on ImageNet: {dgc.SOURCE}", full, methods, small(full, model=small_model, data=data))
 
 
 def _with_cosine(task: Task) -> Task:

@@ -58,11 +58,11 @@ def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | N
     title = f"{sweep.output}: {counted(statuses)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     names = list(statuses)
-    room = max(map(len, names))
+    width = max(map(len, names))
     if screen is not None:
         table.min_width = min(len(title), screen.width)
         detail = min(screen.width // 2, max(len(status.detail) for status in statuses.values()))
-        room = max(MIN_NAME, screen.width - FRAME_COLUMNS - detail)
+        width = max(MIN_NAME, screen.width - FRAME_COLUMNS - detail)
         num_shown = max(1, screen.height - FRAME_LINES)
         by_urgency = sorted(names, key=lambda name: URGENT.index(statuses[name].state))
         names = [name for name in names if name in by_urgency[:num_shown]]
@@ -74,7 +74,7 @@ def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | N
     for name in names:
         status = statuses[name]
         said = Text(status.detail, no_wrap=screen is not None)
-        table.add_row(_shortened(name, room), f"[{STYLES[status.state]}]{status.state}", said)
+        table.add_row(_shortened(name, width), f"[{STYLES[status.state]}]{status.state}", said)
     return table
 
 

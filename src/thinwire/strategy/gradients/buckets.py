@@ -104,11 +104,11 @@ class GradientBuckets:
 def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[NamedParameters]:
     """A bucket is full as soon as it holds `bucket_bytes`, as in DDP, so that biases travel with a weight."""
     buckets: list[NamedParameters] = []
-    room = 0
+    free_bytes = 0
     for name, p in reversed(parameters):
-        if room <= 0:
+        if free_bytes <= 0:
             buckets.append([])
-            room = bucket_bytes
+            free_bytes = bucket_bytes
         buckets[-1].append((name, p))
-        room -= local(p).numel() * p.element_size()
+        free_bytes -= local(p).numel() * p.element_size()
     return buckets

@@ -88,9 +88,9 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
 def test_a_step_follows_the_gradient_shortened_to_the_largest_norm(clip_norm, alone):
     (batch,) = batches(1, 50)
     training = prepare(replace(CONFIG, clip_norm=clip_norm), CONFIG.data.load(), CPU)
-    twin = copy.deepcopy(training.model)
-    nn.functional.cross_entropy(twin(*batch.inputs), batch.labels).backward()
-    gradient = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    copied = copy.deepcopy(training.model)
+    nn.functional.cross_entropy(copied(*batch.inputs), batch.labels).backward()
+    gradient = torch.cat([p.grad.flatten() for p in copied.parameters()])
     before = weights(training)
     training.step([batch])
     expected = before - PLAIN.learning_rate * gradient * min(1.0, clip_norm / gradient.norm().item())

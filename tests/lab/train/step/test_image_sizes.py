@@ -70,7 +70,7 @@ def test_the_check_draws_no_random_numbers():
 
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
-    """The ImageNet twin on tiny images, with a first size that is too small."""
+    """The small version of an ImageNet recipe on tiny images, with a first size that is too small."""
     tiny.images(tmp_path / "images")
     config = recipes()["imagenet-resnet18-dense-small"].config
     data = ImageFolder(tmp_path / "images", test="test", sizes=((0, 16), (1, 40)), test_size=40, num_loaders=0)
