@@ -1,4 +1,4 @@
-"""The command line as its users meet it. One run is a real command; the rest starts quickly."""
+"""The command line as its users meet it, in programs that start quickly; test_interrupt.py has a command of a shell."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,19 +17,11 @@ from helpers.program import below, wait_until, workers_of
 import thinwire as tw
 from thinwire.lab.cli import main
 
-COMMAND = [sys.executable, "-m", "thinwire"]
 SPARSE = "Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))"
 
 
 LONG = ("train", "digits", "--workers", "2", "--epochs", "1000", "--log-every", "1", "--name", "long")
 SHORT = ("train", "digits", "--max-steps", 12, "--log-every", 4)
-
-
-def run_really(command, *arguments, cwd, **environment):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
-    )
 
 
 def train(cwd, *arguments):
@@ -46,7 +36,7 @@ def summary_of(folder: Path) -> dict:
 def finished(tmp_path_factory) -> Path:
     """One finished run, and what it printed."""
     cwd = tmp_path_factory.mktemp("run")
-    done = run_really(COMMAND, *SHORT, "--workers", 2, "--strategy", SPARSE, "--name", "first", cwd=cwd)
+    done = train(cwd, "--strategy", SPARSE, "--name", "first")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (cwd / "printed").write_text(done.stdout)
@@ -145,11 +135,12 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--output", "/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
-    done = thinwire("train", "digits", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("thinwire: ") and done.stderr.count("\n") == 1
-    assert expected in done.stderr
+def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("thinwire: ") and said.count("\n") == 1
+    assert expected in said
     assert not list(tmp_path.iterdir())
 
 
@@ -159,14 +150,16 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path):
         (["train", "digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
-        (["demo", "--workers", 1], "workers must be 2 or more, got 1"),
+        (["demo", "--workers", "1"], "workers must be 2 or more, got 1"),
         (["bench", "codec"], "did you mean 'codecs'"),
         (["bench", "codecs", "--codecs", "QSGD(bits=9)"], "from 1 to 8, got 9"),
     ],
 )
-def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path):
-    done = thinwire(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
+def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and expected in said
 
 
 def test_a_port_in_use(tmp_path):

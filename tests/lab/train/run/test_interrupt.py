@@ -89,7 +89,7 @@ def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
 
 @pytest.fixture
 def running(tmp_path) -> Iterator[Program]:
-    """A run in the middle of training, its workers forked from it."""
+    """A run in the middle of training; its fork server is forked from it."""
     with started(["-m", "thinwire", *LONG], tmp_path) as process:
         process.wait_until(lambda: is_logging(tmp_path), "the first row of the run")
         yield process
@@ -120,16 +120,11 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the ker
 
 @linux
 @pytest.mark.parametrize(
-    "kind, number, whom, code",
-    [
-        ("real_command", signal.SIGTERM, "group", 75),
-        ("running", signal.SIGINT, "group", 130),
-        ("running", signal.SIGUSR1, "worker", 75),
-    ],
+    "number, whom, code",
+    [(signal.SIGTERM, "group", 75), (signal.SIGINT, "group", 130), (signal.SIGUSR1, "worker", 75)],
 )
-def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(kind, number, whom, code, request, tmp_path):
-    """The group is what a terminal or SLURM signals: parent, workers and, in a real command, fork server at once."""
-    running = request.getfixturevalue(kind)
+def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(number, whom, code, running, tmp_path):
+    """The group is what a terminal or SLURM signals: parent, fork server and workers at once."""
     workers = workers_of(running.pid)
     assert len(workers) == 2
     if whom == "group":
