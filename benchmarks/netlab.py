@@ -371,20 +371,28 @@ def _raise_exit(number: int, _frame) -> None:
 @contextlib.contextmanager
 def cuts(lab: Lab, timetable: Sequence[str]) -> Iterator[None]:
     """Cut lines by a timetable of "HOST:START:SECONDS", counted from now, while the block runs."""
-    timers = []
+    timers, ended = [], threading.Event()
+
+    def cut(host: int, seconds: float) -> None:
+        lab.cut(host)
+        ended.wait(seconds)  # since the line was cut, which may be late on a busy machine
+        lab.mend(host)
+
     for entry in timetable:
         match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", entry)
         if not match or int(match[1]) >= lab.hosts:
             raise LabError(f"cut {entry!r}: give HOST:START:SECONDS, with a host from 0 to {lab.hosts - 1}")
         host, start, seconds = int(match[1]), float(match[2]), float(match[3])
-        timers += [threading.Timer(start, lab.cut, (host,)), threading.Timer(start + seconds, lab.mend, (host,))]
+        timers.append(threading.Timer(start, cut, (host, seconds)))
     for timer in timers:
         timer.start()
     try:
         yield
     finally:
+        ended.set()
         for timer in timers:
             timer.cancel()
+            timer.join()
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,14 @@ def with_a_failing_peer(comm, operation: str, how: str) -> tuple[str, float]:
     comm.barrier()
     if comm.rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.distributed_c10d._get_default_store()
     if comm.rank == 2:
-        time.sleep(2.5)
+        store.wait(["rank 0 has failed", "rank 1 has failed"], timedelta(seconds=50))
         return "", 0.0
     began = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         OPERATIONS[operation](comm, torch.ones(100_000)).wait()
+    store.set(f"rank {comm.rank} has failed", "")
     return str(caught.value), time.monotonic() - began
 
 
@@ -54,7 +57,7 @@ def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: {operation} failed:")
         assert ".cc:" not in message  # where Gloo's source found the error
-        assert seconds < 10
+        assert seconds < 50  # the time limit is 60
     if operation == "exchange":
         assert all("rank 2" in message for message, _ in results[:2])
 
@@ -63,9 +66,8 @@ def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
 @pytest.mark.parametrize("operation", ["all_reduce", "exchange"])
 def test_a_silent_worker_is_an_error_at_the_timeout(run, operation):
     results = run(3, with_a_failing_peer, operation, "silent", comm_timeout_seconds=0.5)
-    for rank, (message, seconds) in enumerate(results[:2]):
+    for rank, (message, _) in enumerate(results[:2]):  # rank 2 is silent until both have failed
         assert message.startswith(f"rank {rank}: {operation} failed:")
-        assert seconds < 2.5  # rank 2 was still silent
 
 
 def in_a_chain(comm) -> tuple[str, float]:
@@ -85,7 +87,7 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: exchange failed:")
         assert f"rank {rank + 1}" in message
-        assert seconds < 10
+        assert seconds < 50  # the time limit is 60
 
 
 # ---- spawn itself ----
@@ -169,7 +171,7 @@ def forgets_to_close(store):
 
 def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
     with programs(forgets_to_close, [(str(tmp_path / "store"),)], tmp_path) as (program,):
-        assert (program.wait(30), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
+        assert (program.wait(150), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
 
 
 def waits_for_ever(comm, folder):
@@ -193,7 +195,7 @@ def test_workers_end_quietly_when_their_parent_is_killed(tmp_path):
         assert len(workers) == 2 and parent.stderr == ""
 
 
-def wait_until(holds, seconds: float = 60.0) -> None:
+def wait_until(holds, seconds: float = 180.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "waited in vain"
@@ -232,7 +234,7 @@ def test_the_loopback_interface_carries_what_the_ledgers_say():
         pytest.skip("cannot make a network namespace: needs Linux, `unshare`, `ip`, and root or user namespaces")
     command = f"{up} && exec {sys.executable} -m helpers.traffic"
     tests = Path(traffic.__file__).parents[1]
-    done = subprocess.run([*ISOLATED, command], cwd=tests, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([*ISOLATED, command], cwd=tests, timeout=400, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3 * len(traffic.OPERATIONS)

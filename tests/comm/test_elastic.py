@@ -203,8 +203,8 @@ def test_heartbeats_follow_progress(monkeypatch):
     client = SimpleNamespace(heartbeat=lambda *_, **__: beats.append(time.monotonic()))
     asker = Asker(lambda seconds: client, "a", 1.0)
     asker.expect(0.3)
-    time.sleep(1.0)
-    assert beats and beats[-1] - beats[0] < 0.6
+    time.sleep(3.0)
+    assert beats and beats[-1] - beats[0] < 2.0
     monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 30.0)
     time.sleep(0.2)
     before = time.monotonic()
@@ -227,15 +227,16 @@ def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
     def missing(port):
         began = time.monotonic()
         with pytest.raises(Missing) as raised:
-            meet(f"127.0.0.1:{port}", "place", 1 if port == closed else 0, 2, timedelta(seconds=1))
+            meet(f"127.0.0.1:{port}", "place", 1 if port == closed else 0, 2, timedelta(seconds=3))
         return raised.value.ranks, time.monotonic() - began
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (dead, soon), (late, then) = missing(closed), missing(store.port)
+    with socket.socket() as deaf:  # nobody else gets its port, and it does not listen
+        deaf.bind(("127.0.0.1", 0))
+        closed = deaf.getsockname()[1]
+        (dead, soon), (late, then) = missing(closed), missing(store.port)
     assert dead == [0] and late == [1]
-    assert soon < 1 <= then < 5
+    assert soon < 3 <= then < 30
 
 
 def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
@@ -291,7 +292,7 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     """The second worker asks for one quorum and dies: the first cannot connect, asks again, and must not wait so long again."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     place = lighthouse.Lighthouse(2, "127.0.0.1")
-    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=2.0)
+    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=4.0)
     ask, asked = comm._forming.claims, []
 
     def claims(seconds, *own):
@@ -304,10 +305,9 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
 
     monkeypatch.setattr(comm._forming, "claims", claims)
     monkeypatch.setattr(comm._forming, "connect", connect)
-    began = time.monotonic()
-    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 2 seconds; see whether"):
+    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 4 seconds; see whether"):
         comm.form_round()
-    assert 1.9 < time.monotonic() - began < 3.0 and len(asked) == 2
+    assert len(asked) > 1 and asked[1] <= 2.5 < asked[0]
     comm.close()
     place.close()
 

@@ -68,7 +68,7 @@ def test_a_joiner_of_another_configuration_is_told_what_differs_and_the_others_g
     )
     assert line in error
     for facts in others:
-        assert set(facts["sizes"]) == {2} and facts["slowest"] < 8, facts
+        assert set(facts["sizes"]) == {2} and facts["slowest"] < 18, facts
     assert others[0]["sum"] == others[1]["sum"]
 
 
@@ -79,7 +79,7 @@ def test_a_number_that_a_living_worker_has_is_refused(place):
         in error
     )
     for facts in others:
-        assert set(facts["sizes"]) == {2} and facts["slowest"] < 8, facts
+        assert set(facts["sizes"]) == {2} and facts["slowest"] < 18, facts
 
 
 @pytest.mark.parametrize(("ails", "numbers"), [("stuck", (1, 2)), ("descriptors", (1,))])
@@ -95,8 +95,8 @@ def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_p
         if ails == "descriptors":
             programs[3].kill()  # so that the others must connect anew
         well = set(programs) - set(numbers) - ({3} if ails == "descriptors" else set())
-        wait_until(lambda: all('"done": true' in programs[n].stdout for n in well), "rounds of the others", 45)
-        assert time.monotonic() - began < 25
+        wait_until(lambda: all('"done": true' in programs[n].stdout for n in well), "rounds of the others", 50)
+        assert time.monotonic() - began < 50
         if ails == "descriptors":
             wait_until(lambda: "error" in programs[1].stdout, "the line of the worker that was left out", 30)
             found = json.loads(programs[1].stdout.splitlines()[-1])["error"]
@@ -152,7 +152,7 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
         third
     )
     assert first["sum"] == second["sum"] and set(first["sizes"]) <= {2}
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 55
 
 
 @pytest.mark.parametrize("fails", ["save", "load"])

@@ -141,12 +141,12 @@ def channel_to(timeout_seconds=5.0):
 
 @pytest.mark.parametrize(("num_bytes", "kind"), [(1001, 1), (2**60, 7), (-1, 1), (5, 0)])
 def test_a_header_chooses_no_memory(num_bytes, kind):
-    channel, peer = channel_to()
+    channel, peer = channel_to(timeout_seconds=60.0)
     peer.sendall(struct.pack("<qB", num_bytes, kind))
     began = time.monotonic()
     with pytest.raises(CommunicationError, match=rf"rank 1 announced .*{kind} and {num_bytes} bytes, expected at most"):
         channel.receive([1])
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30  # not the time limit
     with pytest.raises(ValueError, match="exceeds the channel's limit of 1000"):
         channel.send(1, 1, torch.zeros(251))
 
@@ -164,7 +164,7 @@ def test_a_peer_that_trickles_does_not_prolong_the_time_limit():
     began = time.monotonic()
     with pytest.raises(CommunicationError, match="receive from rank 1 took more than 1 seconds"):
         channel.receive([1])
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 50  # less than half of what the peer takes
     channel.close()
 
 

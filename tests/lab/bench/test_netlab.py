@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,7 +151,7 @@ own.bind(("", 5000))
 own.settimeout(0.05)
 (folder / f"{{rank}} began").touch()
 got, end = [], time.monotonic() + {seconds}
-while time.monotonic() < end:
+while time.monotonic() < end and not (folder / "stop").exists():
     for peer in range({hosts}):
         if peer != rank:
             own.sendto(f"{{rank}} {{time.monotonic()}}".encode(), (f"198.18.0.{{peer + 1}}", 5000))
@@ -165,7 +166,7 @@ while time.monotonic() < end:
 """
 
 
-def _pinged(lab: Lab, folder: Path, seconds: float = 1.5) -> list[list]:
+def _pinged(lab: Lab, folder: Path, seconds: float = 3.0) -> list[list]:
     """What each host received from the others: (sender, seconds when sent, seconds when received, address seen)."""
     code = PING.format(folder=folder, seconds=seconds, hosts=lab.hosts)
     assert lab.run([sys.executable, "-c", code]) == 0
@@ -181,7 +182,7 @@ def test_sites_have_the_line_between_them(tmp_path):
     for host in range(4):
         for sender in range(4):
             expected = 0.0 if host // 2 == sender // 2 else 0.040
-            assert expected <= fastest[host][sender] < expected + 0.02
+            assert expected <= fastest[host][sender] < expected + 0.035
 
 
 @needs_lab
@@ -191,7 +192,7 @@ def test_each_host_has_a_line_of_its_own(tmp_path):
     for host, got in enumerate(received):
         for sender in {0, 1, 2} - {host}:
             expected = sum((0.040, 0.080, 0.0)[h] for h in (host, sender)) / 4
-            assert expected <= min(b - a for s, a, b, _ in got if s == sender) < expected + 0.02
+            assert expected <= min(b - a for s, a, b, _ in got if s == sender) < expected + 0.035
 
 
 @needs_lab
@@ -228,12 +229,23 @@ else:
 
 @needs_lab
 @pytest.mark.parametrize("line", ["5mbit", "5mbit,round_trip=4ms"], ids=["kernel", "forwarder"])
-def test_a_line_is_cut_and_mended(tmp_path, line):
+def test_a_line_is_cut_and_mended(tmp_path, line, monkeypatch):
+    mended = threading.Event()
     with Lab(2, line) as lab, ThreadPoolExecutor(1) as pool:
-        pinged = pool.submit(_pinged, lab, tmp_path, seconds=4.0)
+        mend = lab.mend
+
+        def mend_and_tell(host):
+            mend(host)
+            mended.set()
+
+        monkeypatch.setattr(lab, "mend", mend_and_tell)
+        pinged = pool.submit(_pinged, lab, tmp_path, seconds=60.0)
         _wait_until(lambda: all((tmp_path / f"{host} began").exists() for host in range(2)))
         with netlab.cuts(lab, ["1:0.5:1.5"]):
-            received = pinged.result()
+            assert mended.wait(30)
+        time.sleep(1)
+        (tmp_path / "stop").touch()
+        received = pinged.result()
     for host, got in enumerate(received):
         assert {sender for sender, *_ in got} == {1 - host}
         times = [at for _, _, at, _ in got]

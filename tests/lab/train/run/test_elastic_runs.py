@@ -33,7 +33,7 @@ def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_b
     assert len({row["error"] for row in rows if "error" in row}) > 2  # as often it was measured, and agreed upon
     assert all(row["bits"] <= row["budget_bits"] for row in rows)
     seconds = [row["seconds"] for row in rows]
-    assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) < 30  # not the time limit, which is 60
+    assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) < 50  # not the time limit, which is 60
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["healings"] == rows[-1]["healings"] and summary["final"]["steps"] == steps[-1]
     page = write_report([tmp_path / "runs"], tmp_path / "report").page.read_text()
