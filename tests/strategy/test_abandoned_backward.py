@@ -25,11 +25,10 @@ def ends(kind: str, averager: str, size: int, folder: Path) -> list[tuple[int, s
         return [(code, worker.stderr) for code, worker in zip(codes, workers, strict=True)]
 
 
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
-    "kind, averager",
-    [("plain", MEAN), ("ddp", MEAN), ("ddp", "PowerSGD(rank=1)"), ("context", MEAN)],
-    ids=["plain", "ddp", "ddp PowerSGD", "context manager"],
+    "kind, averager, size",
+    [("plain", MEAN, 1), ("plain", MEAN, 3), ("ddp", MEAN, 3), ("ddp", "PowerSGD(rank=1)", 1), ("context", MEAN, 3)],
+    ids=["plain alone", "plain", "ddp", "ddp PowerSGD alone", "context manager"],
 )
 def test_an_error_in_backward_ends_all_processes(kind, averager, size, tmp_path):
     results = ends(kind, averager, size, tmp_path)

@@ -381,8 +381,7 @@ def ends_badly(comm, how, who):
     return None
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", ["killed", "stopped", "raises"])
+@pytest.mark.parametrize("how, who", [("killed", 0), ("killed", 1), ("stopped", 1), ("raises", 0)])
 def test_a_failing_process_stops_the_others_who_name_it(how, who):
     results = spawn(4, ends_badly, how, who, return_errors=True)
     for rank, result in enumerate(results):
