@@ -173,6 +173,7 @@ WHOLE_RUNS = [
     ("checkpoint.json", edit("step", "x"), "its step is 'x', expected 8"),
     ("checkpoint.json", edit("workers", 0), "its workers are 0"),
     ("checkpoint.json", edit("origin", 5), "origin|iterable"),
+    ("checkpoint.json", edit("rounds", -1), "its rounds are -1, expected a number"),
     ("checkpoint.json", edit("row", {"step": 8, "loss": "low"}), "loss should be a number"),
 ]
 
@@ -240,7 +241,7 @@ def test_a_checkpoint_that_another_worker_removes_meanwhile_is_not_damaged(begun
     assert capsys.readouterr().err == ""
 
 
-def alone(config: RunConfig, folder: Path) -> None:
+def alone(config: RunConfig, folder: Path) -> list[checkpoint.Loaded]:
     """Load the last checkpoint on all workers, as threads."""
     data = config.data.load()
 
@@ -250,9 +251,17 @@ def alone(config: RunConfig, folder: Path) -> None:
         optimizer = config.optimizer.build(model)
         strategy = config.parsed_strategy().attach(model, optimizer, comm=comm)
         training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
-        load_latest(folder / "checkpoints", training, Meter(data, strategy, comm), comm)
+        return load_latest(folder / "checkpoints", training, Meter(data, strategy, comm), comm)
 
-    LocalWorld(config.workers).run(worker)
+    return LocalWorld(config.workers).run(worker)
+
+
+def test_a_checkpoint_knows_how_many_rounds_were_committed(begun):
+    """By them states of elastic workers are ordered. Local updates have fewer rounds than steps, fixed workers as many."""
+    config, folder = begun
+    assert [loaded.rounds for loaded in alone(config, folder)] == [8, 8]
+    edit("rounds", 3)(folder / "checkpoints/step-000008/checkpoint.json")
+    assert [(loaded.step, loaded.rounds) for loaded in alone(config, folder)] == [(8, 3)] * 2
 
 
 @pytest.mark.parametrize(

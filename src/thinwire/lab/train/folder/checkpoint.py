@@ -1,7 +1,8 @@
 """Checkpoints: one folder each, which appears complete or not at all.
 
     checkpoints/step-000330/
-        checkpoint.json    number of steps, the last row of metrics, the configuration; where its number of workers began
+        checkpoint.json    numbers of steps and of committed rounds, the last row of metrics, the configuration; where this
+                           number of workers began
         shared.pt          equal on all workers: model and optimizer; if models differ, only the mean model
         worker-0.pt ...    different on each worker: the strategy's state, buffers (running statistics), the loss scaler, the
                            state of a recurrent model, random states, sums and bytes so far; if models differ, also model
@@ -57,6 +58,7 @@ def save(
     row: dict[str, Any],
     comm: Communicator,
     origin: Place = START,
+    rounds: int | None = None,
 ) -> None:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
@@ -67,6 +69,7 @@ def save(
         row: the last row of metrics.
         comm: connects the workers.
         origin: where this number of workers began.
+        rounds: committed so far; None for one in each step.
     """
     with _appears_whole(folder, step, comm) as unfinished:
         if unfinished is None:
@@ -77,7 +80,8 @@ def save(
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
                 description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
-                write_json(unfinished / "checkpoint.json", description | {"origin": origin})
+                description |= {"origin": origin, "rounds": step if rounds is None else rounds}
+                write_json(unfinished / "checkpoint.json", description)
 
 
 @contextmanager
@@ -220,7 +224,7 @@ def name_of(step: int) -> str:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers` and `origin`.
+    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers`, `origin` and `rounds`.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -236,6 +240,7 @@ def describe(path: Path) -> dict[str, Any]:
             _is_count(description["workers"], 1),
             f"its workers are {description['workers']!r}, expected a number from 1 on",
         )
+        require(_is_count(description["rounds"], 0), f"its rounds are {description['rounds']!r}, expected a number")
         origin = Place(*description["origin"])
         require(
             all(_is_count(n, 0) for n in origin), f"its origin is {description['origin']!r}, expected three numbers"
@@ -268,12 +273,14 @@ class Loaded(NamedTuple):
         row: the last row of metrics.
         workers: how many workers saved it; as many as now without a checkpoint.
         origin: where these began.
+        rounds: committed by then, which order the states of elastic workers.
     """
 
     step: int
     row: dict[str, Any]
     workers: int
     origin: Place
+    rounds: int
 
 
 def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> Loaded:
@@ -294,13 +301,13 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
         run_on_all(comm, partial(_restore, path, description["workers"], shared, parts, training, meter, comm))
         if mistakes and comm.rank == 0:
             _set_aside(folder, mistakes, path)
-        return Loaded(description["step"], description["row"], description["workers"], description["origin"])
+        return Loaded(*(description[name] for name in Loaded._fields))
     if mistakes:
         first = next(iter(mistakes.values()))
         raise SharedError(
             f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
         )
-    return Loaded(0, {}, comm.size, START)
+    return Loaded(0, {}, comm.size, START, 0)
 
 
 def _newest(folder: Path, without: Collection[str]) -> str | None:

@@ -146,7 +146,7 @@ class _Worker:
             say(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
         if isinstance(workers, ElasticWorkers):
-            self._share_with_joiners(workers.comm)
+            self._share_with_joiners(workers.comm, loaded.rounds)
 
     def train(self, interruption: Interruption) -> int:
         """Take all steps; returns the signal that stopped the run, or 0."""
@@ -258,8 +258,8 @@ class _Worker:
                 *([WandB(config, self.folder)] if config.wandb else []),
             ]
 
-    def _share_with_joiners(self, comm: ElasticCommunicator) -> None:
-        comm.resume(self.state.done)
+    def _share_with_joiners(self, comm: ElasticCommunicator, rounds: int) -> None:
+        comm.resume(rounds)
         comm.share("run", self._save, self._load)
         training = self.training
         if not self.strategy.models_differ:  # else the strategy does it
@@ -318,7 +318,8 @@ class _Worker:
         comm, step, folder = self.workers.comm, self.state.done, self.checkpoints
         if comm.is_elastic:  # on several machines, workers have folders of their own
             folder = Path(comm.gather_objects(str(folder.absolute()))[0])
-        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, self.state.origin)
+        rounds = comm.counts.committed if isinstance(comm, ElasticCommunicator) else None
+        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, self.state.origin, rounds)
         if comm.rank == 0:
             checkpoint.tidy(folder, step, self.config, self.data.best_metric)
 
