@@ -9,7 +9,8 @@ together. A fault is *survived* if
 
     1. all other workers commit a round within `--limit` seconds,
     2. workers that have committed the same round hold the same bits (averagers with one mean),
-    3. the victim comes back, and all workers commit together.
+    3. no worker goes back to a round that it has committed,
+    4. the victim comes back, and all workers commit together.
 
 The same seed gives the same faults; which message of a phase they hit depends on timing. `--scale` runs 4 -> 2 -> 6 workers.
 With THINWIRE_CREDENTIALS=FOLDER, all of it goes over TLS.
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_train import train
-from chaos_worker import Fault, enter, worker
+from chaos_worker import IN_DDP, Fault, enter, worker
 from netlab import INTERFACE, Lab
 
 import thinwire as tw
@@ -56,7 +57,15 @@ CONFIGURATIONS = {
     "PowerSGD": "Gradients(PowerSGD(rank=2))",
     "gossip": "Gossip(Mix(Exponential()))",
     "gossip with neighbour state": "Gossip(Choco(Ring(), TopK(0.2)))",
+    "DDP": f"{IN_DDP}Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))",
+    "gossip with overlap": "Gossip(Mix(Exponential()), overlap=True)",
+    "push-sum with overlap": "Gossip(PushSum(), overlap=True, staleness=2)",
     "local updates": "Local(Mean(TopK(0.2), ErrorFeedback()), every=2)",
+    "local updates with delay": "Local(Mean(TopK(0.2), ErrorFeedback()), every=4, outer=OuterSGD(), delay=2, alpha=0.5)",
+    "Streaming DiLoCo": "streaming_diloco(every=6, fragments=2, delay=2)",
+    "Streaming DiLoCo, always in flight": "streaming_diloco(every=4, fragments=2, delay=3)",
+    "averaged states": "Local(Mean(), every=4, fragments=2, state_every={'momentum_buffer': 3})",
+    "NoLoCo with delay": "Local(Mix(RandomPairs()), every=4, outer=OuterSGD(), delay=2, alpha=0.5, pull=0.3)",
 }
 PHASES = ("form", "compute", "send", "vote", "checkpoint", "heal")
 FAULTS = {  # name -> how often, relative to the others
@@ -166,7 +175,7 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
-        if tw.parse(self.strategy).models_differ:
+        if not tw.parse(self.strategy.removeprefix(IN_DDP)).averager.gives_one_mean:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
         for number in self.processes:
@@ -174,6 +183,14 @@ class Run:
                 found[facts["round"]].add(facts["digest"])
         wrong = sorted(number for number, digests in found.items() if len(digests) > 1)
         return f"different bits after round {wrong[0]}" if wrong else ""
+
+    def going_back(self) -> str:
+        """The first worker that committed a round twice since it was started."""
+        for number in self.processes:
+            rounds = [facts["round"] for _, facts in self.commits(number)]
+            if any(b <= a for a, b in zip(rounds, rounds[1:], strict=False)):
+                return f"worker {number} has lost rounds"
+        return ""
 
 
 def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outcome:
@@ -221,7 +238,8 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     failure = restored(run, fault, everyone, at)
     lost = [entry[2] for n in survivors for _, f in run.commits(n, at) for entry in f["lost"] if entry[1] == victim]
     norm = max((value for value in lost if value is not None), default=None)
-    return Outcome(configuration, fault, min(told, default=None), committed, norm, failure or run.differing(at))
+    failure = failure or run.differing(at) or run.going_back()
+    return Outcome(configuration, fault, min(told, default=None), committed, norm, failure)
 
 
 def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:

@@ -37,7 +37,11 @@ CONFIGURATIONS = {
     "momentum": ("Gradients(dgc(0.01))", "--optimizer.momentum", "0"),
     "gossip": ("Gossip(Mix(Exponential()))",),
     "local updates": (f"Local(Mean(), every={EVERY})",),
+    "gossip with overlap": ("Gossip(Mix(Exponential()), overlap=True)",),
+    "Streaming DiLoCo, always in flight": ("Local(Mean(), every=4, fragments=2, delay=3, alpha=0.5)",),
 }
+OWN_MODELS = ("gossip", "gossip with overlap", "Streaming DiLoCo, always in flight")
+"""Whose workers hold models of their own, also after a round."""
 
 
 class Killed(NamedTuple):
@@ -106,7 +110,7 @@ def run(configuration: str, kills: Sequence[Killed], seed: int, folder: Path) ->
 
 def unequal(configuration: str, rows: list[dict[str, Any]]) -> str:
     """Why replicas are not as they should be at the end, or ""."""
-    if configuration == "gossip":  # its workers hold models of their own
+    if configuration in OWN_MODELS:
         return ""
     last = rows[-EVERY:] if configuration == "local updates" else rows[-1:]  # these are equal after a round
     return "" if min(row["models"] for row in last) == 1 else f"{last[-1]['models']:g} different models at the end"

@@ -18,8 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Credentials, ElasticCommunicator
@@ -28,6 +30,7 @@ PERIOD = 10  # rounds between two checkpoints
 ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
 FORM_SECONDS = 0.01  # within which a fault happens while workers agree on a quorum and connect
 TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
+IN_DDP = "DDP "  # before a strategy whose workers wrap the model in DistributedDataParallel, each alone
 
 
 class Fault(NamedTuple):
@@ -54,8 +57,11 @@ def worker(pipe: Connection, address: str, number: int, strategy: str, namespace
     torch.manual_seed(number)
     credentials = Credentials.from_environment()
     comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials)
-    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
-    parsed = tw.parse(strategy)
+    model: nn.Module = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    parsed = tw.parse(strategy.removeprefix(IN_DDP))
+    if strategy.startswith(IN_DDP):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)
     handle: Any = tw.attach(model, optimizer, parsed, comm=comm)
     if not parsed.models_differ:
@@ -76,14 +82,19 @@ def worker(pipe: Connection, address: str, number: int, strategy: str, namespace
         optimizer.step()
         if comm.counts.committed == before:
             continue
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+        digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in common(handle, model))).hexdigest()[:16]
         lost = [list(entry) for entry in comm.counts.losses[losses:]]
         losses += len(lost)
         facts = {"round": comm.counts.committed, "size": comm.size, "digest": digest, "lost": lost}
         facts["loss"] = loss.item()
         pipe.send(("commit", time.monotonic(), facts))
-        if comm.counts.committed % PERIOD == 0:
+        if comm.counts.committed % PERIOD == 0 and not comm.in_round:  # else it was healed by those that checkpointed
             comm.between_rounds(partial(_checkpoint, comm, handle, order))
+
+
+def common(handle: Any, model: nn.Module) -> list[torch.Tensor]:
+    """What all workers must hold alike after a round: the anchors of local updates, or else the parameters."""
+    return list(handle._record.anchor.values() if isinstance(handle.strategy, tw.Local) else model.parameters())
 
 
 def _checkpoint(comm: ElasticCommunicator, handle: Any, order: _Order) -> None:

@@ -62,7 +62,8 @@ class ElasticSampler:
         last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
 
     Raises:
-        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps.
+        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps. In elastic rounds also
+            `Local` with a delay or fragments.
 
     Example:
         >>> import thinwire as tw
@@ -89,6 +90,11 @@ class ElasticSampler:
             handle.strategy.has_common_steps,
             f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "
             "each worker data of its own",
+        )
+        require(
+            not comm.is_elastic or handle.strategy.merges_whole_steps,
+            f"ElasticSampler: {handle.strategy} merges what a step has changed in several rounds, so no round commits its "
+            "blocks; leave delay and fragments out, or give each worker data of its own",
         )
         self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
         self.last_committed: dict[int, list[Block]] = {}

@@ -286,7 +286,8 @@ class ElasticCommunicator(Communicator):
     def between_rounds(self, do: Callable[[], Result]) -> Result | None:
         """Return `do()`, which calls operations between two rounds; None if a worker died meanwhile.
 
-        All workers of the last round call it together. The ledger does not count these operations.
+        All workers of the last round call it together, where `in_round` is False or the run ends. The ledger does not count
+        these operations.
 
         Args:
             do: work that changes nothing that workers must have in common, such as adding up metrics.

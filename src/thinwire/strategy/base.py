@@ -136,6 +136,8 @@ class AveragerAttachment(Attachment):
         self._state: Any = None
         self._undo = ExitStack()
         self._is_detached = False
+        if comm is not None and comm.is_elastic:
+            self._require_elastic()
 
     # ---- what users see ----
 
@@ -329,14 +331,21 @@ class AveragerAttachment(Attachment):
 
     def _begin_rounds(self, averager: Averager) -> None:
         """Make the transactions, once all that they need is there; begin each with the model's forward pass."""
-        require(
-            not self.comm.is_elastic or (self.strategy.suits_elastic and not self._shards),
-            f"{self.call}: {'a sharded model' if self._shards else self.strategy} needs a fixed number of workers",
-        )
         self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._load_shared)
         if self.comm.is_elastic:
             hook = self._model.register_forward_pre_hook(self._before_forward)
             self._on_detach(hook.remove)
+
+    def _require_elastic(self) -> None:
+        require(
+            self.strategy.suits_elastic,
+            f"{self.call}: {self.strategy} needs a fixed number of workers; leave the elastic communicator out",
+        )
+        require(
+            not self._shards,
+            f"{self.call}: the model is sharded, and the workers of one replica cannot come and go together; give every worker "
+            "a whole model, or leave the elastic communicator out",
+        )
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():

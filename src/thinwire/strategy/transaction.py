@@ -13,7 +13,7 @@ from typing import Any
 
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator
-from ..membership import own_norm
+from ..membership import own_norm, rewind
 
 Parts = Callable[[], Iterable[tuple[Any, NamedTensors]]]
 """The averager's states, and the tensors of each."""
@@ -71,3 +71,10 @@ class Transaction:
             return success
         norm = sum(own_norm(state) ** 2 for state, _ in self._parts()) ** 0.5
         return self._comm.close_round(success, norm)
+
+
+def go_back(state: Any, saved: dict[str, Any]) -> None:
+    """Go back to the state before a round that was given up. The epoch may have begun meanwhile, and stays."""
+    epoch = state.progress.epoch
+    rewind(state, saved)
+    state.progress = state.progress._replace(epoch=epoch)

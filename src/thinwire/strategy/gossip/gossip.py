@@ -127,11 +127,6 @@ class Gossip(Averaging[ParameterGossip]):
         steps = self.staleness + 1 if self.combines_first else self.staleness
         return Rhythm(every=steps, delay=steps)
 
-    @property
-    def suits_elastic(self) -> bool:
-        """Whether workers may come and go: without overlap."""
-        return not self.overlap
-
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> ParameterGossip:
         return ParameterGossip(self, model, optimizer, runtime)
 

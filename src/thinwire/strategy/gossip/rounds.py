@@ -10,6 +10,8 @@ wait, and decodes into that copy, which `absorb` adds.
 
 To be saved in flight, a round is held: decoded into a change that `absorb` adds when it is due. So saving changes nothing.
 
+On an elastic communicator a round in flight is committed before its change is added. One that is given up leaves no trace.
+
 All ways add the same bits. Half steps after the first (`PowerGossip`) and the exchange in a node (`Hierarchical`) also run in
 the thread.
 
@@ -20,8 +22,10 @@ Push-sum. While a round or the optimizer works on them, the parameters are the b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,12 +33,12 @@ from torch import Tensor
 from ... import debug
 from ...average.base import Averager, NamedTensors, Pending
 from ...comm import CommunicationError, Communicator
-from ...membership import WHOLE, State, check_state, nested, restart, rewind, shared
+from ...membership import WHOLE, State, check_state, nested, restart, shared
 from ...streams import WorkStream, has_streams, refuse_capture
 from ..flight import Flight
 from ..model.live_parameters import LiveParameters
 from ..model.shards import Replica
-from ..transaction import Transaction
+from ..transaction import Transaction, go_back
 
 
 @dataclass
@@ -78,8 +82,14 @@ class ParameterRounds:
         self._background = comm.background("thinwire-round")
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
+        self._before: dict[str, Any] = {}  # the averager's state before the elastic round in flight
         self._is_biased = False
         self.transaction: Transaction
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the elastic round in flight may still be given up."""
+        return self._flight is not None and self.comm.is_elastic
 
     @property
     def in_flight(self) -> bool:
@@ -113,7 +123,7 @@ class ParameterRounds:
         if self.transaction.end(has_all):
             self._commit()
             return
-        rewind(self.state, saved)
+        go_back(self.state, saved)
         for (_, p), old in zip(self.live.tensors(), before, strict=True):
             p.copy_(old)
 
@@ -121,8 +131,16 @@ class ParameterRounds:
         """Send the parameters as they are now."""
         refuse_capture(self._device)
         self.to_biased()
+        if self.comm.is_elastic:
+            self._before = self.state.state_dict()
         start = self._start_on_copies if has_streams(self._device) else self._start_in_place
-        self._flight = Flight(start(), self._work, self._background)
+        try:
+            arrive = start()
+        except CommunicationError as error:
+            if not self.comm.is_elastic:
+                raise
+            arrive = partial(_fail, error)
+        self._flight = Flight(arrive, self._work, self._background)
 
     def _start_in_place(self) -> Pending:
         return self.averager.start(self.state, self.live.tensors(), self.comm)
@@ -156,14 +174,17 @@ class ParameterRounds:
 
     def settle(self) -> None:
         """Wait until the round in flight has ended, so that the communicator is free. Absorbs nothing yet."""
-        if self._flight is not None:
-            self._flight.settle()
+        with suppress(CommunicationError) if self.is_undecided else nullcontext():  # the vote will tell
+            if self._flight is not None:
+                self._flight.settle()
 
     def absorb(self) -> None:
         """Add the change of the round in flight, if there is one, to the parameters."""
         if not self.in_flight:
             return
-        add_change = self._add_changes if self.record.change is not None else self._completed()
+        add_change = self._add_changes if self.record.change is not None else self._committed()
+        if add_change is None:
+            return
         self.to_biased()
         add_change(self.live.tensors())
         self._flight, self.record.change = None, None
@@ -174,6 +195,20 @@ class ParameterRounds:
         assert self._flight is not None
         with self.state.clock("blocked"):
             return self._flight.wait()
+
+    def _committed(self) -> Callable[[NamedTensors], None] | None:
+        """As `_completed`; None if an elastic communicator has given the round up."""
+        try:
+            add_change = self._completed()
+        except CommunicationError:
+            if not self.comm.is_elastic:
+                raise
+            add_change = None
+        if self.transaction.end(add_change is not None):
+            return add_change
+        go_back(self.state, self._before)
+        self._flight = None
+        return None
 
     def to_biased(self) -> None:
         """z -> x = w z, for the optimizer."""
@@ -191,7 +226,9 @@ class ParameterRounds:
         """Wait for the round in flight, and decode it into the change that `absorb` adds. Changes no parameters."""
         if self._flight is None:
             return
-        add_change = self._completed()
+        add_change = self._committed()
+        if add_change is None:
+            return
         if not has_streams(self._device):  # there the round has decoded it into the buffers already
             for _, change in self._change_buffers():
                 change.zero_()
@@ -208,6 +245,8 @@ class ParameterRounds:
 
     def regrouped(self) -> None:
         """Read push-sum's weight anew, after other workers have joined; the model holds z."""
+        if self._flight is not None:
+            return
         self.record.debias_factor = self.averager.debias_factor(self.state)
 
     def _commit(self) -> None:
@@ -218,3 +257,7 @@ class ParameterRounds:
         if factor != 1.0:
             for _, p in self.live.tensors():
                 p.mul_(factor)
+
+
+def _fail(error: CommunicationError) -> NoReturn:
+    raise error

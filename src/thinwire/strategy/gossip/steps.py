@@ -79,7 +79,15 @@ class ParameterGossip(OwnModelAttachment):
     # ---- what the base asks for ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed."""
+        """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed.
+
+        Not while messages of an elastic round fly, which may be given up.
+        """
+        require(
+            not self._rounds.is_undecided,
+            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
+            "False, or call settle() on all workers before",
+        )
         self._rounds.hold()
         return super().state_dict()
 
@@ -87,8 +95,17 @@ class ParameterGossip(OwnModelAttachment):
         self._rounds.loaded()
 
     def begin_round(self) -> None:
+        """As in `AveragerAttachment`. With overlap, messages fly from here on."""
         super().begin_round()
         self._rounds.regrouped()
+        if self.comm.is_elastic and self._record.was_updated:
+            self._begin()
+
+    def settle(self) -> None:
+        """As in `AveragerAttachment`. In elastic rounds all workers call it together: it ends the round in flight."""
+        if self.comm.is_elastic:
+            self._rounds.hold()
+        super().settle()
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return [(self._rounds.state, self._live.tensors())]
@@ -161,10 +178,16 @@ class ParameterGossip(OwnModelAttachment):
         self._record.steps_since_begin += 1
         if not self.strategy.combines_first:
             self._combine()
+        if not self.comm.is_elastic:  # there, the next round begins with its workers
+            self._begin()
+        self._rounds.to_debiased()
+
+    def _begin(self) -> None:
+        """With overlap, send the parameters, unless a round is in flight."""
         if self.strategy.overlap and not self._rounds.in_flight:
             self._rounds.begin()
+            self._rounds.to_debiased()
             self._record.steps_since_begin = 0
-        self._rounds.to_debiased()
 
     def _take_part(self) -> None:
         """A round without an update."""

@@ -157,7 +157,15 @@ class GradientCompression(AveragerAttachment):
         self._record = self._state = check_state(state, self.averager)
         self._begin_rounds(self.averager)
         self._rounds = GradientRounds(
-            self.averager, self._state, comm, self._scaler, self._nonfinite, self._shards, self._transaction
+            self.averager,
+            self._state,
+            comm,
+            self._scaler,
+            self._nonfinite,
+            self._shards,
+            self._transaction,
+            # Each worker's DDP makes buckets of its own, and a worker that joins has not rebuilt them yet.
+            order={name: i for i, (name, _) in enumerate(self.parameters)} if self._ddp and comm.is_elastic else None,
         )
         if self._saved is not None:
             self.load_state_dict(self._saved)
@@ -171,9 +179,11 @@ class GradientCompression(AveragerAttachment):
             self._attach_ddp(self._ddp)
 
     def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
+        size = ddp.process_group.size()
         require(
-            self._comm is None or not self._comm.is_elastic,
-            f"{self.call}: DistributedDataParallel has a fixed number of workers; pass the plain module",
+            self._comm is None or not self._comm.is_elastic or size == 1,
+            f"{self.call}: this DistributedDataParallel connects {size} processes, which cannot come and go; pass the plain "
+            "module, or wrap it over a process group of this process alone",
         )
         require(
             self.strategy.bucket_bytes is None,

@@ -18,7 +18,7 @@ it. Where no other follows, nothing waits for it: the finishing thread is a daem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ class GradientRounds:
         nonfinite: what follows from rounds that are not finite.
         shards: the workers that hold the other shards of the model; a round is finite if it is so on all of them.
         transaction: begins and ends rounds where workers come and go.
+        order: the place of each parameter, by name, for buckets that differ between workers: all are then sent at once, in
+            this order, when the last one is ready. None sends each bucket when it is ready.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class GradientRounds:
         nonfinite: NonfiniteSteps,
         shards: Replica,
         transaction: Transaction,
+        order: Mapping[str, int] | None = None,
     ):
-        self._averager, self._state, self._comm, self._scaler = averager, state, comm, scaler
+        self._averager, self._state, self._comm, self._scaler, self._order = averager, state, comm, scaler, order
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
         self._finisher = comm.background("thinwire-finish")
         self._work = WorkStream(torch.device("cpu"))
@@ -86,7 +89,7 @@ class GradientRounds:
             self._culprit = first_nonfinite(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._held.append((tensors, future, buffer))
-        if last or not self._averager.whole_model:
+        if last or not (self._averager.whole_model or self._order is not None):
             self._step(last)
         if last and not self._is_in_backward:
             self._end_backward()
@@ -129,6 +132,9 @@ class GradientRounds:
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
         tensors = [pair for bucket, _, _ in held for pair in bucket]
+        order = self._order
+        if order is not None:
+            tensors.sort(key=lambda pair: order[pair[0]])
         try:
             require_whole(self._comm, self._is_broken)
             with self._work.after_caller():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,20 @@ def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] 
     return changes
 
 
+class Kept(NamedTuple):
+    """What an elastic round that is given up goes back to.
+
+    Args:
+        tensors: pairs of a tensor and a copy of it.
+        state: of the averager.
+        statistics: of the norms of the changes.
+    """
+
+    tensors: list[tuple[Tensor, Tensor]]
+    state: dict[str, Any]
+    statistics: NormStatistics
+
+
 @dataclass
 class Fragment(State):
     """Some parameters of a model that are exchanged together, and what is known of them.
@@ -112,8 +126,12 @@ class Fragment(State):
         pulled: copies of the anchors that are averaged too; empty without `pull`.
         state: of the averager.
         statistics: of the norms of its changes.
-        flight: the round in flight; its result is whether it was finite. None if the last round is merged, or was loaded.
-        finite: the result of the flight, once it has ended and was waited for.
+        flight: the round in flight; its result is whether it was finite, or in elastic rounds whether all messages came. None
+            if the last round is merged, or was loaded.
+        finite: whether the result that is to be merged is finite; None until it is there.
+        is_sent: in elastic rounds, whether its changes are under way, and not committed yet.
+        kept: what such a round goes back to; None before this worker sends.
+        began: how many steps this worker had taken when the last round began.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
         rejected: under gossip, whether this worker's changes in the present round were not finite.
@@ -130,6 +148,9 @@ class Fragment(State):
     statistics: NormStatistics = nested(default_factory=NormStatistics)
     flight: Flight[bool] | None = pending(default=None)
     finite: bool | None = shared(default=None)
+    is_sent: bool = shared(default=False)
+    kept: Kept | None = pending(default=None)
+    began: int = shared(default=0)
     steps_to_merge: int = shared(default=0)
     has_moved: bool = shared(default=False)
     rejected: bool = shared(default=False)
@@ -139,12 +160,14 @@ class Fragment(State):
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and is not merged."""
-        return self.flight is not None or self.finite is not None or self.pending_share is not None
+        is_there = self.finite is not None or self.pending_share is not None
+        return is_there or self.is_sent or self.flight is not None
 
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""
-        if self.flight is not None:
-            self.finite = self.flight.settle()
+        result = None if self.flight is None else self.flight.settle()
+        if result is not None and not self.is_sent:  # else the vote decides
+            self.finite = result
 
     def named_changes(self) -> NamedTensors:
         """The pseudo-gradients by parameter name."""

@@ -192,8 +192,8 @@ class Local(Averaging[LocalUpdates]):
 
     @property
     def suits_elastic(self) -> bool:
-        """Whether workers may come and go: without messages in flight, a quorum, and averages of the optimizer's state."""
-        return not self.delay and not self.state_every and self.quorum is None
+        """Whether workers may come and go: without a quorum."""
+        return self.quorum is None
 
     @property
     def has_common_steps(self) -> bool:
@@ -204,6 +204,11 @@ class Local(Averaging[LocalUpdates]):
     def sends_again(self) -> bool:
         """Changes are sent again, to those that are left."""
         return True
+
+    @property
+    def merges_whole_steps(self) -> bool:
+        """Not with fragments, which have rounds of their own, nor with a delay, after which later changes are there."""
+        return not self.delay and self.rhythm.fragments == 1
 
     def options(self) -> dict[str, Any]:
         """All fields but `outer`: workers compare the optimizers that it makes."""

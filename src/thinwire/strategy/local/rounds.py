@@ -11,7 +11,8 @@ step's hook:
 
 With a delay of tau steps, phase 2 runs in a thread while the training goes on, and phases 3 and 4 come tau steps later. One
 exchange is in flight at a time: the next one waits in its own thread, and the training waits only for what it merges. A round
-is merged at the same step on all workers, so the result does not depend on the network's speed.
+is merged at the same step on all workers, so the result does not depend on the network's speed. Where workers come and go,
+`elastic.py` says when an exchange is committed.
 
 A gossip averager has no mean that all workers know. Phase 2 is left out: each worker's outer optimizer applies its own
 pseudo-gradient, and then the anchors gossip one round, which is what flies. Where the outer optimizer is linear (SGD, with or
@@ -50,7 +51,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
-from ...membership import Form, State, averaged, check_state, load_shared, nested, rewind, shared, shared_part
+from ...membership import Form, State, averaged, check_state, load_shared, nested, shared, shared_part
 from ...streams import WorkStream, refuse_capture
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
@@ -61,6 +62,7 @@ from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed
+from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
@@ -168,6 +170,9 @@ class LocalUpdates(OwnModelAttachment):
             if strategy.quorum is not None:
                 self._begin_asynchronous(strategy.quorum, comm)
             self._begin_rounds(self.averager)
+            self._elastic: ElasticExchanges | None = None
+            if comm.is_elastic:
+                self._elastic = ElasticExchanges(self.averager, self._fragments, self._transaction, self._send)
             self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
@@ -207,12 +212,31 @@ class LocalUpdates(OwnModelAttachment):
         self._asynchronous.count_tokens(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `AveragerAttachment`; with a quorum, only right after `synchronize`."""
+        """As in `AveragerAttachment`; with a quorum, only right after `synchronize`. Not in the middle of an elastic round."""
         require(
             self._asynchronous is None or self._asynchronous.is_synchronized,
             f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then save",
         )
+        require(
+            not any(fragment.is_sent for fragment in self._fragments),
+            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
+            "False, or call settle() on all workers before",
+        )
         return super().state_dict()
+
+    @torch.no_grad()
+    def begin_round(self) -> None:
+        """As in `AveragerAttachment`. Exchanges that are due, and had no round when the last step ended, begin."""
+        super().begin_round()
+        if self._elastic is not None and not self._elastic.is_joining:
+            self._end_step()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """As in `AveragerAttachment`. In elastic rounds all workers call it together: it ends the round in flight."""
+        if self._elastic is not None:
+            self._elastic.settle()
+        super().settle()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -246,12 +270,14 @@ class LocalUpdates(OwnModelAttachment):
         self._shards.reshard()
         self._require_own_model("synchronize()")
         self._live.check()
+        self.settle()
         self._merge_all()
         for fragment in self._fragments:
             if fragment.has_moved:
                 self._begin(fragment, delay=0)
+                self.settle()
                 self._merge(fragment, alpha=0.0)
-        self._record.step = 0
+        self._begin_period()
         if self._asynchronous is not None:
             self._asynchronous.finish(self._apply)
             for fragment in self._fragments:
@@ -289,6 +315,8 @@ class LocalUpdates(OwnModelAttachment):
     def _finish(self) -> None:
         """Merge what is in flight; the parameters stay local."""
         try:
+            if self._elastic is not None:
+                self._elastic.end(again=False)
             self._merge_all()
             if self._asynchronous is not None:
                 self._asynchronous.agreement.leave()
@@ -314,7 +342,12 @@ class LocalUpdates(OwnModelAttachment):
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._watch.stepped()
-        self._record.step += 1
+        if self._elastic is not None and self._elastic.is_joining:
+            self._restart_all()
+            self._elastic.settle()
+            self._end_step()
+            return
+        self._record.step = (self._record.step + 1) % self._every
         self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
@@ -322,22 +355,36 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous.stepped()
         for fragment in self._fragments:
             fragment.has_moved = True
-            if fragment.in_flight:
-                fragment.steps_to_merge -= 1
-                if fragment.steps_to_merge == 0:
-                    self._merge(fragment, self.strategy.alpha)
-        for fragment in self._fragments:
-            if fragment.offset == self._record.step:
-                if fragment.in_flight:  # it was sent in a longer period
-                    self._merge(fragment, self.strategy.alpha)
-                self._begin(fragment, self._delay)
-                if self._delay == 0:
-                    self._merge(fragment, self.strategy.alpha)
-        self._record.step %= self._every
+            fragment.steps_to_merge -= fragment.in_flight
+        self._end_step()
         if self._asynchronous is not None:
             if self._record.step == 0:
                 self._asynchronous.begin_period()
             self._asynchronous.resume()
+
+    def _end_step(self) -> None:
+        """Merge and begin what is due. That follows from the record alone, as a worker may be healed meanwhile."""
+        merging = [f for f in self._fragments if f.in_flight and f.steps_to_merge == 0]
+        beginning = [f for f in self._fragments if self._is_due(f)]
+        must_end = beginning or any(fragment.is_sent for fragment in merging)
+        if self._elastic is not None and must_end and not self._elastic.end():
+            self._end_step()
+            return
+        for fragment in merging:
+            self._merge(fragment, self.strategy.alpha)
+        if self._delay and not self.comm.in_round:
+            return  # the next elastic round begins them
+        for fragment in beginning:
+            if fragment.in_flight:  # it was sent in a longer period
+                self._merge(fragment, self.strategy.alpha)
+            self._begin(fragment, self._delay)
+            if self._delay == 0 and self._elastic is None:
+                self._merge(fragment, self.strategy.alpha)
+        if beginning and self._delay == 0 and self._elastic is not None:
+            self._end_step()
+
+    def _is_due(self, fragment: Fragment) -> bool:
+        return fragment.offset % self._every == self._record.step and fragment.began != self._record.num_steps
 
     @property
     def _every(self) -> int:
@@ -352,8 +399,12 @@ class LocalUpdates(OwnModelAttachment):
         due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
         if due:
             self._ready()
-        for key in due:
-            average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
+        for key in due if self.comm.in_round else []:
+            try:
+                average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
+            except CommunicationError:  # these states are each worker's own, so it keeps them
+                if self._elastic is None:
+                    raise
 
     # ---- a round, in the four phases of the module's text ----
 
@@ -363,31 +414,34 @@ class LocalUpdates(OwnModelAttachment):
             self._measure(fragment)
         if not self.averager.gives_one_mean:
             self._apply_own_changes(fragment)
-        fragment.has_moved = False
+        fragment.has_moved, fragment.began, fragment.steps_to_merge = False, self._record.num_steps, delay
         if self._asynchronous is not None:
             is_finite = kernels.flags.read(kernels.all_finite(fragment.changes))
             self._asynchronous.send(fragment, self._parts(fragment), is_finite)
             if not is_finite:
                 self._warn()
-            fragment.steps_to_merge = delay
             return
-        if delay == 0:
+        exchange = self._exchange
+        if self._elastic is not None:
+            fragment.is_sent, exchange = True, self._elastic.exchange
+            if delay:
+                self._elastic.keep(fragment)
+        elif delay == 0:
             self._ready()
-            elastic = self.comm.is_elastic
-            fragment.finite = self._exchange_until_committed(fragment) if elastic else self._exchange(fragment)
+            fragment.finite = exchange(fragment)
+        if delay == 0:
             return
         refuse_capture(self._device)
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
-        fragment.flight = Flight(lambda: self._exchange(fragment), self._work, self._background)
-        fragment.steps_to_merge = delay
+        fragment.flight = Flight(lambda: exchange(fragment), self._work, self._background)
 
     def _measure(self, fragment: Fragment) -> None:
         """The pseudo-gradient: from the estimate where this period began to where it ended."""
         factor = self.averager.debias_factor(fragment.state)
         for (_, anchor), gradient, p in zip(fragment.anchors, fragment.changes, self._parts(fragment), strict=True):
             torch.mul(anchor, factor, out=gradient)
-            gradient.sub_(p)
+            gradient.sub_(p if fragment.has_moved else gradient)  # a healed worker's have rounding alone
         for copied, (_, anchor) in zip(fragment.pulled, fragment.anchors, strict=False):
             copied.copy_(anchor)
 
@@ -400,28 +454,6 @@ class LocalUpdates(OwnModelAttachment):
             self._warn()
             for gradient in fragment.changes:
                 gradient.zero_()
-
-    def _exchange_until_committed(self, fragment: Fragment) -> bool:
-        """Phase 2 with workers that may die: what this worker has changed is sent again, to those that are left."""
-        while True:
-            healed = self._transaction.begin()
-            if healed:  # it has changed nothing since the anchors that it was given
-                for t in fragment.changes:
-                    t.zero_()
-            kept = [*fragment.changes, *fragment.pulled, *(anchor.detach() for _, anchor in fragment.anchors)]
-            before, saved = [t.clone() for t in kept], fragment.state.state_dict()
-            statistics = copy.deepcopy(fragment.statistics)
-            try:
-                self._send(fragment)
-                has_all = True
-            except CommunicationError:
-                has_all = False
-            if self._transaction.end(has_all):
-                return self.averager.commit(fragment.state)
-            rewind(fragment.state, saved)
-            fragment.statistics = statistics
-            for t, old in zip(kept, before, strict=True):
-                t.copy_(old)
 
     def _exchange(self, fragment: Fragment) -> bool:
         """Phase 2, in this or another thread; returns whether the result is finite."""
@@ -459,6 +491,11 @@ class LocalUpdates(OwnModelAttachment):
         if not rounds.merge(fragment, self._apply):
             self._warn()
         rounds.go_on(fragment, self._parts(fragment))
+
+    def _begin_period(self) -> None:
+        self._record.step = 0
+        for fragment in self._fragments:
+            fragment.began = self._record.num_steps
 
     def _merge_all(self) -> None:
         for fragment in self._fragments:
@@ -525,6 +562,8 @@ class LocalUpdates(OwnModelAttachment):
             if not self.averager.gives_one_mean:
                 fragment.finite, fragment.steps_to_merge = None, 0
             self._restart(fragment, alpha=0.0)
+            if fragment.is_sent:
+                self._measure(fragment)  # no changes
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         pulls = self.strategy.pull is not None

@@ -1,0 +1,299 @@
+"""Strategies whose messages fly while workers come and go: against runs on fixed workers, and simulations in float64."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.spawn import run_threads
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.strategy.local.fragments import offset
+from thinwire.strategy.local.rounds import LocalUpdates
+
+SIZES = (3, 4)  # of the layers
+SECONDS = 60.0
+
+
+class Quadratic(nn.Module):
+    """The loss of a worker is 1/2 |x - its number|^2 over two layers, each rescaled by the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList([torch.linspace(-1, 1, n) for n in SIZES])
+
+    def forward(self, number, step):
+        return sum((1 + (step + i) % 3) * (x - number).square().sum() / 2 for i, x in enumerate(self.layers))
+
+
+def gradient(x, number, step, layer):
+    return (1 + (step + layer) % 3) * (x - number)
+
+
+def vector(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.fixture
+def elastic(monkeypatch):
+    """Runs `fn(comm, number)` in a thread for each number, on elastic communicators; nobody closes before all have ended."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    places = []
+
+    def run(fn, numbers, min_workers):
+        places.append(Lighthouse(min_workers, "127.0.0.1"))
+        ended = threading.Barrier(len(numbers))
+
+        def worker(number):
+            comm = ElasticCommunicator(
+                places[-1].address, abs(number), min_workers, timeout_seconds=SECONDS, is_late=number < 0
+            )
+            try:
+                return fn(comm, number)
+            finally:
+                ended.wait(SECONDS)
+                comm.close()
+
+        with ThreadPoolExecutor(len(numbers)) as pool:
+            return list(pool.map(worker, numbers))
+
+    yield run
+    for place in places:
+        place.close()
+
+
+def train(comm, strategy, steps):
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    handle = tw.attach(model, optimizer, tw.parse(strategy), comm=comm)
+    for step in range(steps):
+        if comm.is_elastic:
+            handle.begin_round()
+        optimizer.zero_grad()
+        model(comm.rank, step).backward()
+        optimizer.step()
+    handle.settle()
+    result = vector(model).clone()
+    handle.detach()
+    return result
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Local(Mean(TopK(0.5), ErrorFeedback(), min_ndim=0), every=4, delay=2, alpha=0.5, outer=OuterSGD())",
+        "Local(Mean(QSGD(bits=4), min_ndim=0), every=4, fragments=2, delay=3, alpha=0.5, outer=OuterSGD())",
+        "Local(Mean(TopK(0.5), ErrorFeedback(), min_ndim=0), every=2, fragments=2, delay=1, outer=OuterSGD())",
+        "Local(Mix(Ring()), every=4, fragments=2, delay=1, alpha=0.5, outer=OuterSGD(), pull=0.3)",
+        "Gossip(Mix(), overlap=True)",
+        "Gossip(PushSum(), overlap=True, staleness=2, order='adapt_then_combine')",
+    ],
+)
+def test_undisturbed_elastic_rounds_are_those_of_a_fixed_number_of_workers_bit_for_bit(strategy, elastic):
+    expected = run_threads(3, train, strategy, 11)
+    found = elastic(lambda comm, number: train(comm, strategy, 11), (0, 1, 2), 3)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert not torch.equal(found[0], found[1])
+
+
+# ---- a worker dies while its messages fly ----
+
+STEPS, DIES, EVERY, ALPHA = 14, 5, 4, 0.5
+
+
+def simulate(delay, returns, flies):
+    """Two fragments of plain averaging by hand in float64. Worker 2 does not vote on the exchange that begins at step `DIES`.
+
+    The others repeat that exchange, where it was to end: without worker 2, or with another one that has no changes yet. If no
+    messages fly when it dies, that one comes before the exchange.
+    """
+    x = [[torch.linspace(-1, 1, n).double() for n in SIZES] for _ in range(3)]
+    anchors, living, flying = [t.clone() for t in x[0]], [0, 1, 2], {}
+
+    def merge(layer, workers):
+        anchors[layer] = anchors[layer] - flying.pop(layer)
+        for i in workers:
+            x[i][layer] = ALPHA * x[i][layer] + (1 - ALPHA) * anchors[layer]
+
+    ends = DIES + flies * min(delay, EVERY // 2)  # or when the next exchange begins
+    for step in range(STEPS):
+        position = step % EVERY + 1
+        if flies and step == DIES + (delay > 0):
+            living = [0, 1]
+        for i in living:
+            x[i] = [p - 0.05 * gradient(p, i, step, layer) for layer, p in enumerate(x[i])]
+        if returns and step == ends:
+            x[2], living = [t.clone() for t in anchors], [0, 1, 2]
+
+        for layer in list(flying):
+            if (position - offset(layer, 2, EVERY)) % EVERY == delay:
+                merge(layer, living)
+        for layer in (0, 1):
+            if position == offset(layer, 2, EVERY):
+                size = 3 if step < DIES or returns else 2
+                senders = [i for i in living if i < 2 or step != DIES or not delay]
+                flying[layer] = sum(anchors[layer] - x[i][layer] for i in senders) / size
+                if not delay:
+                    merge(layer, living)
+    return torch.stack([torch.cat(x[i]) for i in living])
+
+
+@pytest.mark.parametrize(
+    ("delay", "returns", "flies"),
+    [(0, True, True), (1, False, True), (3, True, True), (3, True, False)],
+)
+def test_local_updates_send_again_what_was_in_flight_when_a_worker_died(delay, returns, flies, elastic, monkeypatch):
+    """With a delay of 3 steps exchanges overlap: where no messages fly, a result waits to be merged, and the joiner gets it."""
+    strategy = f"Local(Mean(), every={EVERY}, fragments=2, delay={delay}, alpha={ALPHA})"
+    load, handed_over, closed = LocalUpdates._load_shared, [], threading.Barrier(2 + returns)
+
+    def load_shared(self, shared):
+        handed_over.extend(part["finite"] for part in shared["state"]["fragments"])
+        load(self, shared)
+
+    def train_until(comm, number, num_steps):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, strategy, comm=comm)
+        while handle._record.num_steps < num_steps:
+            handle.begin_round()
+            optimizer.zero_grad()
+            model(number, handle._record.num_steps).backward()
+            optimizer.step()
+        if num_steps == STEPS:
+            closed.wait(SECONDS)
+        return vector(model), handle
+
+    def worker(comm, number):
+        if number < 2:
+            return train_until(comm, number, STEPS)[0]
+        _, dying = train_until(comm, number, DIES + (delay > 0))
+        if flies:
+            dying.begin_round()
+        assert comm.in_round == flies
+        comm._groups.hang_up()
+        comm.close()
+        if not returns:
+            return dying
+        monkeypatch.setattr(LocalUpdates, "_load_shared", load_shared)
+        with ElasticCommunicator(comm._forming._lighthouse, 3, 3, timeout_seconds=SECONDS, is_late=True) as again:
+            result, _ = train_until(again, number, STEPS)
+            assert again.counts.healings == 1
+            return result
+
+    found = elastic(worker, (0, 1, 2), 2 + returns)
+    for i, expected in enumerate(simulate(delay, returns, flies)):
+        assert torch.allclose(found[i].double(), expected, rtol=0, atol=1e-5), i
+    assert (True in handed_over) == (not flies)
+
+
+def test_gossip_drops_what_was_in_flight_when_a_worker_died(elastic):
+    """Worker 2 dies when its messages fly. For the others this round leaves no trace, and the next ones are of two workers."""
+
+    def worker(comm, number):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, tw.Gossip(tw.Mix(tw.Ring()), overlap=True), comm=comm)
+        for step in range(STEPS):
+            handle.begin_round()
+            if number == 2 and step == DIES:
+                assert handle._rounds.is_undecided
+                with pytest.raises(
+                    ValueError, match="messages of an elastic round are under way, which may be given up"
+                ):
+                    handle.state_dict()
+                comm._groups.hang_up()
+                comm.close()
+                return handle
+            optimizer.zero_grad()
+            model(number, step).backward()
+            optimizer.step()
+        result = vector(model).clone()
+        closed.wait(SECONDS)
+        return result
+
+    closed = threading.Barrier(2)
+    x = [torch.cat([torch.linspace(-1, 1, n).double() for n in SIZES])] * 3
+    for step in range(STEPS):
+        x = x[:2] if step == DIES else x
+        parts = [torch.split(one, SIZES) for one in x]
+        moves = [
+            torch.cat([0.05 * gradient(p, i, step, n) for n, p in enumerate(part)]) for i, part in enumerate(parts)
+        ]
+        mixed = x if step in (0, DIES) else [sum(x) / len(x)] * len(x)
+        x = [one - move for one, move in zip(mixed, moves, strict=True)]
+    found = elastic(worker, (0, 1, 2), 2)
+    for result, expected in zip(found, x, strict=False):
+        assert torch.allclose(result.double(), expected, rtol=0, atol=1e-5)
+
+
+# ---- DistributedDataParallel ----
+
+
+@pytest.fixture
+def alone():
+    """The default process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_workers_in_ddp_come_and_go_though_each_makes_buckets_of_its_own(alone, elastic):
+    """The third joins when the others have rebuilt their buckets in the order of the gradients, which it has not."""
+
+    def worker(comm, number):
+        torch.manual_seed(number)
+        model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        if number < 0:
+            trained.wait(SECONDS)
+        averager = tw.Mean(tw.chain(tw.TopK(0.2), tw.QSGD(bits=4)), tw.ErrorFeedback())
+        with tw.compress_gradients(ddp, averager, comm=comm) as handle:
+            together = 0
+            while together < 4:
+                handle.begin_round()
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 20)).square().mean().backward()
+                optimizer.step()
+                together += comm.size == 3
+                if comm.counts.committed == 3:
+                    trained.set()
+            sums = vector(model).double().sum().item()
+            closed.wait(SECONDS)
+        return sums, comm.counts.healings
+
+    trained, closed = threading.Event(), threading.Barrier(3)
+    (a, _), (b, _), (c, healings) = elastic(worker, (0, 1, -2), 2)
+    assert a == b == c and healings == 1
+
+
+# ---- what is refused when it is built ----
+
+
+def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_attached(alone, elastic):
+    def worker(comm, number):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        refused = "needs a fixed number of workers; leave the elastic communicator out"
+        with pytest.raises(ValueError, match=rf"Asynchronous: Asynchronous\(\) {refused}"):
+            tw.gossip_asynchronously(model, optimizer, comm=comm)
+        with pytest.raises(ValueError, match=rf"Local: Local\(.*quorum=Quorum\(\)\) {refused}"):
+            tw.attach(model, optimizer, "Local(Mean(), 2, quorum=Quorum())", comm=comm)
+        handle = tw.attach(model, optimizer, tw.Local(tw.Mean(), 2, delay=1), comm=comm)
+        with pytest.raises(ValueError, match="leave delay and fragments out"):
+            tw.ElasticSampler(4, handle)
+        handle.detach()
+        ddp = DistributedDataParallel(model)
+        ddp.process_group = SimpleNamespace(size=lambda: 2)
+        with pytest.raises(ValueError, match="connects 2 processes, which cannot come and go; pass the plain module"):
+            tw.compress_gradients(ddp, comm=comm)
+
+    elastic(worker, (0,), 1)
