@@ -55,7 +55,7 @@ class Rounds:
     def join(self):
         comm = SimpleNamespace(is_elastic=True, size=1, rank=0, in_round=True, members=None)
         comm.check_agreement, comm.share, comm.watch = (lambda *_: None,) * 3
-        strategy = SimpleNamespace(has_common_steps=True, sends_again=False, merges_whole_steps=True)
+        strategy = SimpleNamespace(has_common_steps=True, sends_again=False)
         sampler = tw.ElasticSampler(
             11, SimpleNamespace(comm=comm, strategy=strategy, models_differ=self.keeps), per_step=4, seed=2
         )

@@ -8,6 +8,9 @@ until its round ends. All workers know all leases. The vote that commits a round
     given back   those of workers that died, or were healed, are dealt again first. So are those of a round that is given up,
                  unless workers keep what they did in it (`Local`, `Gossip`)
 
+With a delay or fragments of `Local`, several rounds merge what one step has changed. The first that ends after the step commits
+its blocks; what later ones had to merge is lost if the worker dies before.
+
 The state of the sampler is shared: whoever joins gets it from a live worker, and a checkpoint holds it.
 """
 
@@ -62,8 +65,7 @@ class ElasticSampler:
         last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
 
     Raises:
-        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps. In elastic rounds also
-            `Local` with a delay or fragments.
+        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps.
 
     Example:
         >>> import thinwire as tw
@@ -90,11 +92,6 @@ class ElasticSampler:
             handle.strategy.has_common_steps,
             f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "
             "each worker data of its own",
-        )
-        require(
-            not comm.is_elastic or handle.strategy.merges_whole_steps,
-            f"ElasticSampler: {handle.strategy} merges what a step has changed in several rounds, so no round commits its "
-            "blocks; leave delay and fragments out, or give each worker data of its own",
         )
         self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
         self.last_committed: dict[int, list[Block]] = {}

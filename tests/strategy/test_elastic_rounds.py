@@ -285,10 +285,6 @@ def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_att
             tw.gossip_asynchronously(model, optimizer, comm=comm)
         with pytest.raises(ValueError, match=rf"Local: Local\(.*quorum=Quorum\(\)\) {refused}"):
             tw.attach(model, optimizer, "Local(Mean(), 2, quorum=Quorum())", comm=comm)
-        handle = tw.attach(model, optimizer, tw.Local(tw.Mean(), 2, delay=1), comm=comm)
-        with pytest.raises(ValueError, match="leave delay and fragments out"):
-            tw.ElasticSampler(4, handle)
-        handle.detach()
         sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="the model is sharded, and the workers of one replica cannot come and go"):
             tw.compress_gradients(sharded, comm=comm)

@@ -165,11 +165,6 @@ class Averaging(Strategy[A_co]):
         """Whether workers exchange what they have done again, without new steps, after a round was given up."""
         return False
 
-    @property
-    def merges_whole_steps(self) -> bool:
-        """Whether one round merges all that a worker has changed in a step."""
-        return True
-
     def _require_rounds(self) -> None:
         """Check that the averager is one."""
         self._require(

@@ -205,11 +205,6 @@ class Local(Averaging[LocalUpdates]):
         """Changes are sent again, to those that are left."""
         return True
 
-    @property
-    def merges_whole_steps(self) -> bool:
-        """Not with fragments, which have rounds of their own, nor with a delay, after which later changes are there."""
-        return not self.delay and self.rhythm.fragments == 1
-
     def options(self) -> dict[str, Any]:
         """All fields but `outer`: workers compare the optimizers that it makes."""
         return {name: value for name, value in super().options().items() if name != "outer"}
