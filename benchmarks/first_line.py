@@ -31,6 +31,7 @@ import thinwire as tw
 from thinwire.lab.train.data import Digits
 from thinwire.lab.train.models import GPT, DigitsNet, LSTMLanguageModel, apply
 from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule, Muon, Optimizer, set_learning_rate
+from thinwire.strategy.gradients.gradients import default_averager
 
 WORKERS, CONTEXT = 4, 64
 LENGTHS, SEEDS = (100, 500), (0, 1, 2)
@@ -40,13 +41,22 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "AdamW": Adam(2e-3, beta2=0.99, eps=1e-8, schedule=SCHEDULE),
     "Muon": Muon(5e-3, scale="rms", schedule=SCHEDULE),
 }
+DEFAULT = "default"
 LINES = {
     "dense": "Gradients(Mean())",
-    "default": "Gradients(Mean(QSGD(bits=4)))",
+    DEFAULT: "what the library chooses for the optimizer",
     "sparse": "Gradients(sparse())",
     "sparse, no warm-up": "Gradients(sparse(warmup_steps=0))",
     "4 bits every 4 steps": "Local(Mean(QSGD(bits=4), exchange='scatter_reduce'), every=4)",
 }
+MUON_LINES = {
+    "dense": LINES["dense"],
+    "8 bits": "Gradients(Mean(QSGD(bits=8), exchange='scatter_reduce'))",
+    "6 bits": "Gradients(Mean(QSGD(bits=6), exchange='scatter_reduce'))",
+    "4 bits, memory": "Gradients(Mean(QSGD(bits=4), ErrorFeedback()))",
+    "4 bits": "Gradients(Mean(QSGD(bits=4)))",
+}
+"""What was tried for Muon; not part of a plain `run`."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -211,6 +221,14 @@ TASKS = {
 # ---- runs ----
 
 
+@cache
+def strategy_of(label: str, optimizer: str) -> str:
+    """The notation of a line; the default's depends on the optimizer."""
+    if label == DEFAULT:
+        return repr(tw.Gradients(default_averager(OPTIMIZERS[optimizer].build(nn.Linear(2, 2)))))
+    return repr(tw.parse((LINES | MUON_LINES)[label]))
+
+
 def run(options: argparse.Namespace) -> None:
     """Train every combination that the results lack."""
     torch.set_num_threads(1)
@@ -219,10 +237,12 @@ def run(options: argparse.Namespace) -> None:
             for name in options.tasks:
                 for optimizer in options.optimizers:
                     for label in options.lines:
-                        key = {"task": name, "optimizer": optimizer, "steps": steps, "line": label, "seed": seed}
-                        key["strategy"] = LINES[label]
+                        key = {"task": name, "optimizer": optimizer, "steps": steps, "seed": seed}
+                        key["strategy"] = strategy_of(label, optimizer)
                         if not any(key.items() <= row.items() for row in read(options.results)):
-                            append(options.results, key | measured(TASKS[name], optimizer, steps, LINES[label], seed))
+                            append(
+                                options.results, key | measured(TASKS[name], optimizer, steps, key["strategy"], seed)
+                            )
 
 
 def measured(task: Task, optimizer: str, steps: int, strategy: str, seed: int) -> dict[str, float]:
@@ -281,24 +301,25 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def table(options: argparse.Namespace) -> None:
     """A table for each length, into the page."""
     rows = read(options.results)
-    for steps in LENGTHS:
-        lines = lines_of([row for row in rows if row["steps"] == steps])
+    parts = {f"{steps} steps": (steps, list(OPTIMIZERS), list(LINES)) for steps in LENGTHS}
+    parts["Muon"] = (LENGTHS[-1], ["Muon"], list(MUON_LINES))
+    for part, (steps, optimizers, labels) in parts.items():
+        lines = lines_of([row for row in rows if row["steps"] == steps], optimizers, labels)
         print("\n".join(lines), end="\n\n")
-        replace_part(options.page, f"{steps} steps", lines)
+        replace_part(options.page, part, lines)
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: how far each line is from dense, and how many times fewer bytes it sent."""
-    lines = ["| task | optimizer | dense | " + " | ".join(list(LINES)[1:]) + " |", "|---|---|" + "---|" * len(LINES)]
+def lines_of(rows: list[dict[str, Any]], optimizers: list[str], labels: list[str]) -> list[str]:
+    """Markdown: how far each line is from dense, the first of them, and how many times fewer bytes it sent."""
+    lines = ["| task | optimizer | " + " | ".join(labels) + " |", "|---|---|" + "---|" * len(labels)]
     for name, task in TASKS.items():
-        for optimizer in OPTIMIZERS:
+        for optimizer in optimizers:
             ours = [r for r in rows if (r["task"], r["optimizer"]) == (name, optimizer)]
-            runs = {label: [r for r in ours if r["line"] == label] for label in LINES}
-            if runs["dense"]:
-                cells = [
-                    dense_cell(task, runs["dense"]),
-                    *(cell(task, runs[label], runs["dense"]) for label in [*LINES][1:]),
-                ]
+            dense, *others = (
+                {r["seed"]: r for r in ours if r["strategy"] == strategy_of(label, optimizer)} for label in labels
+            )
+            if dense:
+                cells = [dense_cell(task, list(dense.values())), *(cell(task, runs, dense) for runs in others)]
                 lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
     return lines
 
@@ -310,14 +331,16 @@ def dense_cell(task: Task, runs: list[dict[str, Any]]) -> str:
     return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
 
 
-def cell(task: Task, runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:
-    """How far a line is from dense training, and how many times fewer bytes it sent."""
-    if not runs:
+def cell(task: Task, runs: dict[int, dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:
+    """How far a line is from dense training with the same seeds, and how many times fewer bytes it sent."""
+    seeds = runs.keys() & dense.keys()
+    if not seeds:
         return ""
-    times = mean(row["bytes_sent"] for row in dense) / mean(row["bytes_sent"] for row in runs)
-    ours, theirs = (mean(row["value"] for row in rows) for rows in (runs, dense))
-    away = f"{ours / theirs - 1:+.1%}" if task.is_loss else f"{ours - theirs:+.1f} points"
-    return f"{away}, {times:.1f} times fewer"
+    ours, theirs = ([rows[seed] for seed in seeds] for rows in (runs, dense))
+    times = mean(row["bytes_sent"] for row in theirs) / mean(row["bytes_sent"] for row in ours)
+    value, reference = (mean(row["value"] for row in rows) for rows in (ours, theirs))
+    away = f"{value / reference - 1:+.1%}" if task.is_loss else f"{value - reference:+.1f} points"
+    return f"{away}, {times:.1f} times fewer" + f" ({len(seeds)} seeds)" * (len(seeds) > 1)
 
 
 def main() -> None:
@@ -332,8 +355,8 @@ def main() -> None:
         ("steps", LENGTHS),
         ("seeds", SEEDS),
     ):
-        values = list(known)
-        train_command.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=values, default=values)
+        values, allowed = list(known), [*known, *(MUON_LINES if known is LINES else ())]
+        train_command.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=allowed, default=values)
     write = commands.add_parser("table")
     write.set_defaults(command=table)
     write.add_argument("--page", type=Path, default=Path("docs/first-lines.md"))

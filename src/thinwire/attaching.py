@@ -15,7 +15,7 @@ from .notation import parse
 from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
 from .strategy.advice import print_choice
-from .strategy.gradients.gradients import DEFAULT
+from .strategy.gradients.gradients import default_averager
 
 A = TypeVar("A", bound=Attachment)
 
@@ -68,8 +68,8 @@ def attach(
         model: a plain module, one in `DistributedDataParallel` (`Gradients`), or one under `fully_shard`.
         optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
             `prepare` returned. None suits strategies of gradients and shards.
-        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, and
-            says so; docs/first-lines.md has what gradients in 4 bits reached on small tasks beside dense ones.
+        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, or 8 bits under Muon,
+            and says so; docs/first-lines.md has what both reached on small tasks beside dense gradients.
         comm: how to communicate; by default a process group of its own over all workers, or over DDP's.
         replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
             `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
@@ -107,7 +107,7 @@ def attach(
     options["layout"] = measured_layout if layout == "measured" else layout
     if strategy is not None:
         return strategy_of(strategy).attach(model, optimizer, **options)
-    default = Gradients(DEFAULT)
+    default = Gradients(default_averager(optimizer))
     handle = default.attach(model, optimizer, **options)
     print_choice(default, handle.comm.rank)
     return handle

@@ -47,6 +47,24 @@ def test_without_a_strategy_gradients_go_in_four_bits_and_rank_0_says_so_once(do
     assert tw.parse(said[0].split("takes ")[1]) == tw.Gradients(tw.Mean(tw.QSGD(bits=4)))
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon, tw.strategy.MuonAdamW])
+def test_the_choice_follows_the_optimizer_and_sends_a_third_of_dense_gradients_or_less(optimizer, size):
+    def worker(comm):
+        model = nn.Linear(256, 256, bias=False)
+        ours = optimizer(model.parameters(), lr=0.1)
+        with tw.attach(model, ours, comm=comm) as handle:
+            before = handle.ledger.snapshot()
+            model(torch.ones(4, 256)).square().mean().backward()
+            sent = handle.ledger.since(before)
+            return handle.strategy, sent.dense_fp32_bytes / sent.bytes_sent
+
+    (strategy, times), *_ = tw.LocalWorld(size).run(worker)
+    bits = 4 if optimizer is torch.optim.AdamW else 8
+    assert strategy.averager.codec == tw.QSGD(bits=bits)
+    assert times >= 3
+
+
 @pytest.mark.parametrize(
     "averager, optimizer, expected",
     [

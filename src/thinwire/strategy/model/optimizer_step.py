@@ -26,9 +26,7 @@ def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> to
     """
     require(optimizer is not None, f"{call}: averaging follows the steps of an optimizer; give the model's")
     assert optimizer is not None
-    library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
-    if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
-        return stepping_optimizer(call, optimizer.optimizer)
+    optimizer = unwrapped(optimizer)
     library = sys.modules.get("torch.distributed.optim")
     require(
         library is None or not isinstance(optimizer, library.ZeroRedundancyOptimizer),
@@ -40,6 +38,14 @@ def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> to
         f"{call}: {type(optimizer).__name__} has no step hooks, so no averaging would follow its steps; pass the "
         "torch.optim optimizer that it wraps, or call its base class's __init__",
     )
+    return optimizer
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, or the one that Accelerate wrapped."""
+    library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
+    if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
+        return unwrapped(optimizer.optimizer)
     return optimizer
 
 
