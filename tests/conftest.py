@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 
 from helpers.one_core import one_core  # noqa: E402
 
+from thinwire import messages  # noqa: E402
 from thinwire.comm import LocalWorld  # noqa: E402
 
 # A shell has what it starts in the background ignore Ctrl-C, and our children would inherit that.
@@ -29,6 +30,9 @@ hypothesis.settings.load_profile("thinwire")
 
 LocalWorld.run = one_core()(LocalWorld.run)
 
+# What tests read on stderr is what users read: pytest's own handlers are no configuration of logging.
+messages.is_configured = lambda: False
+
 
 # The slowest files come first, so that no process begins one of them when the other has nothing left to do.
 SLOWEST = (
@@ -39,7 +43,7 @@ SLOWEST = (
     "lab/recipes/test_recipes.py",
     "lab/cli/test_cli.py",
     "test_tutorial.py",
-    "testing/test_extension_package.py",
+    "lab/cli/test_new_method.py",
     "lab/train/start/test_launch.py",
     "lab/train/run/test_determinism.py",
     "test_docs.py",
@@ -57,7 +61,7 @@ INTEGRATION = (
     "lab/train/start/test_launch.py",
     "test_docs.py",
     "test_tutorial.py",
-    "testing/test_extension_package.py",
+    "lab/cli/test_new_method.py",
 )
 
 

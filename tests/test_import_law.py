@@ -16,6 +16,7 @@ FLOORS = {
     "allocator": 0,
     "clock": 0,
     "suggestion": 0,
+    "messages": 0,
     "debug": 0,
     "streams": 0,
     "schedule": 1,

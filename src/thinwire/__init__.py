@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .messages import install
+
 __version__ = "0.1.0"
+
+install()
 
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403 - the names are there

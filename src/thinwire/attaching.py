@@ -14,7 +14,7 @@ from .comm import Communicator, Group, Layout
 from .notation import parse
 from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
-from .strategy.advice import print_choice
+from .strategy.advice import log_choice
 from .strategy.gradients.gradients import default_averager
 
 A = TypeVar("A", bound=Attachment)
@@ -109,7 +109,7 @@ def attach(
         return strategy_of(strategy).attach(model, optimizer, **options)
     default = Gradients(default_averager(optimizer))
     handle = default.attach(model, optimizer, **options)
-    print_choice(default, handle.comm.rank)
+    log_choice(default, handle.comm.rank)
     return handle
 
 

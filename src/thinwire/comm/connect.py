@@ -125,7 +125,7 @@ def _accept_peers(
     def turn_away(descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor)[0].connection
         poll.unregister(descriptor)
-        log.warning("thinwire: rank %d closed a connection from %s, which %s", rank, name_of(connection), why)
+        log.warning("rank %d closed a connection from %s, which %s", rank, name_of(connection), why)
         connection.close()
 
     try:

@@ -136,7 +136,7 @@ class Healing:
 def _refuse_loss(own: History, theirs: History, number: int, source: int) -> None:
     lost = own.num_lost_in(theirs)
     if lost == 1:  # its vote was in doubt
-        log.warning("thinwire: worker %d gives up a round that the others have not committed", number)
+        log.warning("worker %d gives up a round that the others have not committed", number)
     elif lost > 1:
         raise LostRounds(
             f"worker {number} has committed {lost} rounds since round {own.committed - lost} that the newest state, that of "

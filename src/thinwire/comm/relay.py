@@ -133,7 +133,7 @@ class Relay:
     async def _meet(self, own: End, address: str) -> End | None:
         """Do what a connection asks for; return the one that it is to be joined with, if that was there before."""
         if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
-            log.warning("thinwire: the relay turned away %s, which has too many connections", address)
+            log.warning("the relay turned away %s, which has too many connections", address)
             return None
         keep_alive(own.writer.get_extra_info("socket"))
         magic, want, token = HELLO.unpack(await asyncio.wait_for(own.reader.readexactly(HELLO.size), HELLO_SECONDS))

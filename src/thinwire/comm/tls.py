@@ -231,7 +231,7 @@ class Listener:
                 return
             more = f" (and {self._unsaid} others before)" if self._unsaid else ""
             self._last_line, self._unsaid = now, 0
-        log.warning("thinwire: closed a connection from %s: %s%s", caller, why, more)
+        log.warning("closed a connection from %s: %s%s", caller, why, more)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import warnings
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ from ..algorithm import Algorithm
 from ..average.base import Averager
 from ..schedule import Schedule
 from .strategy import Averaging
+
+log = logging.getLogger("thinwire")
 
 if TYPE_CHECKING:
     from .base import Attachment
@@ -92,7 +94,7 @@ class Advisor:
             warnings.warn(line, stacklevel=2)
 
 
-def print_choice(strategy: Algorithm, rank: int) -> None:
-    """Say what was chosen for a user who chose nothing, on rank 0 alone."""
+def log_choice(strategy: Algorithm, rank: int) -> None:
+    """Log what was chosen for a user who chose nothing, on rank 0 alone."""
     if rank == 0:
-        print(f"thinwire: no strategy was given, so it takes {strategy}", file=sys.stderr)
+        log.info(f"no strategy was given, so it takes {strategy}")

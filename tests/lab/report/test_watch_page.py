@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from helpers.report_runs import write_run
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.lab.cli import main
+from thinwire.lab.report.exporters import prometheus
 from thinwire.lab.report.watch import MAX_ROWS, server, snapshot, sparkline, state_of
+from thinwire.lab.train.results.metrics_files import COLUMNS
 
+DASHBOARD = Path(__file__).parents[3] / "examples" / "watch" / "grafana.json"
 ROWS = [
     {
         "step": 10,
@@ -119,6 +130,89 @@ def test_prometheus_reads_the_moment(serving, run):
         (sample,) = families[f"thinwire_{name}"].samples
         assert sample.value == value and sample.labels == {"run": run.name}
     assert families["thinwire_finished"].samples[0].value == 0
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    """An OpenTelemetry collector: the messages that it is sent, read by the protocol's own classes."""
+    messages = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            messages.append((self.path, ExportMetricsServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as serving:
+        thread = threading.Thread(target=serving.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{serving.server_address[1]}")
+        yield messages
+        serving.shutdown()
+        thread.join()
+
+
+def test_opentelemetry_is_sent_the_numbers_that_prometheus_reads(run, collector, capsys):
+    assert main(["watch", str(run), "--once", "--otlp"]) == 0
+    assert "50.0 %" in capsys.readouterr().out
+    path, message = collector[-1]
+    assert path == "/v1/metrics"
+    sent = {}
+    for metric in message.resource_metrics[0].scope_metrics[0].metrics:
+        (point,) = metric.gauge.data_points
+        assert [(label.key, label.value.string_value) for label in point.attributes] == [("run", run.name)]
+        sent[metric.name] = point.as_double if point.WhichOneof("value") == "as_double" else point.as_int
+    asked = {family.name: family for family in text_string_to_metric_families(prometheus(snapshot(run)).decode())}
+    assert sent.keys() == {name.replace("thinwire_", "thinwire.") for name in asked}
+    age = sent.pop("thinwire.age_seconds")
+    assert 0 <= age <= asked["thinwire_age_seconds"].samples[0].value
+    for name, value in sent.items():
+        assert value == pytest.approx(asked[name.replace(".", "_")].samples[0].value)
+
+
+def test_serving_and_sending_are_two_commands(run, capsys):
+    assert main(["watch", str(run), "--serve", "0", "--otlp"]) == 2
+    assert "start one for each" in capsys.readouterr().err
+
+
+def test_the_dashboard_is_one_of_grafanas_and_asks_for_metrics_that_there_are(run):
+    """By Grafana's own classes; and against what Prometheus gets of a run whose rows have every column."""
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(dict.fromkeys(COLUMNS, step) | {"step": step, "seconds": step}) + "\n" for step in (1, 2))
+    )
+    given = {family.name for family in text_string_to_metric_families(prometheus(snapshot(run)).decode())}
+    register_default_plugins()
+    written = json.loads(DASHBOARD.read_text())
+    made = Dashboard.from_json(written)
+    assert list(_lost(written, json.loads(JSONEncoder().encode(made)))) == []  # Grafana knows every field
+    expressions = [target["expr"] for panel in written["panels"] for target in panel["targets"]]
+    queries = [variable["query"] for variable in written["templating"]["list"]]
+    assert {name for text in (*expressions, *queries) for name in re.findall(r"thinwire_\w+", text)} <= given
+    assert all(re.search(r'thinwire_\w+\{run=~"\$run"\}', text) for text in expressions)
+    cells = [cell for panel in made.panels for cell in _cells(panel.grid_pos)]
+    assert len(cells) == len(set(cells)) == 24 * (1 + max(y for _, y in cells))  # no gap, and no panel covers another
+
+
+def _lost(written, kept, place=""):
+    """The places where what was kept differs from what was written."""
+    if isinstance(written, dict) and isinstance(kept, dict):
+        for key, value in written.items():
+            yield from _lost(value, kept.get(key), f"{place}/{key}")
+    elif isinstance(written, list) and isinstance(kept, list) and len(written) == len(kept):
+        for i, (value, other) in enumerate(zip(written, kept, strict=True)):
+            yield from _lost(value, other, f"{place}/{i}")
+    elif written != kept:
+        yield place
+
+
+def _cells(place):
+    return [(x, y) for x in range(place.x, place.x + place.w) for y in range(place.y, place.y + place.h)]
 
 
 def test_what_is_not_there_is_said(serving, run, capsys, tmp_path):

@@ -214,7 +214,7 @@ class Connections:
             connection = self._listener.accept()[0]
         except OSError as error:
             if error.errno in FULL:
-                log.warning("thinwire: rank %d cannot take a connection: %s", self._rank, error.strerror)
+                log.warning("rank %d cannot take a connection: %s", self._rank, error.strerror)
                 self._closed.wait(1.0)  # it would be tried again at once, and again
             elif self._listener.fileno() < 0 or error.errno == errno.EINVAL:
                 raise  # closed
@@ -253,7 +253,7 @@ class Connections:
     def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor)[0].connection
         poll.unregister(descriptor)
-        log.warning("thinwire: rank %d closed a connection from %s, which %s", self._rank, name_of(connection), why)
+        log.warning("rank %d closed a connection from %s, which %s", self._rank, name_of(connection), why)
         connection.close()
 
     # ---- at the relay ----
@@ -278,7 +278,7 @@ class Connections:
                     ).start()
                     connection, pause = None, FIRST_PAUSE
             except OSError as error:
-                log.debug("thinwire: rank %d: %s", self._rank, error)
+                log.debug("rank %d: %s", self._rank, error)
                 self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             finally:
@@ -297,12 +297,12 @@ class Connections:
                 if poll.poll(1000 * min(left, 1.0)) and not greeting.goes_on():
                     why = self._refusal(greeting, session)
                     if why:
-                        log.warning("thinwire: rank %d closed a connection from the relay, which %s", self._rank, why)
+                        log.warning("rank %d closed a connection from the relay, which %s", self._rank, why)
                     else:
                         self._take(greeting, session)
                     return
         except OSError as error:
-            log.debug("thinwire: rank %d: %s", self._rank, error)
+            log.debug("rank %d: %s", self._rank, error)
         finally:
             self._at_relay.discard(connection)
             connection.close()
@@ -368,7 +368,7 @@ class Connections:
         have = self._engine.counts(peer).connections
         if have:
             self._wanted[peer] = min(self._wanted[peer], have)
-            log.warning("thinwire: rank %d makes no more connections with rank %d: %s", self._rank, peer, error)
+            log.warning("rank %d makes no more connections with rank %d: %s", self._rank, peer, error)
         else:
             self._lost.add(peer)
             self._engine.lose(peer, self._why(peer, error))

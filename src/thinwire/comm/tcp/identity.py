@@ -53,7 +53,7 @@ class Identity:
         try:
             self._context = self._read()
         except RuntimeError as error:
-            log.warning("thinwire: credentials have changed and cannot be used, so the old ones serve: %s", error)
+            log.warning("credentials have changed and cannot be used, so the old ones serve: %s", error)
             return False
         finally:
             self._versions = versions

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...algorithm import require
 from .options import parsed, show
 
 
@@ -21,6 +23,11 @@ class WatchOptions:
     serve: str | None = None
     """[ADDRESS:]PORT of a live page at /, its data at /run.json and Prometheus' metrics at /metrics. Without an address it
     listens on the loopback: the page asks nobody for a password."""
+    otlp: bool = False
+    """Whether to send the numbers to an OpenTelemetry collector too, that of OTEL_EXPORTER_OTLP_ENDPOINT."""
+
+    def __post_init__(self):
+        require(self.serve is None or not self.otlp, "--serve answers Prometheus, and --otlp sends; start one for each")
 
 
 def watch_command(options: list[str]) -> None:
@@ -29,6 +36,7 @@ def watch_command(options: list[str]) -> None:
         parsed(WatchOptions, options, "thinwire watch RUN")  # --help, or a wrong option
         raise ValueError("the folder of a run comes first, as in: thinwire watch runs/digits")
     folder, asked = Path(options[0]), parsed(WatchOptions, options[1:], "thinwire watch RUN")
+    from ..report.exporters import OpenTelemetry
     from ..report.watch import as_rich, server, snapshot
 
     seen = snapshot(folder)
@@ -37,16 +45,21 @@ def watch_command(options: list[str]) -> None:
         with server(folder, address, port) as serving:
             print(f"  http://{address}:{serving.server_address[1]}", flush=True)
             serving.serve_forever()
-    if asked.once:
-        show(as_rich(seen))
-        return
-    from rich.live import Live
+    with closing(OpenTelemetry()) if asked.otlp else nullcontext() as collector:
+        if collector is not None:
+            collector.set(seen)
+        if asked.once:
+            show(as_rich(seen))
+            return
+        from rich.live import Live
 
-    with Live(as_rich(seen), auto_refresh=False) as live:
-        while not seen["finished"]:
-            time.sleep(1)
-            seen = snapshot(folder)
-            live.update(as_rich(seen), refresh=True)
+        with Live(as_rich(seen), auto_refresh=False) as live:
+            while not seen["finished"]:
+                time.sleep(1)
+                seen = snapshot(folder)
+                live.update(as_rich(seen), refresh=True)
+                if collector is not None:
+                    collector.set(seen)
 
 
 def _place(text: str) -> tuple[str, int]:

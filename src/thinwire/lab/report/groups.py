@@ -24,6 +24,7 @@ IGNORED = {
         "keep",
         "checkpoint_every",
         "wandb",
+        "mlflow",
     ),
 }
 SIZES = {"workers", "epochs", "max_steps"}  # always named where they differ: longer runs are no better methods

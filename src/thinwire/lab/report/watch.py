@@ -1,4 +1,4 @@
-"""What a run is doing now, from its folder: for the terminal, for a page that refreshes itself, and for Prometheus."""
+"""What a run is doing now, from its folder: for the terminal, and for a page that refreshes itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from ..files import load_json_object
+from .exporters import prometheus
 from .runs import read_rows
 
 if TYPE_CHECKING:
@@ -164,23 +165,6 @@ def sparkline(values: list[float], width: int) -> str:
     means = [sum(part) / len(part) for i in range(0, len(values), step) if (part := values[i : i + step])]
     low, high = min(means), max(means)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for value in means)
-
-
-def prometheus(seen: dict[str, Any]) -> bytes:
-    """The numbers of the moment as gauges named `thinwire_...`, in Prometheus' text format.
-
-    Raises:
-        ModuleNotFoundError: prometheus_client is not installed.
-    """
-    from prometheus_client import CollectorRegistry, Gauge, generate_latest
-
-    registry = CollectorRegistry()
-    values = seen["now"] | {"finished": int(seen["finished"]), "age_seconds": seen["age_seconds"]}
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            gauge = Gauge(f"thinwire_{name}", f"{name} of the run", ["run"], registry=registry)
-            gauge.labels(seen["name"]).set(value)
-    return generate_latest(registry)
 
 
 def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:

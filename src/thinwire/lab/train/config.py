@@ -105,6 +105,8 @@ class RunConfig:
     """Also record the relative variance of a lossy codec; costs one more encoding for each row."""
     wandb: str | None = None
     """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
+    mlflow: str | None = None
+    """Experiment of MLflow that also gets the rows; needs its package, and MLFLOW_TRACKING_URI."""
 
     elastic: bool = False
     """Let workers come, go and die within the run; needs the extra `elastic`. A worker that is killed is started again."""

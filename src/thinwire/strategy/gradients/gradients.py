@@ -16,7 +16,7 @@ from ...average.base import Averager
 from ...average.mean.mean import Mean
 from ...codec import QSGD
 from ...comm import Communicator, Group
-from ..advice import print_choice
+from ..advice import log_choice
 from ..model.models import refuse_ddp
 from ..model.optimizer_step import unwrapped
 from ..strategy import Averaging, Rhythm, Runtime
@@ -145,7 +145,7 @@ def compress_gradients(
     strategy = Gradients(default_averager() if averager is None else averager, **options)
     handle = strategy.attach(model, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
     if averager is None:
-        print_choice(strategy, handle.comm.rank)
+        log_choice(strategy, handle.comm.rank)
     return handle
 
 

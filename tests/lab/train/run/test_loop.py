@@ -24,7 +24,7 @@ from thinwire.lab.train.device import choose_device
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.evaluation import evaluate
-from thinwire.lab.train.results.weights_and_biases import WandB, check_installed
+from thinwire.lab.train.results.trackers import MLflow, WandB, check_installed
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.step.training import Training, check_clipping, prepare
 
@@ -281,6 +281,26 @@ def test_rows_go_to_weights_and_biases_where_asked_and_a_run_goes_on_there(tmp_p
     WandB(config, tmp_path / "mine").row({"step": 4, "loss": math.nan})
     assert package.begun[1]["id"] == "xyz123" and package.begun[1]["resume"] == "allow"
     assert package.rows[-1] == (4, {"step": 4, "loss": None})
+
+
+def test_rows_go_to_mlflow_where_asked_and_a_run_goes_on_there(tmp_path, monkeypatch, alone):
+    """Of the package itself, with a folder in place of a server."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "tracked").as_uri())
+    mlflow = pytest.importorskip("mlflow")
+    config = replace(CONFIG, max_steps=3, mlflow="wires")
+    rows, _ = run_alone(config, tmp_path / "mine", alone)
+    again = MLflow(config, tmp_path / "mine")
+    again.row({"step": 4, "loss": math.nan, "accuracy": 0.5, "levels": [-1.0, 1.0]})
+    again.close()
+    client = mlflow.MlflowClient()
+    (kept,) = client.search_runs([client.get_experiment_by_name("wires").experiment_id])
+    assert (kept.info.run_name, kept.info.status) == ("mine", "FINISHED")
+    assert kept.data.params["strategy"] == config.strategy and kept.data.params["data.kind"] == "Digits"
+    for name in ("loss", "bytes_sent", "learning_rate"):
+        history = [(metric.step, metric.value) for metric in client.get_metric_history(kept.info.run_id, name)]
+        assert history == [(row["step"], pytest.approx(row[name])) for row in rows if row[name] is not None]
+    assert kept.data.metrics["accuracy"] == 0.5 and "levels" not in kept.data.metrics
 
 
 def test_a_missing_package_is_one_line_before_anything_starts(tmp_path, monkeypatch):

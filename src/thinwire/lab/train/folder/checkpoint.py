@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
-import sys
 import uuid
 import zipfile
 from collections.abc import Collection, Iterator
@@ -48,6 +48,8 @@ from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
 from ..step.steps import START, Place
 from ..step.training import Training
+
+log = logging.getLogger("thinwire")
 
 
 def save(
@@ -362,11 +364,9 @@ def _set_aside(folder: Path, mistakes: dict[str, str], used: Path) -> None:
                 shutil.rmtree(target)
             own.rename(target)
     if names:
-        print(
-            f"thinwire: {mistakes[names[0]]}; the run goes on from {used.name}, and {', '.join(names)} "
-            f"{'is' if len(names) == 1 else 'are'} kept as damaged-...",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            f"{mistakes[names[0]]}; the run goes on from {used.name}, and {', '.join(names)} "
+            f"{'is' if len(names) == 1 else 'are'} kept as damaged-..."
         )
 
 

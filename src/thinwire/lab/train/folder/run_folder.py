@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +15,8 @@ from ...files import load_json_object, write_json
 from ..config import RunConfig
 from .checkpoint import last_described
 from .lock import LOCK, locked
+
+log = logging.getLogger("thinwire")
 
 FREE = (
     *(
@@ -29,7 +31,18 @@ FREE = (
         "log_every",
         "variance",
     ),
-    *("wandb", "test_batch_size", "threads", "device", "port", "interface", "transport", "requeue", "timeout"),
+    *(
+        "wandb",
+        "mlflow",
+        "test_batch_size",
+        "threads",
+        "device",
+        "port",
+        "interface",
+        "transport",
+        "requeue",
+        "timeout",
+    ),
     *("elastic", "min_workers", "lighthouse", "first_worker", "credentials", "no_listen", "relay"),
     "data.num_loaders",
 )
@@ -143,8 +156,7 @@ def finished_run(config: RunConfig) -> Path | None:
     try:
         load_json_object(folder / "summary.json")
     except ValueError:  # the last checkpoint has all that it says
-        text = f"{folder / 'summary.json'} is damaged; it is written anew from the last checkpoint"
-        print(f"thinwire: {text}", file=sys.stderr, flush=True)
+        log.warning(f"{folder / 'summary.json'} is damaged; it is written anew from the last checkpoint")
         return None
     return folder
 

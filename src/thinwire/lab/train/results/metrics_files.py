@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
-import sys
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
 from ...files import naming, plain
+
+log = logging.getLogger("thinwire")
 
 COLUMNS = {
     "step": "optimizer steps so far",
@@ -134,7 +136,7 @@ def _present(file: TextIOWrapper, path: Path) -> TextIOWrapper:
     if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
         return file
     copy = path.open("w+", buffering=1, newline="")  # an error if the folder is gone too
-    print(f"thinwire: {path} was deleted or replaced, and is written anew", file=sys.stderr, flush=True)
+    log.warning(f"{path} was deleted or replaced, and is written anew")
     with file:
         file.seek(0)
         rows = file.read()

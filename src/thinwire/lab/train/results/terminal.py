@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +10,8 @@ from rich import progress
 from rich.console import Console, RenderableType
 from rich.table import Column
 from rich.text import Text
+
+log = logging.getLogger("thinwire")
 
 
 class TwoLines(progress.Progress):
@@ -87,11 +89,9 @@ class SkipWarning:
             self._is_due = False
             skips = values["skipped_steps"]
             were = "was" if skips == 1 else "were"
-            print(
-                f"thinwire: by step {values['step']}, {_updates(skips)} {were} skipped because a gradient was infinite or NaN; "
-                f"metrics.jsonl counts them in skipped_steps, and {self._limit} in a row end the run",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"by step {values['step']}, {_updates(skips)} {were} skipped because a gradient was infinite or NaN; "
+                f"metrics.jsonl counts them in skipped_steps, and {self._limit} in a row end the run"
             )
 
     def info(self, values: dict[str, Any]) -> None:

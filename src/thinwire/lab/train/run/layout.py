@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 from ....comm import Communicator, Layout
 from ....plan import Effort, measured_layout
 from ...files import load_json_object
 from ..config import RunConfig
+
+log = logging.getLogger("thinwire")
 
 LAYOUT_FILE = "layout.json"
 
@@ -21,5 +23,5 @@ def layout_of_run(config: RunConfig, folder: Path, comm: Communicator) -> Layout
     if kept is not None and len(kept["order"]) == comm.size:
         return Layout(tuple(kept["order"]), kept["workers_per_node"], tuple(kept["shares"]))
     if comm.rank == 0 and comm.size > 1:
-        print(f"thinwire: the measurement {effort.announced(comm.size)}", file=sys.stderr, flush=True)
+        log.info(f"the measurement {effort.announced(comm.size)}")
     return measured_layout(comm, effort)

@@ -18,6 +18,7 @@ epoch are split anew. Rows and checkpoints are made between two rounds. If a wor
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,7 +48,7 @@ from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
 from ..results.summary import summary
 from ..results.terminal import SkipWarning, Terminal
-from ..results.weights_and_biases import WandB
+from ..results.trackers import trackers
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.image_sizes import check_image_sizes
 from ..step.steps import Course, Step, course, steps
@@ -55,7 +56,9 @@ from ..step.training import Training, prepare
 from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
-from .workers import ElasticWorkers, FixedWorkers, Workers, say
+from .workers import ElasticWorkers, FixedWorkers, Workers
+
+log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
 
@@ -101,7 +104,7 @@ def run(
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
     for warning in warnings if workers.is_first else []:
-        say(warning)
+        log.warning(warning)
     torch.manual_seed(mix_key(config.seed, workers.number, 0))  # from here on workers draw different numbers (dropout)
     worker = _Worker(config, folder, workers, data, training, callbacks)
     try:
@@ -143,7 +146,7 @@ class _Worker:
         self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
-            say(f"{text}; their memory is redistributed")
+            log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
         if isinstance(workers, ElasticWorkers):
             self._share_with_joiners(workers.comm, loaded.rounds)
@@ -255,7 +258,7 @@ class _Worker:
                 Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done),
                 MetricsWriter(self.folder, done),
                 SkipWarning(config.precision, config.parsed_strategy().max_nonfinite),
-                *([WandB(config, self.folder)] if config.wandb else []),
+                *trackers(config, self.folder),
             ]
 
     def _share_with_joiners(self, comm: ElasticCommunicator, rounds: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,12 +17,14 @@ from ..shared_errors import same_error_on_all
 from .interrupt import Interruption
 from .state import RunState
 
+log = logging.getLogger("thinwire")
+
 Result = TypeVar("Result")
 
 OWN_SETTINGS = frozenset(
     [
         *("recipe", "workers", "min_workers", "first_worker", "lighthouse", "elastic", "threads", "device", "compile"),
-        *("output", "name", "suffix", "overwrite", "resume", "wandb", "keep", "requeue"),
+        *("output", "name", "suffix", "overwrite", "resume", "wandb", "mlflow", "keep", "requeue"),
         *("transport", "interface", "credentials", "no_listen", "relay", "port", "timeout"),
     ]
 )
@@ -186,10 +188,10 @@ class ElasticWorkers(Workers):
         for loss in self.comm.counts.losses:
             if loss.round == members.version.committed and loss.worker in last:
                 norm = "never voted" if loss.norm is None else f"memory of norm {loss.norm:.3g} is lost"
-                say(f"worker {loss.worker} is gone after step {done}: {norm}; {members_text(members)} go on")
+                log.warning(f"worker {loss.worker} is gone after step {done}: {norm}; {members_text(members)} go on")
         if members.version.committed and members.healed:
             healed = ", ".join(str(members.numbers[rank]) for rank in members.healed)
-            say(f"healed after step {done}: worker {healed}; {members_text(members)} go on")
+            log.info(f"healed after step {done}: worker {healed}; {members_text(members)} go on")
 
     def between_rounds(self, do: Callable[[], Result]) -> Result | None:
         return self.comm.between_rounds(do)
@@ -219,8 +221,3 @@ def members_text(members: Members) -> str:
         '2 workers (0, 2)'
     """
     return f"{len(members.numbers)} workers ({', '.join(map(str, members.numbers))})"
-
-
-def say(text: str) -> None:
-    """Write a line to stderr."""
-    print(f"thinwire: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ....comm import Communicator, LocalWorld
 from ..config import RunConfig
-from ..results.weights_and_biases import check_installed
+from ..results.trackers import check_installed
 from ..step.training import check_clipping
 
 

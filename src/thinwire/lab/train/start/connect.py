@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -29,6 +29,8 @@ from ..run.interrupt import Interrupted
 from ..shared_errors import SharedError, same_error_on_all
 from .environment import LOOPBACK, Environment
 from .presence import Presence
+
+log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
@@ -121,11 +123,9 @@ def warn_if_open(credentials: Credentials | None, is_first: bool) -> None:
     """Say that messages leave this machine as they are, if they do."""
     host = own_address()[1]
     if is_first and credentials is None and not ipaddress.ip_address(host).is_loopback:
-        print(
-            f"thinwire: connections at {host} are not encrypted, and whoever reaches them can take part; use a network of your "
-            "own machines only, or --credentials (see thinwire keys)",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            f"connections at {host} are not encrypted, and whoever reaches them can take part; use a network of your "
+            "own machines only, or --credentials (see thinwire keys)"
         )
 
 
@@ -149,7 +149,7 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
             if error.errno == errno.EADDRINUSE:
                 raise ValueError(f"port {port} of {host} is taken; choose another with MASTER_PORT") from None
             why = f"{host}: {error.strerror or error}"
-        print(f"thinwire: the store listens on all interfaces, because {why}", file=sys.stderr, flush=True)
+        log.warning(f"the store listens on all interfaces, because {why}")
     return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
 
 

@@ -9,8 +9,8 @@ The agent of `torch.distributed.elastic` (torchrun) restarts all workers when on
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import time
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +24,8 @@ from ..run.interrupt import Interrupted
 from ..signals import SIGNALS
 from .watch import FORK_SERVER_DIED, NO_FORK_SERVER, Requests, WorkerError, diagnosis, stopped, too_slow
 from .worker import LEFT_OUT, MISTAKEN
+
+log = logging.getLogger("thinwire")
 
 MAX_RESTARTS = 20
 """How often one worker is started again; a worker that dies more often would die for ever."""
@@ -90,7 +92,7 @@ class ElasticWatch:
         if has_ended_too_often:
             raise WorkerError(diagnosis(self.workers, self.folder, self.store))
         self.restarts[place] += 1
-        print(f"thinwire: {why}; it is started again", file=sys.stderr, flush=True)
+        log.warning(f"{why}; it is started again")
         self.workers[place] = self.start(place, True)
 
     def _end_stopped(self, now: float) -> None:
@@ -99,8 +101,7 @@ class ElasticWatch:
         for place, since in self.stopped_since.items():
             if now - since >= limit:
                 number = self.config.first_worker + place
-                text = f"worker {number} was stopped (SIGSTOP) for {limit:g} seconds, and is killed"
-                print(f"thinwire: {text}", file=sys.stderr, flush=True)
+                log.warning(f"worker {number} was stopped (SIGSTOP) for {limit:g} seconds, and is killed")
                 self.workers[place].kill()
 
     def _check_end(self) -> None:

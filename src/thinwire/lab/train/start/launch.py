@@ -5,8 +5,8 @@ A launcher (torchrun, srun, mpirun) starts the same command once for each worker
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ..config import RunConfig
 from ..device import choose_device
 from ..folder.run_folder import abandon, finished_run, held_folder
 from ..results.callbacks import Callback, EachStep
-from ..results.weights_and_biases import check_installed
+from ..results.trackers import check_installed
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption, requeue
 from ..shared_errors import SharedError, run_on_all
@@ -30,6 +30,8 @@ from .environment import Environment, set_variables
 from .spawn import spawn
 from .watch import WorkerError
 from .worker import failure, ignore_file_errors
+
+log = logging.getLogger("thinwire")
 
 # After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
 # them as soon as rank 0 has ended.
@@ -151,4 +153,4 @@ def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
     if on_stop:
         on_stop(stop)
     if config.requeue and stop.signal == signal.SIGUSR1:
-        print(f"thinwire: {requeue()}", file=sys.stderr, flush=True)
+        log.info(requeue())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -17,6 +16,8 @@ from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
 from .connect import credentials_of, has_own_gpu, warn_if_open
+
+log = logging.getLogger("thinwire")
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
         raise ValueError(f"the Lighthouse cannot listen at {host}:{port}: {error.strerror or error}") from None
     text = f"others join with --elastic --lighthouse {lighthouse.address} --first-worker {config.workers}"
     text += " --credentials FOLDER" * (credentials is not None)
-    print(f"thinwire: {text}", file=sys.stderr, flush=True)
+    log.info(text)
     try:
         yield lighthouse.address
     finally:

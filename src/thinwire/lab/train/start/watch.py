@@ -12,6 +12,7 @@ of all workers from the failure of one, and blame the worker that ended first, w
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from ..run.interrupt import Interrupted
 from ..signals import SIGNALS
 from .presence import Store
 from .worker import MISTAKEN
+
+log = logging.getLogger("thinwire")
 
 NO_FORK_SERVER = 255  # what `multiprocessing` says of all workers whose fork server has died
 NOTICE_SECONDS = 5  # after which a worker under SIGSTOP is reported; --timeout ends the run
@@ -51,7 +54,7 @@ class Requests:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signal and number == signal.SIGINT and sys.stderr.isatty():
-            print("\nthinwire: stopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+            log.info("stopping after this step; Ctrl-C again stops at once")
         self.signal = self.signal or number
         self.deadline = min(self.deadline, time.monotonic() + STOP_SECONDS)
         self.pass_on()
@@ -108,11 +111,9 @@ def watch(workers: Sequence[BaseProcess], folder: Path, requests: Requests, stor
             if now - since >= NOTICE_SECONDS and rank not in reported:
                 reported.add(rank)
                 pid = workers[rank].pid
-                print(
-                    f"thinwire: worker {rank} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "
-                    f"kill -CONT {pid} lets it go on; after {limit_seconds:g} seconds (--timeout) the run ends",
-                    file=sys.stderr,
-                    flush=True,
+                log.warning(
+                    f"worker {rank} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "
+                    f"kill -CONT {pid} lets it go on; after {limit_seconds:g} seconds (--timeout) the run ends"
                 )
         if running and now > requests.deadline:
             raise WorkerError(too_slow(workers, requests.signal, folder))

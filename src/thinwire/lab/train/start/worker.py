@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +25,8 @@ from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
 from .parent_death import end_with_parent
 from .presence import Store
+
+log = logging.getLogger("thinwire")
 
 MISTAKEN = 2  # exit code of a worker after a user error that all workers found
 LEFT_OUT = 3  # exit code of a worker of an elastic run that is left out of it, see `members.LeftOut`
@@ -80,7 +82,7 @@ def work(
         store.set("mistake", str(mistake))
         os._exit(MISTAKEN)
     except LeftOut as error:
-        print(f"thinwire: {error}", file=sys.stderr, flush=True)
+        log.error(error)
         os._exit(LEFT_OUT)
     except BaseException as error:
         if isinstance(error, Exception):

@@ -1,0 +1,34 @@
+"""Where the package's messages go: to Python's logger "thinwire".
+
+A program that configures logging gets these records as all others. Until it does, those of level INFO and above go to stderr,
+as `thinwire: message`, a line each.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+log = logging.getLogger("thinwire")
+
+
+def is_configured() -> bool:
+    """Whether the program has configured logging."""
+    return bool(logging.getLogger().handlers)
+
+
+class UntilConfigured(logging.Handler):
+    """Writes records to stderr until logging is configured: `logging.lastResort`, but from INFO on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        if not is_configured():
+            sys.stderr.write(f"thinwire: {self.format(record)}\n")
+            sys.stderr.flush()
+
+
+def install() -> None:
+    """Give the logger its handler. A level that the program has set stays."""
+    log.addHandler(UntilConfigured())
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
