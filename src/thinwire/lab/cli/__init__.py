@@ -16,6 +16,7 @@ from .demo import demo_command
 from .doctor import doctor_command
 from .extras import EXTRAS, advice, missing_packages
 from .keys import keys_command
+from .new_method import new_method_command
 from .options import fail, named
 from .plan import plan_command
 from .relay import relay_command
@@ -40,6 +41,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
   doctor          say what is wrong with hosts and lines, and what follows from them
+  new-method NAME make a package with a method of your own, and a comparison with five baselines
   consensus       average without training: the error against the bits sent
   topology GRAPH  print the properties of a graph, and draw it
   bench codecs    measure how fast codecs encode and decode
@@ -113,6 +115,7 @@ COMMANDS = {
     "relay": relay_command,
     "plan": plan_command,
     "doctor": doctor_command,
+    "new-method": new_method_command,
     "consensus": consensus_command,
     "topology": topology_command,
     "bench": bench_command,

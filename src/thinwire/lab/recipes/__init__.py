@@ -1,10 +1,15 @@
 """Recipes: named, complete run configurations. There is one module per kind of data; `base` defines recipes.
 
-All modules of this package with `TASKS` contribute them, in the order of the modules' names.
+All modules of this package with `TASKS` contribute them, in the order of the modules' names; after them come those that
+installed packages declare in the entry-point group `thinwire.recipes`:
+
+    [project.entry-points."thinwire.recipes"]
+    my-method = "my_package.recipes:TASKS"
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -16,10 +21,25 @@ from .base import SMALL, Recipe, Task, TaskMethod
 __all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "recipes", "tasks"]
 
 
+ENTRY_POINT_GROUP = "thinwire.recipes"
+
+
 def tasks() -> list[Task]:
-    """All tasks."""
+    """All tasks.
+
+    Raises:
+        ValueError: the tasks of an installed package cannot be read.
+    """
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return [task for module in modules for task in getattr(module, "TASKS", ())]
+    found = [task for module in modules for task in getattr(module, "TASKS", ())]
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found += entry.load()
+        except Exception as error:
+            raise ValueError(
+                f"the recipes {entry.name} = {entry.value!r} of an installed package cannot be used: {error}"
+            ) from error
+    return found
 
 
 @cache
