@@ -19,6 +19,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from helpers.report_runs import write_run
+from helpers.schemas import lost
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -190,25 +191,13 @@ def test_the_dashboard_is_one_of_grafanas_and_asks_for_metrics_that_there_are(ru
     register_default_plugins()
     written = json.loads(DASHBOARD.read_text())
     made = Dashboard.from_json(written)
-    assert list(_lost(written, json.loads(JSONEncoder().encode(made)))) == []  # Grafana knows every field
+    assert list(lost(written, json.loads(JSONEncoder().encode(made)))) == []  # Grafana knows every field
     expressions = [target["expr"] for panel in written["panels"] for target in panel["targets"]]
     queries = [variable["query"] for variable in written["templating"]["list"]]
     assert {name for text in (*expressions, *queries) for name in re.findall(r"thinwire_\w+", text)} <= given
     assert all(re.search(r'thinwire_\w+\{run=~"\$run"\}', text) for text in expressions)
     cells = [cell for panel in made.panels for cell in _cells(panel.grid_pos)]
     assert len(cells) == len(set(cells)) == 24 * (1 + max(y for _, y in cells))  # no gap, and no panel covers another
-
-
-def _lost(written, kept, place=""):
-    """The places where what was kept differs from what was written."""
-    if isinstance(written, dict) and isinstance(kept, dict):
-        for key, value in written.items():
-            yield from _lost(value, kept.get(key), f"{place}/{key}")
-    elif isinstance(written, list) and isinstance(kept, list) and len(written) == len(kept):
-        for i, (value, other) in enumerate(zip(written, kept, strict=True)):
-            yield from _lost(value, other, f"{place}/{i}")
-    elif written != kept:
-        yield place
 
 
 def _cells(place):
