@@ -29,7 +29,6 @@ constexpr uint64_t kSmall = 1 << 14;        // messages below go first
 constexpr uint64_t kEarly = 64 << 20;       // of one peer, kept for operations that this worker has not started
 constexpr double kLong = 0.003;             // round trip from which a line is a long one
 constexpr double kFar = 0.015;              // and a very long one, where a window of ten packets is the rule after a pause
-constexpr uint32_t kNearChunk = 1 << 18;    // on a short line: few system calls
 constexpr uint32_t kLongChunk = 1 << 16;
 constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
 constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
@@ -92,8 +91,9 @@ std::string mismatch(int rank, uint64_t got, uint64_t expected) {
 
 struct Engine::Operation {
     uint64_t id = 0;
-    size_t left = 0;
-    bool is_done = false;
+    size_t left = 0;     // chunks to write and messages to receive, until it is done
+    size_t unacked = 0;  // chunks that may have to be sent again from its memory
+    bool is_done = false, is_settled = false;
     std::string error;
     std::vector<int> peers;
     std::condition_variable done;
@@ -102,7 +102,7 @@ struct Engine::Operation {
 struct Engine::Chunk {
     Header header{};
     const uint8_t* data = nullptr;
-    std::unique_ptr<uint8_t[]> kept;  // a copy, once the operation has given its memory back
+    Copies::Bytes kept;  // a copy, once the operation has given its memory back
     std::shared_ptr<Operation> op;
     bool is_written = false, is_acked = false;
     int copies = 1;
@@ -275,7 +275,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
     operations_[op->id] = op;
     if (!failure_.empty()) {
         op->error = failure_;
-        op->is_done = true;
+        op->is_done = op->is_settled = true;
         finished_.push_back(op->id);
         return op->id;
     }
@@ -322,11 +322,13 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             chunk->header = {kData, static_cast<uint32_t>(part.bytes), part.number, part.bytes, 0};
             chunk->data = part.data;
             chunk->op = op;
+            ++op->unacked;
             peer.small.push_back(std::move(chunk));
         } else {
             uint64_t chunk = peer.chunk_bytes();
             peer.bulk.push_back({part, 0, chunk, op});
             op->left += (part.bytes - 1) / chunk;  // chunks, not messages
+            op->unacked += (part.bytes - 1) / chunk + 1;
         }
     }
     for (const Part& part : sends) {
@@ -346,6 +348,7 @@ bool Engine::wait(uint64_t id, double seconds) {
     auto op = found->second;
     if (!op->done.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return op->is_done; })) return false;
     operations_.erase(id);
+    settle(op);
     if (!op->error.empty()) throw std::runtime_error(op->error);
     return true;
 }
@@ -499,12 +502,15 @@ std::string Engine::limit_text() const {
 double Engine::tick(double at) {
     double pause = std::min(1.0, timeout_ / 8);
     if (!failure_.empty()) return pause;
+    Peer* silent = nullptr;  // the longest: the others may wait for it too
+    for (Peer& peer : peers_)
+        if (peer.gone.empty() && !peer.expected.empty() && (!silent || peer.heard < silent->heard)) silent = &peer;
+    if (silent && at - silent->heard > timeout_) {
+        fail(silent->rank, "nothing came from rank " + std::to_string(silent->rank) + " in " + limit_text());
+        return pause;
+    }
     for (Peer& peer : peers_) {
         if (!peer.gone.empty()) continue;
-        if (!peer.expected.empty() && at - peer.heard > timeout_) {
-            fail(peer.rank, "nothing came from rank " + std::to_string(peer.rank) + " in " + limit_text());
-            return pause;
-        }
         if (peer.has_work() && at - peer.moved > timeout_) {
             fail(peer.rank, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
             return pause;
@@ -710,28 +716,39 @@ void Engine::advance(Connection& c, size_t count) {
 
 void Engine::acknowledged(Connection& c, uint64_t position) {
     while (c.unwritten > 0 && c.frames.front().end <= position) {
-        if (c.frames.front().chunk) c.frames.front().chunk->is_acked = true;
+        Chunk* chunk = c.frames.front().chunk.get();
+        if (chunk && !std::exchange(chunk->is_acked, true) && --chunk->op->unacked == 0 && chunk->op->is_done) settle(chunk->op);
         c.frames.pop_front();
         --c.unwritten;
     }
 }
 
-// The operation is done: its memory is given back, so what may have to be sent again is copied.
 void Engine::release(const std::shared_ptr<Operation>& op) {
+    op->is_done = true;
+    op->done.notify_all();
+    if (op->unacked == 0) settle(op);
+}
+
+// The memory of a done operation is given back: when somebody has waited for it, or all is acknowledged. What may have to be
+// sent again is copied; that is the less, the later the caller waits.
+void Engine::settle(const std::shared_ptr<Operation>& op) {
+    if (std::exchange(op->is_settled, true)) return;
+    finished_.push_back(op->id);
+    if (op->unacked == 0) return;
+    auto keep = [&](Chunk* chunk) {
+        if (!chunk || chunk->op != op || chunk->is_acked || chunk->kept) return;
+        chunk->kept = copies_.take(chunk->header.length);
+        std::memcpy(chunk->kept.get(), chunk->data, chunk->header.length);
+        chunk->data = chunk->kept.get();
+    };
     std::sort(op->peers.begin(), op->peers.end());
     op->peers.erase(std::unique(op->peers.begin(), op->peers.end()), op->peers.end());
-    for (int rank : op->peers)
-        for (auto& c : peers_[static_cast<size_t>(rank)].connections)
-            for (auto& frame : c->frames) {
-                Chunk* chunk = frame.chunk.get();
-                if (!chunk || chunk->op != op || chunk->is_acked || chunk->kept) continue;
-                chunk->kept.reset(new uint8_t[chunk->header.length]);
-                std::memcpy(chunk->kept.get(), chunk->data, chunk->header.length);
-                chunk->data = chunk->kept.get();
-            }
-    op->is_done = true;
-    finished_.push_back(op->id);
-    op->done.notify_all();
+    for (int rank : op->peers) {
+        Peer& peer = peers_[static_cast<size_t>(rank)];
+        for (auto& chunk : peer.again) keep(chunk.get());
+        for (auto& c : peer.connections)
+            for (auto& frame : c->frames) keep(frame.chunk.get());
+    }
 }
 
 // ---- receiving ----
@@ -741,9 +758,11 @@ void Engine::read(Connection& c) {
     for (int turn = 0; (turn < kTurns || c.session) && !c.is_dead && !c.is_paused; ++turn) {
         if (c.ahead_begin == c.ahead_end) c.ahead_begin = c.ahead_end = 0;
         size_t into = std::min(c.left, c.into ? c.left : scratch_.size());
-        iovec pieces[2] = {{c.into ? c.into : scratch_.data(), into}, {c.ahead.data() + c.ahead_end, kAhead - c.ahead_end}};
+        // Behind a large chunk probably comes another one, of which only the header is wanted here: the rest would be copied.
+        size_t more = std::min(into < kSmall ? kAhead : sizeof(Header), kAhead - c.ahead_end);
+        iovec pieces[2] = {{c.into ? c.into : scratch_.data(), into}, {c.ahead.data() + c.ahead_end, more}};
         bool beyond = into == c.left;
-        size_t asked = into + (beyond ? kAhead - c.ahead_end : 0);
+        size_t asked = into + (beyond ? more : 0);
         ssize_t got = c.receive(into ? pieces : pieces + 1, into && beyond ? 2 : 1, turn < kTurns);
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (got < 0 && errno == EINTR) continue;
@@ -844,7 +863,7 @@ bool Engine::begin(Connection& c) {
         return true;
     }
     if (!message.data && !range->early) {
-        range->early.reset(new uint8_t[h.length]);
+        range->early = copies_.take(h.length);
         peer.early += kCost + h.length;
     }
     c.message = &message;
@@ -939,10 +958,10 @@ void Engine::check_gone(Peer& peer) {
 
 void Engine::end_operations() {
     for (auto& [id, op] : operations_) {
+        if (!std::exchange(op->is_settled, true)) finished_.push_back(id);
         if (op->is_done) continue;
         op->error = failure_;
         op->is_done = true;
-        finished_.push_back(id);
         op->done.notify_all();
     }
 }

@@ -5,7 +5,8 @@
 // two. A chunk that was sent over a connection that is lost is sent again over another one; the receiver drops what it has. So
 // connections may come and go, and nothing is lost or comes twice.
 //
-// Memory  Belongs to an operation until `wait` says that it is done. Chunks that are not acknowledged then are copied.
+// Memory  Belongs to an operation until `wait` says that it is done, or `finished` names it. Chunks that are not acknowledged
+//         when `wait` returns are copied.
 // Errors  Fail everything: all operations, with the same words, and all peers are told.
 // Events  For who connects: a connection was lost, or the peer's system ended it; more would be faster; all has failed.
 #pragma once
@@ -54,7 +55,7 @@ class Engine {
     void attach(int peer, int descriptor, std::shared_ptr<Session> session = nullptr);
     uint64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
     bool wait(uint64_t operation, double seconds);          // whether it is done; throws std::runtime_error if it failed
-    std::vector<uint64_t> finished();                       // operations that ended since the last call
+    std::vector<uint64_t> finished();                       // operations that have given back their memory since the last call
     // Waits until one of these messages (peer, number) has begun to come; returns which, or -1. None may be expected.
     int begun(const std::vector<std::pair<int, uint64_t>>& messages, double seconds);
     std::vector<Event> events(double seconds);              // waits for the first one
@@ -91,6 +92,7 @@ class Engine {
     void end(Connection& c);
     void finish_message(Peer& peer, uint64_t number);
     void release(const std::shared_ptr<Operation>& op);
+    void settle(const std::shared_ptr<Operation>& op);
     void drop(Connection& c, Event::What how = Event::kLost);
     void sweep();
     void leave(Connection& c, const std::string& what);
@@ -104,6 +106,7 @@ class Engine {
     const double timeout_;
     const int process_;
     std::mutex mutex_;
+    Copies copies_;  // outlives the chunks
     std::condition_variable events_ready_, flushed_;
     std::vector<Peer> peers_;
     std::unordered_map<uint64_t, std::shared_ptr<Operation>> operations_;

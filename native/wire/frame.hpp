@@ -12,6 +12,8 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace thinwire::wire {
 
@@ -31,6 +33,7 @@ struct Header {  // little-endian, as every machine that we run on
 static_assert(sizeof(Header) == 32);
 
 constexpr uint32_t kMaxChunk = 1 << 20;
+constexpr uint32_t kNearChunk = 1 << 18;    // on a short line: few system calls
 constexpr uint32_t kMinChunk = 4096;        // but for the last of a message: so many small ones would cost memory
 constexpr uint64_t kMaxTotal = 1ull << 46;  // bytes of a message
 constexpr uint64_t kMaxAhead = 1 << 20;     // messages that a peer may be ahead of this worker, in a stream and in all
@@ -62,12 +65,37 @@ struct Whole {
     }
 };
 
+// Copies of chunks. The memory of those of short lines is used again: the first touch of a fresh page costs more than copying it.
+class Copies {
+  public:
+    struct Return {
+        Copies* owner = nullptr;  // null for chunks of other sizes
+        void operator()(uint8_t* bytes) const {
+            std::unique_ptr<uint8_t[]> memory(bytes);
+            if (owner && owner->spare_.size() < kSpare) owner->spare_.push_back(std::move(memory));
+        }
+    };
+    using Bytes = std::unique_ptr<uint8_t[], Return>;
+
+    Bytes take(uint32_t length) {
+        const bool is_large = length == kNearChunk;
+        if (!is_large || spare_.empty()) return Bytes(new uint8_t[length], Return{is_large ? this : nullptr});
+        Bytes bytes(spare_.back().release(), Return{this});
+        spare_.pop_back();
+        return bytes;
+    }
+
+  private:
+    static constexpr size_t kSpare = 32;
+    std::vector<std::unique_ptr<uint8_t[]>> spare_;
+};
+
 // The chunks of one message that have come, or are on their way in.
 struct Incoming {
     struct Range {
         uint32_t length = 0;
         bool is_done = false;
-        std::unique_ptr<uint8_t[]> early;  // holds the bytes until the message's own memory is known
+        Copies::Bytes early;  // holds the bytes until the message's own memory is known
     };
     uint64_t total = 0, left = 0;
     uint8_t* data = nullptr;  // null until the message is expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import resource
@@ -104,9 +105,9 @@ def test_workers_that_close_at_the_same_time_do_not_wait_for_each_others_last_wo
 
 
 def sums(comm) -> list[torch.Tensor]:
-    """Of tensors of one piece, of several, and of fewer elements than workers; the last one is not a number anywhere."""
+    """Of tensors of one piece, of several, and of fewer elements than workers, on short and on long lines."""
     results = []
-    for numel in (1, 2, 1000, 700_001):
+    for numel, comm.is_near in itertools.product((1, 2, 1000, 1_500_001), (True, False)):
         x = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank)) * 10.0 ** (4 * comm.rank)
         results += [x.clone(), comm.all_reduce(x).wait()]
     return results

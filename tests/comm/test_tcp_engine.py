@@ -146,6 +146,51 @@ def test_closing_ends_what_others_wait_for(pair):
         pair[1].wait(operation, 30.0)
 
 
+# ---- whose memory it is ----
+
+
+def read_message(end: socket.socket, total: int) -> bytes:
+    """The bytes of a message, of which the chunks may come in any order; nothing is acknowledged."""
+    message = bytearray(total)
+    left = total
+    while left:
+        _, length, _, _, offset = HEADER.unpack(end.recv(HEADER.size, socket.MSG_WAITALL))
+        message[offset : offset + length] = end.recv(length, socket.MSG_WAITALL)
+        left -= length
+    return bytes(message)
+
+
+def test_memory_that_nobody_waits_for_is_given_back_when_all_is_acknowledged():
+    engine, *_, theirs = said()
+    memory = noise(400_000, 0)
+    operation = engine.post([described(0, memory, 1)], [])
+    assert read_message(theirs, 400_000) == memory.numpy().tobytes()
+    assert operation not in engine.finished()
+    theirs.sendall(HEADER.pack(ACK, 0, 400_000 + 2 * HEADER.size, 0, 0))
+    wait_until(lambda: operation in engine.finished(), "the end of the operation")
+
+
+@pytest.mark.parametrize("is_lost_before", [False, True])
+def test_memory_that_was_given_back_is_not_read_again(is_lost_before):
+    """What was not acknowledged is sent again with the bytes that it had, whether the connection is lost before or later."""
+    engine, *_, first = said()
+    memory = noise(400_000, 0)
+    expected = memory.numpy().tobytes()
+    operation = engine.post([described(0, memory, 1)], [])
+    assert read_message(first, 400_000) == expected
+    if is_lost_before:
+        first.close()
+        wait_until(lambda: engine.counts(1).connections == 0, "the loss")
+    finished(engine, operation)
+    assert operation in engine.finished()
+    memory.fill_(7)
+    first.close()
+    wait_until(lambda: engine.counts(1).connections == 0, "the loss")
+    ours, second = socket.socketpair()
+    engine.attach(1, ours.detach())
+    assert read_message(second, 400_000) == expected
+
+
 # ---- a peer that lies ----
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -19,3 +22,40 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if flat.numel() == 1:  # the stride of a single element may be anything, and `view` asks for 1
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
+
+
+class Spare:
+    """Memory to receive into that is used again: the first touch of fresh pages costs about as much as receiving into them.
+
+    Example:
+        >>> spare = Spare()
+        >>> memory = spare.take(torch.zeros(2, 3))
+        >>> memory.shape
+        torch.Size([6])
+        >>> spare.give_back(memory)
+    """
+
+    MIN_BYTES = 1 << 17  # below, `malloc` uses memory again by itself
+    MAX_BYTES = 1 << 26  # kept in all
+
+    def __init__(self) -> None:
+        self._kept: deque[Tensor] = deque()  # the oldest first
+        self._lock = threading.Lock()
+
+    def take(self, like: Tensor) -> Tensor:
+        """A flat tensor with the dtype and the number of elements of `like`."""
+        with self._lock:
+            for index, memory in enumerate(self._kept):
+                if memory.numel() == like.nbytes:
+                    del self._kept[index]
+                    return memory.view(like.dtype)
+        return debug.empty(like.numel(), dtype=like.dtype, device="cpu")
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take back what `take` has returned; nobody reads or writes it any more."""
+        if tensor.nbytes < self.MIN_BYTES or debug.enabled:
+            return
+        with self._lock:
+            self._kept.append(as_bytes(tensor))
+            while sum(memory.numel() for memory in self._kept) > self.MAX_BYTES:
+                self._kept.popleft()

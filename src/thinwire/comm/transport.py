@@ -13,8 +13,6 @@ from .process_group import Group, ProcessGroupCommunicator
 from .tcp import TcpCommunicator, is_available
 
 Transport = Literal["auto", "tcp", "gloo", "nccl", "mpi"]
-LONG_SECONDS = 0.003
-"""Round trip from which our own connections are faster than Gloo's single one, which waits for each lost packet."""
 
 
 def connect(
@@ -53,9 +51,7 @@ def connect(
     chosen: Communicator = comm
     if comm.all_true(can_be_long):
         own = TcpCommunicator(group, timeout_seconds)
-        longest = max(own.counts(peer).round_trip_seconds for peer in range(own.size) if peer != own.rank)
-        is_long = max(own.gather_objects(longest)) > LONG_SECONDS
-        chosen, other = (own, comm) if is_long else (comm, own)
+        chosen, other = (comm, own) if own.is_near else (own, comm)
         other.close()
     chosen.ledger = type(chosen.ledger)(chosen.size)
     return chosen

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from ..comm.transport import LONG_SECONDS
+from ..comm.tcp.communicator import LONG_SECONDS
 from .lines import Lines
 
 CONNECTIONS = 65  # to one peer, at most

@@ -4,8 +4,8 @@ A C++ thread (`native/wire/engine.cpp`) moves messages over several connections 
 from them:
 
     exchange, all_gather, all_to_all   messages straight to their receivers
-    all_reduce, 2 workers              each sends the whole tensor, and both add them in rank order
-    all_reduce, more                   worker r gets shard r of all others, adds them in rank order, and sends the sum to all
+    all_reduce                         worker r gets shard r of all others, adds them in rank order, and sends the sum to all
+    all_reduce, where delay counts     of 2 workers, each sends the whole tensor, and both add: as many bytes in one step
     reduce_scatter, reduce             the first half of an all_reduce; then the sums go to one worker
     broadcast                          a binomial tree
 
@@ -37,7 +37,7 @@ from ... import debug
 from .. import check
 from ..background import Background
 from ..base import Communicator, Start
-from ..buffers import as_bytes, flat_like
+from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
 from ..connect import open_sockets, own_address
 from ..handle import CommunicationError, Handle
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from ..credentials import Credentials
     from ._engine import Counts, Engine
 
-PIECE_BYTES, MAX_PIECES = 1 << 20, 8  # of an all_reduce: one is added up while the next one is on its way
+PIECE_BYTES, MAX_PIECES = 1 << 21, 8  # of an all_reduce: one is added up while the next one is on its way
+LONG_SECONDS = 0.003
+"""Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
 CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 
@@ -91,6 +93,7 @@ class TcpCommunicator(Communicator):
 
     Attributes:
         limit_seconds: how long to wait for an operation, whatever comes meanwhile; it may be changed.
+        is_near: whether no two workers are a long line apart, `LONG_SECONDS`.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
@@ -195,6 +198,7 @@ class TcpCommunicator(Communicator):
         self._sent, self._received = [0] * size, [0] * size  # messages, by peer
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
         self._alive_lock = threading.Lock()
+        self._spare = Spare()
         self._later = Background("thinwire-comm")
         self._tagged = Tagged(rank, size, self._engine, self._begin, self._wait, timeout_seconds)
         self._forgotten = finalize(self, _end, self._engine, self._connections, self.process)
@@ -202,7 +206,9 @@ class TcpCommunicator(Communicator):
         try:
             said = gather([*self._connections.told, secret])
             self._connections.open(self._engine, [Told(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
-            self.barrier()
+            self.barrier()  # all are connected
+            trips = [self.counts(peer).round_trip_seconds for peer in range(size) if peer != rank]
+            self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
             self.close()
             raise
@@ -444,21 +450,24 @@ class TcpCommunicator(Communicator):
             reduction([flat], flat)
             return _nothing
         pieces = flat.tensor_split(max(1, min(MAX_PIECES, check.num_bytes(flat) // PIECE_BYTES)))
-        is_swap = self.size == 2 and root is None
+        is_swap = self.size == 2 and root is None and not (self.is_near and len(pieces) > 1)
         waits = [
             self._start_pair(piece, reduction) if is_swap else self._start_shards(piece, reduction, root)
             for piece in pieces
         ]
-        return lambda: [wait() for wait in waits]
+        # The later the engine is asked for an operation, the less it has to copy; a swap adds while the next piece comes.
+        in_order = waits if is_swap else waits[::-1]
+        return lambda: [wait() for wait in in_order]
 
     def _start_pair(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
         """Between two workers: both have the whole tensors, and whoever waits combines them."""
-        peer, theirs = 1 - self.rank, debug.empty_like(tensor)
+        peer, theirs = 1 - self.rank, self._spare.take(tensor)
         wait = self._start_exchange({peer: tensor}, {peer: theirs})
 
         def finish() -> None:
             wait()
             reduction([tensor, theirs] if self.rank == 0 else [theirs, tensor], tensor)
+            self._spare.give_back(theirs)
 
         return finish
 
@@ -468,29 +477,41 @@ class TcpCommunicator(Communicator):
         is_result = root is None or self.rank == root
         own = shards[self.rank]
         out = own if is_result else debug.empty_like(own)
-        wait = self._start_reduce_scatter(shards, out, reduction)
+        sent, reduced = self._start_reducing(shards, out, reduction)
         to = self._others(shards) if root is None else {root: own}
         to.pop(self.rank, None)
         sends = self._sending(dict.fromkeys(to, out))
-        receives = self._receiving(self._others(shards) if is_result else {})
+        # A sum may overwrite the shard that was sent for it: it comes only after that shard has arrived whole.
+        received = self._post([], self._receiving(self._others(shards) if is_result else {}))
 
         def finish() -> Callable[[], None]:
-            wait()
-            return self._post(sends, receives)
+            reduced()
+            passed_on = self._post(sends, [])
+            return lambda: (received(), passed_on(), sent())[0]
 
         return self._continued(finish)
 
     def _start_reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
-        own = parts[self.rank]
-        copies = [own if rank == self.rank else debug.empty_like(own) for rank in range(self.size)]
-        wait = self._start_exchange(self._others(parts), self._others(copies))
+        sent, reduced = self._start_reducing(parts, out, reduction)
+        return lambda: (reduced(), sent())[0]
 
-        def finish() -> None:
-            wait()
+    def _start_reducing(
+        self, parts: list[Tensor], out: Tensor, reduction: Reduction
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Two functions: one waits until the own copies of other parts are sent, the other one reduces the own part."""
+        own = parts[self.rank]
+        copies = [own if rank == self.rank else self._spare.take(own) for rank in range(self.size)]
+        received = self._post([], self._receiving(self._others(copies)))
+        sent = self._post(self._sending(self._others(parts)), [])
+
+        def reduce() -> None:
+            received()
             flat = out.view(-1)
             reduction([flat if copy is out else copy.view(-1) for copy in copies], flat)
+            for copy in self._others(copies).values():
+                self._spare.give_back(copy)
 
-        return finish
+        return sent, reduce
 
 
 def _end(engine: Engine, connections: Connections, process: int) -> None:
