@@ -287,9 +287,12 @@ def test_what_comes_too_early_takes_bounded_memory():
 
 def test_small_messages_that_come_too_early_take_bounded_memory():
     engine, _, _, theirs = said()
-    theirs.settimeout(1.0)
     frames = b"".join(HEADER.pack(DATA, 1, number, 1, 0) + b"x" for number in range(1, 400_000))
+    taken = 200_000 * (HEADER.size + 1)  # within the bound
+    theirs.settimeout(60.0)
+    theirs.sendall(frames[:taken])
+    theirs.settimeout(1.0)
     with pytest.raises(TimeoutError):
-        theirs.sendall(frames)
+        theirs.sendall(frames[taken:])
     memory = torch.zeros(1, dtype=torch.uint8)
     finished(engine, engine.post([], [described(200_000, memory, 1)]))
