@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import runpy
 import sys
@@ -88,11 +89,48 @@ def test_the_script_of_the_guide_saves_a_hundredfold(tmp_path):
     assert int(factor) >= 100
 
 
-def test_the_reference_has_every_public_name():
+def site_hooks():
+    """The module docs/pages.py, which MkDocs loads by its path."""
     pytest.importorskip("mkdocs", reason="needs the extra `docs`")
     spec = importlib.util.spec_from_file_location("pages", GUIDE.parent / "pages.py")
     spec.loader.exec_module(pages := importlib.util.module_from_spec(spec))
-    rooms = [pages._room(title, importlib.import_module(name)) for title, name in pages.ROOMS.items()]
-    shown = {line.rpartition(".")[2] for room in rooms for line in room.splitlines() if line.startswith("::: ")}
+    return pages
+
+
+def test_the_reference_has_every_public_name():
+    pages = site_hooks()
+    texts = [pages._reference(title, importlib.import_module(name)) for title, name in pages.PACKAGES.items()]
+    shown = {line.rpartition(".")[2] for text in texts for line in text.splitlines() if line.startswith("::: ")}
     packages = {name for name in tw.__all__ if inspect.ismodule(getattr(tw, name))}
     assert set(tw.__all__) - packages <= shown
+
+
+def test_links_of_the_notebook_are_resolved_and_dead_ones_are_warnings(caplog):
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import get_files
+    from mkdocs.structure.pages import Page
+
+    hooks, config = site_hooks(), MkDocsConfig()
+    config.load_dict(
+        {"use_directory_urls": False, "site_name": "thinwire", "docs_dir": str(GUIDE.parent), "site_dir": "site"}
+    )
+    assert config.validate() == ([], [])
+    files = get_files(config)
+    page = Page(None, files.get_file_from_path("guide/tutorial.ipynb"), config)
+    text = "".join(sum((cell["source"] for cell in json.loads((GUIDE / "tutorial.ipynb").read_text())["cells"]), []))
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    html = hooks.on_page_content("".join(f'<a href="{link}">' for link in links), page, config, files)
+    assert re.findall('href="([^"]+)"', html) == ["choose.html", "../sharded.html", "trainers.html"]
+    assert not caplog.records  # each warning fails `mkdocs build --strict`
+    assert hooks.on_page_content('<a href="no-page.md#a">', page, config, files) == '<a href="no-page.md#a">'
+    assert "'no-page.md', but 'guide/no-page.md' is not found" in caplog.text
+
+
+def test_the_site_links_the_repository_without_credentials():
+    web_address = site_hooks().web_address
+    for remote in ["https://user:secret@git.example.org/a/thinwire.git", "ssh://git@git.example.org:22/a/thinwire"]:
+        assert web_address(remote) == "https://git.example.org/a/thinwire"
+    assert web_address("git@git.example.org:a/thinwire.git") == "https://git.example.org/a/thinwire"
+    assert (
+        web_address("/home/me/thinwire") is None and web_address("../thinwire.git") is None and web_address("") is None
+    )
