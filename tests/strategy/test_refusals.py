@@ -131,6 +131,13 @@ def test_a_part_of_an_averager_is_told_what_to_write(averager, write):
 def test_swapped_arguments_are_told_so():
     with pytest.raises(ValueError, match="averager must be an averager.*got Linear.*write the model first"):
         tw.compress_gradients(tw.Mean(), nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="got Sequential; write the model first$"):  # on one line
+        tw.compress_gradients(tw.Mean(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    for strategy in (tw.Gradients(tw.Mean()), "Gradients(Mean())"):  # is not passed over in favour of the default
+        with pytest.raises(
+            ValueError, match=r"is the optimizer or None, got '?Gradients\(Mean\(\)\)'?; write attach\("
+        ):
+            tw.attach(nn.Linear(1, 1), strategy)
 
 
 def wrapped_worker(comm, wrap):

@@ -101,6 +101,10 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
         self._require(
             isinstance(model, nn.Module), f"the model must be a module of torch.nn, got {type(model).__name__}"
         )
+        self._require(
+            not isinstance(optimizer, (Algorithm, str)),
+            f"the second argument is the optimizer or None, got {optimizer!r}; write attach(model, optimizer, {optimizer!r})",
+        )
         return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
 
     @abstractmethod
@@ -138,11 +142,11 @@ class Averaging(Strategy[A_co]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_model = isinstance(self.averager, nn.Module)
+        got = f"{type(self.averager).__name__}; write the model first" if is_model else repr(self.averager)
         self._require(
             isinstance(self.averager, (Averager, Pairwise)),
-            averager_hint(self.averager)
-            or f"averager must be an averager such as Mean(), got {self.averager!r}"
-            + "; write the model first" * isinstance(self.averager, nn.Module),
+            averager_hint(self.averager) or f"averager must be an averager such as Mean(), got {got}",
         )
 
     @property
