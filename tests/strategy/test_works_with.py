@@ -13,6 +13,7 @@ import torch
 from helpers.gradients import fingerprint
 from helpers.spawn import spawn
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
@@ -180,9 +181,18 @@ def loader_workers(comm):
 
 def profiled(comm):
     model = make()
-    with tw.compress_gradients(model, BITS, comm=comm), profile(activities=[ProfilerActivity.CPU]) as seen:
+    averager = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback())
+    options = _ExperimentalConfig(profile_all_threads=True)
+    with (
+        tw.compress_gradients(model, averager, comm=comm),
+        profile(activities=[ProfilerActivity.CPU], experimental_config=options) as seen,
+    ):
         steps(model, sgd(model), data(comm, 2))
-    assert any("thinwire" in event.key for event in seen.key_averages())
+    threads = {event.name: event.thread for event in seen.events() if event.name.startswith("thinwire::")}
+    page = (PAGE.parent / "timeline.md").read_text(encoding="utf-8")
+    assert sorted(threads) == sorted(re.findall(r"^\| `(thinwire::\w+)` \|", page, re.MULTILINE))
+    training = {threads[f"thinwire::{name}"] for name in ("compensate", "encode", "exchange", "blocked")}
+    assert training.isdisjoint({threads["thinwire::wait"], threads["thinwire::decode"]})
     return fingerprint(model)
 
 

@@ -24,6 +24,7 @@ COLORS = {
     "exchange": "#f4511e",
     "wait": "#ffcc80",
     "decode": "#43a047",
+    "blocked": "#fff3e0",
 }
 
 
@@ -88,7 +89,11 @@ def draw(steps: dict[str, list[Span]], path: Path) -> None:
         _draw_step(axes, method, spans)
     panels[-1].set_xlabel("milliseconds since the step began")
     figure.legend(
-        handles=[Patch(color=c, label=name) for name, c in COLORS.items()], loc="outside lower center", ncols=8
+        handles=[Patch(color=c, label=name) for name, c in COLORS.items()],
+        loc="outside lower center",
+        ncols=9,
+        columnspacing=1.0,
+        handlelength=1.5,
     )
     figure.savefig(path)
 
