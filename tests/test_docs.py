@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import runpy
 import sys
@@ -13,30 +14,26 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from helpers.pages import Block, Following, blocks
 from helpers.program import programs
 
 import thinwire as tw
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
-BLOCK = re.compile(r'^```python(?: title="(?P<file>[^"]+)")?\n(?P<code>.*?)^```', re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str | None, str]]:
-    """The Python of a page, block by block: (the file it is to be saved as, the code, on the lines it has there)."""
-    text = (GUIDE / page).read_text(encoding="utf-8")
-    return [(m["file"], "\n" * text.count("\n", 0, m.start("code")) + m["code"]) for m in BLOCK.finditer(text)]
+def python_of(page: str) -> list[Block]:
+    return [block for block in blocks(GUIDE / page) if block.language == "python"]
 
 
 def run_page(page: str, folder: Path) -> dict:
-    """Save the files of a page, run the rest of its code in order; returns the names that are defined then."""
-    names: dict = {"__name__": page}
-    for file, code in blocks(page):
-        if file:
-            (folder / file).write_text(code.lstrip("\n"), encoding="utf-8")
-        else:
-            exec(compile(code, GUIDE / page, "exec"), names)
-    return names
+    """Run the Python of a page; returns the names that are defined then."""
+    following = Following(GUIDE / page, folder)
+    for block in python_of(page):
+        following.run(block)
+    return following.names
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +55,8 @@ def test_the_code_of_the_page_runs(pages, page):
         "add-an-exchange.md": "bytes_sent",
         "add-a-strategy.md": "tw.attach(",
     }
-    saved, *code = blocks(page)
-    assert saved[0] and any(proof[page] in text for _, text in code), "a page runs what it shows, and proves it"
+    saved, *others = python_of(page)
+    assert saved.file and any(proof[page] in block.code for block in others), "a page runs what it shows, and proves it"
     pages(page)
 
 
@@ -76,17 +73,46 @@ def run_as_torchrun_does(script, averager, rank, store):
 
 
 def test_the_script_of_the_guide_saves_a_hundredfold(tmp_path):
-    ((name, code),) = blocks("first-saving.md")
-    (tmp_path / name).write_text(code, encoding="utf-8")
+    (script,) = python_of("first-saving.md")
+    Following(GUIDE / "first-saving.md", tmp_path).run(script)
     averager = "Mean(chain(TopK(0.005), QSGD(bits=4)), ErrorFeedback())"
     assert averager in (GUIDE / "first-saving.md").read_text(encoding="utf-8")
-    arguments = [(str(tmp_path / name), averager, rank, str(tmp_path / "store")) for rank in range(2)]
+    arguments = [(str(tmp_path / script.file), averager, rank, str(tmp_path / "store")) for rank in range(2)]
     with programs(run_as_torchrun_does, arguments, tmp_path) as workers:
         codes = [worker.wait(300) for worker in workers]
         assert codes == [0, 0], workers[0].stderr + workers[1].stderr
         accuracy, factor = re.search(r"accuracy ([\d.]+)%, .* MB sent, (\d+) times", workers[0].stdout).groups()
     assert float(accuracy) > 95
     assert int(factor) >= 100
+
+
+def run_mine(script, rank, store):
+    """As `run_as_torchrun_does`, in the folder of the script."""
+    os.chdir(Path(script).parent)
+    torch.set_num_threads(1)
+    run_as_torchrun_does(script, "", rank, store)
+
+
+def test_a_script_under_torchrun_goes_on_from_the_epoch_that_all_have_saved(tmp_path):
+    page = GUIDE.parent / "clusters.md"
+    (script,) = [block for block in blocks(page) if block.file == "mine.py"]
+    Following(page, tmp_path).run(script)
+
+    def run(store):
+        arguments = [(str(tmp_path / "mine.py"), rank, str(tmp_path / store)) for rank in range(2)]
+        with programs(run_mine, arguments, tmp_path) as workers:
+            assert [worker.wait(300) for worker in workers] == [0, 0], workers[0].stderr + workers[1].stderr
+            return workers[0].stdout
+
+    assert run("first").startswith("0 epochs were done")
+    saved = [torch.load(tmp_path / "mine" / f"{rank}.4", weights_only=True) for rank in range(2)]
+    assert str(saved[0]["thinwire"]) != str(saved[1]["thinwire"])  # each has its own memory
+    for name in ("0.4", "0.3", "1.4"):  # rank 1 had saved the third epoch, rank 0 not yet
+        (tmp_path / "mine" / name).unlink()
+    assert run("second").startswith("2 epochs were done")
+    for rank, before in enumerate(saved):
+        after = torch.load(tmp_path / "mine" / f"{rank}.4", weights_only=True)
+        torch.testing.assert_close(after["model"], before["model"], rtol=0, atol=0)
 
 
 def site_hooks():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import python, thinwire
+from helpers.pages import blocks
 
 import thinwire as tw
 from thinwire.lab.cli import train as train_module
@@ -22,18 +23,17 @@ from thinwire.lab.train.start.check import check_without_data
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "originals.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
-BLOCKS = BLOCK.findall(PAGE)
-COMMANDS = [line for kind, _, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+BLOCKS = blocks(ROOT / "docs" / "originals.md")
+COMMANDS = [line for block in BLOCKS if block.language == "sh" for line in block.code.splitlines()]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The current folder, with the files of the page and the examples."""
     monkeypatch.chdir(tmp_path)
-    for kind, name, text in BLOCKS:
-        if kind == "toml":
-            Path(name).write_text(text)
+    for block in BLOCKS:
+        if block.file:
+            Path(block.file).write_text(block.code)
     shutil.copytree(ROOT / "examples" / "sweeps", "examples/sweeps")
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_every_command_is_run():
 
 
 def test_the_python_of_the_page_logs_between_rows(folder):
-    (code,) = (text for kind, _, text in BLOCKS if kind == "python")
+    (code,) = (block.code for block in BLOCKS if block.language == "python")
     Path("experiment.py").write_text(code)
     done = python(str(folder / "experiment.py"), cwd=folder)
     assert done.returncode == 0, done.stderr
