@@ -42,7 +42,8 @@ ELSEWHERE = [  # what a command matches, and why it does not run here
     (r"\bsudo\b|netlab", "needs root, and a machine that does nothing else"),
     (r"^python benchmarks/", "takes hours: its page shows the results"),
     (r"\bnode1\b|\bhost:\d|example\.org|\bADDRESS\b|0\.0\.0\.0|--no-listen", "needs other hosts"),
-    (r"--credentials keys|keys join", "needs another host: tests/lab/cli/test_keys.py"),
+    (r"--credentials keys|^thinwire keys", "needs another host: tests/lab/cli/test_keys_command.py"),
+    (r"--elastic|torchft_lighthouse", "needs the extra elastic: benchmarks/chaos.py"),
     (r"train (cifar10|imagenet|wmt16|wikitext)(?!.*--help)", "needs a data set"),
     (r"mine:build|\.\.\. ", "names something of the reader's"),
 ]
@@ -70,7 +71,7 @@ class Page:
         self.environment = os.environ | {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         self.environment |= {"VIRTUAL_ENV": str(bin.parent), "COLUMNS": "120", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment.pop("PYTHONPATH", None)
-        self.printed, self.python = "", list[Block]()
+        self.printed, self.all_printed, self.python = "", "", list[Block]()
         self.failures = 0
 
     def follow(self) -> int:
@@ -87,6 +88,9 @@ class Page:
             elif block.language == "text" and self.printed:
                 self.compare(block)
                 self.printed = ""
+        if self.page == "README.md":
+            for row in rows_not_printed((self.clone / self.page).read_text(encoding="utf-8"), self.all_printed):
+                self.report(0, "DIFFERS", row, "is not what `make demo` printed")
         return self.failures
 
     def report(self, line: int, result: str, what: str, why: str = "") -> None:
@@ -94,7 +98,7 @@ class Page:
         print(f"{self.page}:{line}: {result:8} {what[:90]}{': ' + why if why else ''}", flush=True)
 
     def command(self, text: str, line: int) -> None:
-        text = text.strip()
+        text = re.sub(r"\s+# .*", "", text.strip())
         if text.startswith("make demo") and self.page != "README.md":
             return self.report(line, "not run", text, "the README's")
         for pattern, why in ELSEWHERE:
@@ -120,6 +124,7 @@ class Page:
                 return self.report(line, "serves", text)
             return self.report(line, "FAILED", text, f"still at work after {SECONDS} s")
         self.printed += out
+        self.all_printed += out
         if process.returncode:
             return self.report(line, "FAILED", text, f"exit code {process.returncode}: {(err or out)[-600:]}")
         self.report(line, "ran", text, f"{time.monotonic() - began:.0f} s")
@@ -150,6 +155,21 @@ class Page:
                 self.report(block.line + number, "DIFFERS", repr(line.strip()), f"is not printed{found}")
                 printed = iter(self.printed.splitlines())
         self.report(block.line, "compared", f"{len(lines)} lines")
+
+
+def rows_not_printed(page: str, printed: str) -> list[str]:
+    """The rows of the demo's table on a page whose numbers do not begin the printed row of that name."""
+    rows = {
+        name: [line for line in printed.splitlines() if re.match(rf" *{re.escape(name)} {{2,}}\d", line)]
+        for name in ("dense", "4-bit", "sparse", "sparse + 4-bit")
+    }
+    missing = []
+    for name, lines in rows.items():
+        for row in re.findall(rf"^\| {re.escape(name)} \|.*\|$", page, re.MULTILINE):
+            shown = NUMBER.findall(row.partition(name)[2])
+            if not any(NUMBER.findall(line.partition(name)[2])[: len(shown)] == shown for line in lines):
+                missing.append(row)
+    return missing
 
 
 def alike(shown: str, printed: str, words_alone: bool) -> bool:

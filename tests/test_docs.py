@@ -18,6 +18,11 @@ import torch
 import torch.distributed as dist
 from helpers.pages import Block, Following, blocks
 from helpers.program import programs
+from helpers.spawn import spawn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 
@@ -84,6 +89,51 @@ def test_the_script_of_the_guide_saves_a_hundredfold(tmp_path):
         accuracy, factor = re.search(r"accuracy ([\d.]+)%, .* MB sent, (\d+) times", workers[0].stdout).groups()
     assert float(accuracy) > 95
     assert int(factor) >= 100
+
+
+README = GUIDE.parents[1] / "README.md"
+
+
+class Net(nn.Module):
+    """A model as the README's lines expect it: one parameter's name has "embed" in it, and four layers are four fragments."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.out(self.blocks(self.embed(x).relu()))
+
+
+def attach_by(comm, lines):
+    """Run each line on a model of its own, as the README says which: in DDP, sharded or plain; then train two steps."""
+    torch.set_num_threads(1)
+    for line in lines:
+        torch.manual_seed(0)
+        model = Net()
+        if "Shards" in line:
+            fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
+        trained = ddp = DistributedDataParallel(model) if "(ddp" in line or "compress_gradients(" in line else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        try:
+            names = {"tw": tw, "ddp": ddp, "model": trained, "optimizer": optimizer}
+            with eval(line, names) as handle:
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    trained(torch.randn(4, 8)).square().mean().backward()
+                    optimizer.step()
+            assert handle.ledger.bytes_sent > 0
+        except Exception as error:
+            raise AssertionError(f"{line}: {type(error).__name__}: {error}") from error
+
+
+def test_every_line_of_the_readme_trains_the_model_that_it_names():
+    (block,) = [block for block in blocks(README) if block.language == "python"]
+    lines = re.findall(r"^(tw\.attach\(.+?\))(?: *#.*)?$", block.code, re.MULTILINE)
+    table = re.findall(r"^\|.*\| `(tw\..+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == block.code.count("tw.attach(") and len(table) == 4
+    spawn(2, attach_by, lines + table)
 
 
 def run_mine(script, rank, store):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +47,23 @@ def test_output_that_nobody_reads_ends_a_command_quietly(unbuffered):
                 env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             )
         assert (done.returncode, done.stderr) == (141, ""), command
+
+
+def test_make_demo_says_how_long_it_installed_and_the_remedy_without_a_compiler(tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / "src/thinwire").mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[3] / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        (tmp_path / name).touch()
+    for name in ("python", "thinwire"):
+        program = tmp_path / ".venv/bin" / name
+        program.write_text('#!/bin/sh\necho "$@"\n')
+        program.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}
+    done = subprocess.run(["make", "demo"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "install one (Debian: apt install g++;" in done.stderr
+    *_, installed, shown, printed = done.stdout.splitlines()
+    assert (
+        re.fullmatch(r"installed in \d+ seconds", installed) and shown.endswith("thinwire demo") and printed == "demo"
+    )
