@@ -40,7 +40,7 @@ ELSEWHERE = [  # what a command matches, and why it does not run here
     (r"^pip install", "make demo has installed the package"),
     (r"\bsrun\b|\bsbatch\b|#SBATCH|--slurm", "needs a cluster: scripts/try_cluster.sh"),
     (r"\bsudo\b|netlab", "needs root, and a machine that does nothing else"),
-    (r"^python benchmarks/", "takes hours: its page shows the results"),
+    (r"^python benchmarks/|^thinwire sweep examples/sweeps/digits.toml$", "takes an hour or more"),
     (r"\bnode1\b|\bhost:\d|example\.org|\bADDRESS\b|0\.0\.0\.0|--no-listen", "needs other hosts"),
     (r"--credentials keys|^thinwire keys", "needs another host: tests/lab/cli/test_keys_command.py"),
     (r"--elastic|torchft_lighthouse", "needs the extra elastic: benchmarks/chaos.py"),
