@@ -208,13 +208,12 @@ def dedented(code: str) -> str:
 
 
 def run_python(page: str, lines: set[int]) -> None:
-    """Run these blocks of Python of a page in this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, folder)
-        following = Following(Path(page), Path(folder))
-        for block in blocks(Path(page)):
-            if block.line in lines:
-                following.run(block)
+    """Run these blocks of Python of a page in this process; its files are saved in the current folder, the clone."""
+    sys.path.insert(0, os.getcwd())
+    following = Following(Path(page), Path.cwd())
+    for block in blocks(Path(page)):
+        if block.line in lines:
+            following.run(block)
 
 
 def clone_into(folder: Path) -> None:
