@@ -10,13 +10,14 @@ TRITON := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist load
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/* native/*/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test test-all test-triton test-gpu bench-gpu sanitize docs lint wheel clean
+.PHONY: help setup demo test test-all test-triton test-oldest-triton test-gpu bench-gpu sanitize docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run the tests of the library and the command line"
 	@echo "make test-all   run all tests: also trainers, notebook, package of a method, pages of the guide, launchers, GPU script, network lab"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
+	@echo "make test-oldest-triton   compile the GPU kernels with the oldest Triton that is supported; downloads it"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure codecs and training steps on a GPU"
 	@echo "make sanitize   run the C++ kernels under ThreadSanitizer, AddressSanitizer and UBSan, on damaged payloads too"
@@ -59,6 +60,14 @@ test-triton: $(READY)
 	THINWIRE_FAKE_GPU=1 PYTHONPATH=tests $(TRITON) -p helpers.compile_launches -W ignore \
 		$(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py)) tests/gpu/check_codecs.py
 	$(TRITON) tests/kernels/triton/check_compiled.py
+
+# The oldest Triton that is supported, beside the one that PyTorch brings.
+OLDEST_TRITON := triton==3.6.0
+test-oldest-triton: $(READY)
+	test -d build/$(OLDEST_TRITON) || $(BIN)/python -m pip install --quiet --no-deps --target build/$(OLDEST_TRITON) $(OLDEST_TRITON)
+	THINWIRE_FAKE_GPU=1 PYTHONPATH=build/$(OLDEST_TRITON):tests $(TRITON) -p helpers.compile_launches -W ignore \
+		$(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py)) tests/gpu/check_codecs.py
+	PYTHONPATH=build/$(OLDEST_TRITON) $(TRITON) tests/kernels/triton/check_compiled.py
 
 # On a GPU nothing is installed: the system's Python has PyTorch.
 test-gpu:

@@ -424,4 +424,4 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
         >>> norm_of([torch.tensor([3.0]), torch.tensor([4.0])])
         5.0
     """
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+    return math.sqrt(float(sum(t.double().square().sum() for t in tensors)))  # the host reads once

@@ -5,7 +5,7 @@ Importing this module fails where the extension `_native` is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,6 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     sign._decode_add: _native.sign_decode_add,
     ternary._encode: _native.ternary_encode,
     ternary._decode_add: _native.ternary_decode_add,
-    words._encode: _native.words_encode,
 }
 for _kernel, _function in SAME_ARGUMENTS.items():
     _kernel.runs_on("cpu")(partial(_call, _function))
@@ -286,11 +285,24 @@ def huffman_decode(payload: Tensor, symbols: entropy.Symbols) -> Tensor:
     return out
 
 
+@words._encode.runs_on("cpu")
+def words_encode(words: Tensor, counts: list[int], bits: int, out: Tensor) -> None:
+    for part, code in _word_segments(words, out, counts, bits):
+        _native.words_encode(part.numpy(), bits, code.numpy())
+
+
 @words._decode.runs_on("cpu")
-def words_decode(payload: Tensor, count: int, bits: int) -> Tensor:
-    decoded = _int32(count)
-    _native.words_decode(payload.numpy(), bits, decoded.numpy())
+def words_decode(payload: Tensor, counts: list[int], bits: int) -> Tensor:
+    decoded = _int32(sum(counts))
+    for part, code in _word_segments(decoded, payload, counts, bits):
+        _native.words_decode(code.numpy(), bits, part.numpy())
     return decoded
+
+
+def _word_segments(flat: Tensor, codes: Tensor, counts: list[int], bits: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """The words and the bytes of each segment."""
+    sizes = [words.nbytes(count, bits) for count in counts]
+    return zip(flat.split(counts), codes.split(sizes), strict=True) if counts else ()
 
 
 def _encode_indices(function: Callable[..., Array], indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:

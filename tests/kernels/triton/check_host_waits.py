@@ -1,5 +1,5 @@
 """With Triton no host waits for a codec of fixed size: not for scales, indices, checks, counts, or whether all is finite.
-A whole step waits once, in `commit`, but where the sizes of messages depend on the data.
+Whole steps wait as `STEPS` says.
 
 Every read of a tensor by the host is counted. Triton's interpreter reads tensors too, inside of launches; these reads are
 not counted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 import torch
 from helpers import fake_driver
 from helpers.on_triton import DEVICE, gaussian
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
 import thinwire as tw
 from thinwire import kernels
@@ -26,50 +29,70 @@ from thinwire.codec import Key
 from thinwire.kernels import flags
 
 ROOT = Path(tw.__file__).parent
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "equal"}
+OPERATIONS = {"nonzero", "masked_select", "bincount", "_unique2", "equal", "_local_scalar_dense"}
+METHODS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "bincount", "equal")
 
 
 def place() -> str | None:
-    """The innermost line of thinwire that runs; None in a launch."""
+    """The innermost line of thinwire that runs, but for those that read flags for others; None in a launch."""
     frame = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.endswith("launch.py"):
         return None
+    while frame.f_code.co_filename.endswith("flags.py"):
+        frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}"
 
 
 class Reads(TorchDispatchMode):
-    """Counts what the host reads, by line."""
+    """Counts what the host reads, by line: by methods of tensors in all threads, by operations in that of the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: Counter[str] = Counter()
+        self.is_active = False
+        self.inside = threading.local()
 
     def note(self) -> None:
-        if (line := place()) is not None:
+        if not getattr(self.inside, "reads", False) and (line := place()) is not None:
             self.lines[line] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket._qualified_op_name.split("::")[1]
         indexed = args[1] if name in ("index", "index_put_") else []
-        if name in READS or any(i is not None and i.dtype == torch.bool for i in indexed):
+        if name in OPERATIONS or any(i is not None and i.dtype == torch.bool for i in indexed):
             self.note()
         return func(*args, **(kwargs or {}))
+
+    def noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which counts while the counter is active; what it calls itself is no other read."""
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if self.is_active:
+                self.note()
+            before, self.inside.reads = getattr(self.inside, "reads", False), True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.inside.reads = before
+
+        return counting
+
+    def by_file(self, times: int = 1) -> dict[str, int]:
+        """Reads by file; of one time of several, rounded up."""
+        files: Counter[str] = Counter()
+        for line, count in self.lines.items():
+            files[line.partition(":")[0]] += count
+        return {file: -(-count // times) for file, count in sorted(files.items())}
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     counter = Reads()
     monkeypatch.setattr(flags, "raises_at_once", lambda device: False)  # as on a GPU
-    for name in ("tolist", "numpy"):
-        original = getattr(torch.Tensor, name)
-
-        def noted(self: torch.Tensor, *args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
-            counter.note()
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, noted)
+    for name in METHODS:
+        monkeypatch.setattr(torch.Tensor, name, counter.noted(getattr(torch.Tensor, name)))
     yield counter
     monkeypatch.undo()
     if not fake_driver.ASKED_FOR:  # else what was decoded had not been written
@@ -105,8 +128,9 @@ FIXED_SIZE = [
 
 @pytest.mark.parametrize("codec", FIXED_SIZE, ids=repr)
 def test_no_host_waits(codec, reads):
-    codec.nbytes(1)  # what a codec makes of its own arguments, once
-    reads.lines.clear()
+    encode_and_decode(tw.TopK(0.5))  # the first call makes what is kept
+    codec.nbytes(1)
+    reads.is_active = True
     with kernels.use_backend("triton"), reads:
         encode_and_decode(codec)
     assert not reads.lines
@@ -115,53 +139,106 @@ def test_no_host_waits(codec, reads):
 @pytest.mark.parametrize("codec", [tw.Threshold(1.0), tw.TopK(0.1, sample=0.5), tw.TopK(0.1, indices="auto")], ids=repr)
 def test_codecs_of_variable_size_wait(codec, reads):
     """The counter does see waits: the host needs the sizes of these payloads."""
+    reads.is_active = True
     with kernels.use_backend("triton"), reads:
         encode_and_decode(codec)
     assert reads.lines
 
 
-STEPS = {  # waits of a step of each averager outside of `commit`, by file: what docs/gpu.md lists
-    "Mean(QSGD(bits=4), ErrorFeedback())": {},
-    "Mean(QSGD(bits=4), exchange='scatter_reduce')": {},
-    "Mean(TopK(0.1), MomentumCorrection(0.9))": {},
-    "Mean(TopK(0.1), ErrorFeedback(), exchange='scatter_reduce')": {},
-    "Mean(RandomK(0.1, shared=True))": {},
-    "PowerSGD(rank=2)": {},
-    "Mean(TopK(0.1), ErrorFeedback(), exchange='sparse_reduce')": {
-        "average/mean/exchange/regions.py": 3,
-        "average/mean/exchange/sparse_reduce.py": 2,
+COMMIT = {"average/mean/mean.py": 1}
+GOSSIP = {"average/gossip/base.py": 1, "strategy/model/own_gradients.py": 1}  # in `commit`, and of the step's gradients
+LOCAL = {"strategy/model/own_gradients.py": 1}
+STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A round of several steps counts for each
+    "Gradients(Mean(QSGD(bits=4), ErrorFeedback()))": COMMIT,
+    "Gradients(Mean(QSGD(bits=4), exchange='scatter_reduce'))": COMMIT,
+    "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))": COMMIT,
+    "Gradients(Mean(TopK(0.1), ErrorFeedback(), exchange='scatter_reduce'))": COMMIT,
+    "Gradients(Mean(RandomK(0.1, shared=True)))": COMMIT,
+    "Gradients(PowerSGD(rank=2))": {"average/low_rank/power_sgd.py": 1},
+    "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9), exchange='sparse_reduce'))": COMMIT
+    | {
+        "average/mean/exchange/regions.py": 1,  # a bucket
+        "average/mean/exchange/sparse_reduce.py": 1,  # a bucket: what arrived in main memory
     },
-    "Mean(TopK(0.1, sample=0.5), ErrorFeedback())": {
-        "codec/sparse/payload.py": 1,
+    "Gradients(Mean(TopK(0.1, sample=0.5), ErrorFeedback()))": COMMIT
+    | {
+        "codec/sparse/payload.py": 2,  # of each payload
         "codec/sparse/top_k.py": 1,
         "kernels/triton/select.py": 2,  # one of them in main memory
     },
+    "Gossip(Mix(Complete()))": GOSSIP,
+    "Gossip(Mix(Complete()), overlap=True)": GOSSIP,
+    "Gossip(PushSum(Complete()))": GOSSIP | {"average/gossip/nodes.py": 2},
+    "Gossip(Choco(Complete(), TopK(0.1)))": {
+        "average/gossip/choco.py": 2,
+        "average/gossip/fitted_step.py": 3,
+        "strategy/model/own_gradients.py": 1,
+    },
+    "Gossip(DeepSqueeze(Complete(), QSGD(bits=4)))": GOSSIP
+    | {"average/gossip/deepsqueeze.py": 2, "average/gossip/fitted_step.py": 3},
+    "Gossip(Moniqua(Complete()))": {"average/gossip/moniqua_step.py": 3, "strategy/model/own_gradients.py": 1},
+    "Gossip(PowerGossip(Complete(), rank=1))": GOSSIP,
+    "Gossip(ClippedGossip(Complete(), tau=1.0))": GOSSIP | {"average/gossip/clipped_gossip.py": 1},
+    "Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2)": COMMIT | LOCAL,
+    "Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2, delay=1)": COMMIT | LOCAL,
+    "Local(Mean(TopK(0.1), ErrorFeedback()), every=2, outer=OuterSGD(0.7, 0.9))": COMMIT | LOCAL,
 }
 
 
-@pytest.mark.parametrize("text", STEPS)
-def test_waits_of_a_step(text, reads):
-    """In the thread of worker 0, with a matrix and a vector; `commit` reads one flag."""
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs the kernels of one thread only."""
+    lock, call = threading.RLock(), GridExecutor.__call__
 
-    def worker(comm: tw.comm.Communicator) -> tuple[Counter[str], int]:
-        averager = tw.parse(text)
-        tensors = [("a", gaussian(640, seed=comm.rank).view(32, 20)), ("b", gaussian(300, seed=comm.rank))]
-        state = averager.init(tensors, comm)
-        counter = Reads()
-        for _ in range(2):  # the first makes what is kept
-            counter.lines.clear()
-            reads.lines.clear()
-            with counter:
-                averager.step(state, tensors, comm).wait()
-            found = counter.lines + (reads.lines if comm.rank == 0 else Counter())
-            counter.lines.clear()
-            with counter:
-                averager.commit(state)
-        return found, counter.lines.total()
+    def locked(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+
+
+def waits(comm: tw.comm.Communicator, together: threading.Barrier, text: str, reads: Reads, num_steps: int) -> None:
+    """Train, and count what both workers read after the first steps, which make what is kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model(torch.ones(2, 20, device=DEVICE) * (1 + comm.rank)).sum().backward()
+            optimizer.step()
+
+    with tw.attach(model, optimizer, tw.parse(text), comm=comm):
+        train()
+        for active in (True, False):
+            together.wait()
+            reads.is_active = active
+            together.wait()
+            train() if active else None
+        together.wait()
+
+
+@pytest.mark.parametrize("text", STEPS)
+def test_waits_of_a_step(text, reads, one_at_a_time):
+    """Of two workers, in all of their threads."""
+    with kernels.use_backend("triton"):
+        tw.LocalWorld(2).run(waits, threading.Barrier(2, timeout=300), text, reads, 4)
+    assert reads.by_file(2 * 4) == STEPS[text], reads.lines
+
+
+def test_waits_of_an_elastic_step(reads, one_at_a_time):
+    """Votes are read in main memory, once a round."""
+    pytest.importorskip("torchft")
+    lighthouse, together = tw.comm.Lighthouse(2, "127.0.0.1"), threading.Barrier(2, timeout=300)
+
+    def worker(world: tw.comm.Communicator) -> None:
+        with tw.comm.ElasticCommunicator(lighthouse.address, world.rank, quorum_seconds=60) as comm:
+            waits(comm, together, "Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2)", reads, 4)
 
     with kernels.use_backend("triton"):
-        (found, _), *_ = tw.LocalWorld(1).run(worker)
-    by_file: Counter[str] = Counter()
-    for line, count in found.items():
-        by_file[line.partition(":")[0]] += count
-    assert dict(by_file) == STEPS[text], found
+        tw.LocalWorld(2).run(worker)
+    assert reads.by_file(2 * 4) == COMMIT | LOCAL | {
+        "comm/elastic.py": 2,  # three a round
+        "membership.py": 1,  # the norm of what died with a worker
+    }, reads.lines

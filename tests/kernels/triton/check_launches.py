@@ -25,6 +25,8 @@ CASES = {  # codec: launches of encode, of decode_sum of eight payloads; calls f
     "TernGrad()": (5, 1, 50, 55),
     "Cast('bfloat16')": (1, 1, 34, 18),
     "TopK(0.01)": (13, 3 + PAYLOADS, 55, 120),
+    "BlockwiseTopK(0.0005)": (3, 1 + PAYLOADS, 60, 145),  # positions in blocks
+    "BlockwiseTopK(0.015625)": (3, 3 + PAYLOADS, 60, 130),  # positions in segments
     "RandomK(0.01)": (7, 4 + PAYLOADS, 60, 100),
     "chain(TopK(0.01), QSGD(bits=4))": (14, 3 + 2 * PAYLOADS, 72, 190),
 }

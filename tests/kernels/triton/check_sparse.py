@@ -138,12 +138,13 @@ def test_indices_that_do_not_ascend_are_refused(indices):
 
 @pytest.mark.parametrize("bits", [0, 1, 5, 12, 31])
 def test_words(bits):
-    words = torch.randint(0, 2**31 - 1, (1301,), generator=torch.Generator().manual_seed(bits)).int().to(DEVICE)
+    counts = [1301, 0, 3, 257]
+    words = torch.randint(0, 2**31 - 1, (sum(counts),), generator=torch.Generator().manual_seed(bits)).int().to(DEVICE)
 
     def compute():
-        out = payload_of(kernels.words.nbytes(1301, bits), offset=1)
-        kernels.words.encode(words, bits, out)
-        return [out, kernels.words.decode(out, 1301, bits)]
+        out = payload_of(sum(kernels.words.nbytes(count, bits) for count in counts), offset=1)
+        kernels.words.encode(words, counts, bits, out)
+        return [out, kernels.words.decode(out, counts, bits)]
 
     assert_triton_agrees(compute)
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...algorithm import require
@@ -123,8 +124,9 @@ class ClippedGossip(GossipAverager):
 
     def _factors(self, clipping: Clipping, own: Tensor, received: dict[int, Tensor]) -> dict[int, float]:
         """What to multiply the difference of each neighbour by; those that are not finite are left out."""
-        distances = {peer: norms_of((theirs - own)[None]).item() for peer, theirs in received.items()}
-        distances = {peer: d if math.isfinite(d) else math.inf for peer, d in distances.items()}
+        norms = [norms_of((theirs - own)[None]).view(1) for theirs in received.values()]
+        found: list[float] = torch.cat(norms).tolist() if norms else []
+        distances = {peer: d if math.isfinite(d) else math.inf for peer, d in zip(received, found, strict=True)}
         if self.tau is not None:
             clipping.tau = self.tau
         else:

@@ -64,7 +64,7 @@ class Edge:
     @classmethod
     def of(cls, own: Tensor, theirs: Tensor, sums: Tensor) -> Edge:
         """From both messages and the sums of their crossings."""
-        is_finite = all(kernels.flags.read(kernels.all_finite([_half(message)])) for message in (own, theirs))
+        is_finite = kernels.flags.read(kernels.all_finite([_half(own), _half(theirs)]))
         return cls(sums, bool(sums[0] == _check(theirs) - _check(own)), is_finite)
 
 

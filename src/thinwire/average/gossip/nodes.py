@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...comm import Communicator
+from ...streams import uploaded
 from ...topology import Hierarchical, Neighbours
 from .round import Arrive, GossipState
 from .values import Parts
@@ -72,7 +73,7 @@ def pack_weighted(weight: float, *xs: Tensor) -> Tensor:
         >>> unpack_weighted(pack_weighted(0.5, torch.ones(2)), torch.float32)
         (0.5, tensor([1., 1.]))
     """
-    w = torch.tensor([weight], dtype=torch.float64, device=xs[0].device if xs else None)
+    w = uploaded(xs[0].device if xs else torch.device("cpu"), [weight], torch.float64)
     return torch.cat([part.view(torch.uint8) for part in (w, *xs)])
 
 

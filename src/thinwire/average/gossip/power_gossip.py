@@ -231,9 +231,12 @@ class _HalfStep:
 
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
         p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
-        if p is None or not kernels.all_finite([p.reshape(-1)]):  # `_orthonormal` of zero is not finite
+        finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
+        if finite is not True:
             shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
-            p = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
+            drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
+            p = drawn if p is None or finite is False else torch.where(finite, p, drawn)
+        assert p is not None
         return p.t().contiguous()
 
     def _draw(self, peer: int, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:

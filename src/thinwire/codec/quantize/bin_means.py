@@ -65,7 +65,7 @@ class BinMeans(Codec):
         for i, x in enumerate(segments):
             bins, means = self._split(x)
             words = debug.empty(kernels.words.nbytes(x.numel(), self.bits), dtype=torch.uint8, device=x.device)
-            kernels.words.encode((bins % (1 << self.bits)).to(torch.int32), self.bits, words)
+            kernels.words.encode((bins % (1 << self.bits)).to(torch.int32), [bins.numel()], self.bits, words)
             made.append((means, words))
             if residuals is not None:
                 torch.sub(x, means[bins], out=residuals[i])
@@ -77,7 +77,7 @@ class BinMeans(Codec):
         head, words = payload.split([4 * sum(counts), sum(num_words)])
         all_means = kernels.payload_as(head, torch.float32).split(counts)
         for out, means, part in zip(outs, all_means, words.split(num_words), strict=True):
-            codes = kernels.words.decode(part, out.numel(), self.bits).long()
+            codes = kernels.words.decode(part, [out.numel()], self.bits).long()
             out.add_(means[codes + self._first_bins(out)], alpha=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:

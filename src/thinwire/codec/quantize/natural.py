@@ -46,7 +46,7 @@ class NaturalCompression(Codec):
         parts = payload.split([kernels.words.nbytes(x.numel(), _BITS) for x in segments])
         for i, (x, key, part) in enumerate(zip(segments, keys, parts, strict=True)):
             words = _rounded(x, key)
-            kernels.words.encode(words, _BITS, part)
+            kernels.words.encode(words, [words.numel()], _BITS, part)
             if residuals is not None:
                 torch.sub(x, _values(words), out=residuals[i])
         return payload
@@ -54,7 +54,7 @@ class NaturalCompression(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         parts = payload.split([kernels.words.nbytes(out.numel(), _BITS) for out in outs])
         for out, part in zip(outs, parts, strict=True):
-            out.add_(_values(kernels.words.decode(part, out.numel(), _BITS)), alpha=weight)
+            out.add_(_values(kernels.words.decode(part, [out.numel()], _BITS)), alpha=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return sum(kernels.words.nbytes(n, _BITS) for n in numels)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...schedule import Schedule
+from ...streams import uploaded
 from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Selection
@@ -78,44 +81,72 @@ class BlockwiseTopK(Sparsifier):
     def _word_bits(self) -> int:
         return (self.block - 1).bit_length()
 
-    def _in_words(self, count: int, numel: int) -> bool:
-        """Whether positions inside blocks, coded in words of equal width, are smaller than Elias-Fano."""
-        return kernels.words.nbytes(count, self._word_bits) < kernels.indices.nbytes(count, numel)
+    def _runs(self, counts: list[int], numels: list[int]) -> list[_Run]:
+        return _runs((self.block - 1).bit_length(), tuple(counts), tuple(numels))
 
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
-        codes = debug.empty(self.indices_nbytes(counts, numels), dtype=torch.uint8, device=indices.device)
-        code_parts = codes.split([self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)])
-        for index, code, numel in zip(indices.split(counts), code_parts, numels, strict=True):
-            if self._in_words(index.numel(), numel):
-                kernels.words.encode(index % self.block, self._word_bits, code)
+        runs = self._runs(counts, numels)
+        codes = [debug.empty(run.nbytes, dtype=torch.uint8, device=indices.device) for run in runs]
+        for run, index, code in zip(runs, indices.split([sum(run.counts) for run in runs]), codes, strict=True):
+            if run.word_bits:
+                kernels.words.encode(index % self.block, run.counts, run.word_bits, code)
             else:
-                kernels.indices.encode(index, [index.numel()], [numel], code)
-        return codes
+                kernels.indices.encode(index, run.counts, run.numels, code)
+        return codes[0] if len(codes) == 1 else torch.cat(codes)
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
-        nbytes = self.indices_nbytes(counts, numels)
-        code_parts = tail(payload, nbytes).split(
-            [self.indices_nbytes([k], [n]) for k, n in zip(counts, numels, strict=True)]
-        )
+        runs = self._runs(counts, numels)
+        nbytes = sum(run.nbytes for run in runs)
+        codes = tail(payload, nbytes).split([run.nbytes for run in runs])
         indices = [
-            self._unpack_words(code, k, n) if self._in_words(k, n) else kernels.indices.decode(code, [k], [n])
-            for code, k, n in zip(code_parts, counts, numels, strict=True)
+            self._unpack_words(run, code) if run.word_bits else kernels.indices.decode(code, run.counts, run.numels)
+            for run, code in zip(runs, codes, strict=True)
         ]
         return torch.cat(indices), nbytes
 
-    def _unpack_words(self, code: Tensor, count: int, numel: int) -> Tensor:
-        blocks = torch.arange(count, dtype=torch.int32, device=code.device) // num_kept(self.ratio, self.block)
-        # A shorter last block may keep fewer.
-        indices = kernels.words.decode(code, count, self._word_bits) + blocks * self.block
+    def _unpack_words(self, run: _Run, code: Tensor) -> Tensor:
+        numels, ends = run.numels, list(accumulate(run.counts))
+        rows = uploaded(code.device, [ends, [0, *ends[:-1]], [0, *accumulate(numels[:-1])], numels])
+        place = torch.arange(ends[-1], device=code.device)
+        first, base, numel = rows[1:, torch.searchsorted(rows[0], place, right=True)].unbind()
+        blocks = (place - first) // num_kept(self.ratio, self.block)  # a shorter last block may keep fewer
+        indices = kernels.words.decode(code, run.counts, run.word_bits) + blocks * self.block
+        positions = base + indices  # segments end to end
         kernels.flags.demand(
-            (indices < numel).all() & (indices[1:] > indices[:-1]).all(),
+            (indices < numel).all() & (positions[1:] > positions[:-1]).all(),
             kernels.flags.Fault.CORRUPT_INDICES,
-            f"{self}: the payload is corrupt, its indices do not ascend inside {numel} elements",
+            f"{self}: the payload is corrupt, its indices do not ascend inside segments of {numels} elements",
         )
-        return indices
+        return indices.int()
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
-        return sum(
-            min(kernels.words.nbytes(k, self._word_bits), kernels.indices.nbytes(k, n))
-            for k, n in zip(counts, numels, strict=True)
-        )
+        return sum(run.nbytes for run in self._runs(counts, numels))
+
+
+class _Run(NamedTuple):
+    """Segments that lie next to each other and whose indices are coded alike.
+
+    Attributes:
+        word_bits: of the words that hold positions in blocks; 0 for the code of `kernels.indices`, where that is smaller.
+        nbytes: of the codes.
+        counts: indices of each segment.
+        numels: elements of each segment.
+    """
+
+    word_bits: int
+    nbytes: int
+    counts: list[int]
+    numels: list[int]
+
+
+@lru_cache(maxsize=256)
+def _runs(word_bits: int, counts: tuple[int, ...], numels: tuple[int, ...]) -> list[_Run]:
+    sizes = [
+        (kernels.words.nbytes(k, word_bits), kernels.indices.nbytes(k, n), k, n)
+        for k, n in zip(counts, numels, strict=True)
+    ]
+    runs = []
+    for in_words, run in groupby(sizes, lambda size: size[0] < size[1]):
+        words, others, ks, ns = map(list, zip(*run, strict=True))
+        runs.append(_Run(word_bits if in_words else 0, sum(words if in_words else others), ks, ns))
+    return runs

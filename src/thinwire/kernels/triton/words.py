@@ -1,4 +1,7 @@
-"""Words of equal width in Triton: each program packs or unpacks a run of its own, so that no byte has two writers."""
+"""Words of equal width in Triton, one launch for all segments.
+
+Each program packs or unpacks a run of its own, so that no byte has two writers.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...streams import uploaded
 from .. import words as family
+from .device import find_segment
 from .fields import load_field
-from .launch import launch
+from .launch import kept, launch, starts, tiles_of
 from .variants import VARIANTS, Variant
 
 TILE = 256
 
 
 @family._encode.runs_on("triton")
-def encode(words: Tensor, bits: int, out: Tensor) -> None:
-    arguments = (words, out, words.numel(), out.numel(), bits)
-    launch(_encode, -(-out.numel() // TILE), out.device, *arguments, TILE=TILE)
+def encode(words: Tensor, counts: list[int], bits: int, out: Tensor) -> None:
+    rows, num_tiles = _plan(out.device, tuple(counts), bits, "bytes")
+    launch(_encode, num_tiles, out.device, rows, words, out, len(counts), bits, TILE=TILE)
 
 
 @family._decode.runs_on("triton")
-def decode(payload: Tensor, count: int, bits: int) -> Tensor:
-    words = torch.empty(count, dtype=torch.int32, device=payload.device)
-    launch(_decode, -(-count // TILE), payload.device, payload, words, count, bits, TILE=TILE)
+def decode(payload: Tensor, counts: list[int], bits: int) -> Tensor:
+    words = torch.empty(sum(counts), dtype=torch.int32, device=payload.device)
+    rows, num_tiles = _plan(payload.device, tuple(counts), bits, "words")
+    launch(_decode, num_tiles, payload.device, rows, payload, words, len(counts), bits, TILE=TILE)
     return words
 
 
-@triton.jit(do_not_specialize=["count", "nbytes", "bits"])
-def _encode(words, out, count, nbytes, bits, TILE: tl.constexpr):
-    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+@kept
+def _plan(device: torch.device, counts: tuple[int, ...], bits: int, tiles: str) -> tuple[Tensor, int]:
+    """The table, and the number of tiles of bytes, or of words: first tile, words, first word, first byte of each segment."""
+    sizes = [family.nbytes(count, bits) for count in counts]
+    first_tile = starts(tiles_of(sizes if tiles == "bytes" else counts, TILE))
+    return uploaded(device, [first_tile[:-1], counts, starts(counts)[:-1], starts(sizes)[:-1]]), first_tile[-1]
+
+
+@triton.jit
+def _find_run(rows, words, payload, num_segments, TILE: tl.constexpr):
+    """A program's run of bytes or words, the words of its segment, and pointers to the segment's words and bytes."""
+    segment, tile = find_segment(rows, num_segments)
+    position = tile * TILE + tl.arange(0, TILE)
+    count = tl.load(rows + num_segments + segment)
+    words += tl.load(rows + 2 * num_segments + segment)
+    return position, count, words, payload + tl.load(rows + 3 * num_segments + segment)
+
+
+@triton.jit(do_not_specialize=["num_segments", "bits"])
+def _encode(rows, words, out, num_segments, bits, TILE: tl.constexpr):
+    byte, count, words, out = _find_run(rows, words, out, num_segments, TILE)
     packed = tl.zeros([TILE], tl.int32)
     for i in tl.static_range(8):
         position = byte * 8 + i
         word = position // bits
         value = tl.load(words + word, mask=word < count, other=0)
         packed = packed | (((value >> (position - word * bits).to(tl.int32)) & 1) << i)
-    tl.store(out + byte, packed.to(tl.uint8), mask=byte < nbytes)
+    tl.store(out + byte, packed.to(tl.uint8), mask=byte * 8 < count * bits)
 
 
-@triton.jit(do_not_specialize=["count", "bits"])
-def _decode(payload, words, count, bits, TILE: tl.constexpr):
-    word = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+@triton.jit(do_not_specialize=["num_segments", "bits"])
+def _decode(rows, payload, words, num_segments, bits, TILE: tl.constexpr):
+    word, count, words, payload = _find_run(rows, words, payload, num_segments, TILE)
     tl.store(words + word, load_field(payload, word * bits, bits, word < count), mask=word < count)
 
 

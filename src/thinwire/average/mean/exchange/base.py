@@ -38,6 +38,7 @@ from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
 from ....kernels import Flag
 from ....memory import ErrorFeedbackState
+from ....streams import uploaded
 
 Finish = Callable[[list[Tensor], Tensor], Flag]
 Stages = Generator[Handle, Any, Finish]
@@ -138,10 +139,13 @@ class Job:
         else:
             self.clear(masked, sent.indices, sent.counts)
 
-    def clear(self, masked: Sequence[Tensor], indices: Tensor, counts: list[int]) -> None:
-        """Zero `masked` at the indices, `counts[i]` of which are of segment i."""
+    def clear(self, masked: Sequence[Tensor], indices: Tensor, counts: list[int], where: Tensor | None = None) -> None:
+        """Zero `masked` at the indices, `counts[i]` of which are of segment i; only those `where` it is true, if given."""
         segments = flat_segments(masked, self.merged)
-        kernels.scatter.clear(segments, indices, counts)
+        if where is None:
+            kernels.scatter.clear(segments, indices, counts)
+        else:
+            overwrite(segments, indices, counts, where, 0.0)
         store_segments(segments, masked, self.merged)
 
     def decode(self, payloads: Sequence[Tensor], parts: Sequence[Tensor], weight: float, keys: Sequence[Key]) -> Flag:
@@ -273,6 +277,7 @@ class Team(Protocol):
 
     rank: int
     size: int
+    device: torch.device
 
     def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
         """As of a communicator."""
@@ -291,7 +296,7 @@ def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) 
         fixed: whether `sizes` are exact; if not, the exact ones travel first.
     """
     if not fixed:
-        length = torch.tensor([message.numel()], device=message.device)
+        length = uploaded(team.device, [message.numel()])
         sizes = announced_sizes(torch.cat((yield team.all_gather(length))).tolist(), max(sizes))
     return team.all_gather(message, sizes)
 
@@ -386,6 +391,17 @@ def store_segments(segments: Sequence[Tensor], tensors: Sequence[Tensor], merged
     """Copy back what `flat_segments` copied."""
     if merged and tensors:
         torch._foreach_copy_(list(tensors), split_like(segments[0], tensors))
+
+
+def overwrite(
+    segments: Sequence[Tensor], indices: Tensor, counts: list[int], where: Tensor, values: Tensor | float
+) -> None:
+    """Write `values` at the indices, `counts[i]` of which are of segment i, where `where` is true.
+
+    All indices are written, the others with what is there: to leave these out, the host would have to read their number.
+    """
+    old = kernels.scatter.gather(segments, indices, counts)
+    kernels.scatter.write(segments, indices, torch.where(where, values, old), counts)
 
 
 def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -180,6 +180,7 @@ class Leaders:
     def __init__(self, node: Node):
         self._comm, self._ranks = node.comm, list(node.leaders)
         self.rank, self.size = self._ranks.index(node.leader), len(self._ranks)
+        self.device = node.comm.device
 
     def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
         """Send `tensors[i]` to leader i; entry i of the result comes from leader i, of `sizes[i]` elements."""

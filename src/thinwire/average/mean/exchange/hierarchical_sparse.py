@@ -85,7 +85,7 @@ def _hierarchical_sparse(job: Job) -> Stages:
         with job.clock("decode"):
             summed, delivered = _read(message, layout, job)
             if job.masked:
-                job.clear(job.masked, *layout.locate(summed.positions[delivered]))
+                job.clear(job.masked, *layout.of_kept(summed.positions), delivered)
             return leave(summed, layout, totals, dense_total, job)
 
     return finish
@@ -110,12 +110,12 @@ def _write(message: Tensor, summed: Summed, delivered: Tensor, layout: Regions, 
     values.copy_(summed.values.view(torch.uint8))
     kernels.indices.encode(layout.within(summed.positions), list(layout.kept), list(layout.numels), codes)
     if job.masked:
-        kernels.words.encode(delivered.int(), 1, marks)
+        kernels.words.encode(delivered.int(), [delivered.numel()], 1, marks)
 
 
 def _read(message: Tensor, layout: Regions, job: Job) -> tuple[Summed, Tensor]:
     dense, values, codes, marks = message.split(_sizes(layout, job))
     within = kernels.indices.decode(codes, list(layout.kept), list(layout.numels))
     summed = Summed(layout.globally(within), values.view(torch.float32), dense.view(torch.float32))
-    delivered = kernels.words.decode(marks, sum(layout.kept), 1) if job.masked else torch.zeros_like(within)
+    delivered = kernels.words.decode(marks, [sum(layout.kept)], 1) if job.masked else torch.zeros_like(within)
     return summed, delivered.bool()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -88,11 +88,16 @@ class Regions:
         of = self._per_coordinate(counts, inverse, positions.device)
         return ((positions - of[2]) * of[1] % of[0]).int()
 
-    def locate(self, positions: Tensor) -> tuple[Tensor, list[int]]:
-        """The int32 indices of some ascending positions, and how many lie in each segment."""
-        bases = uploaded(positions.device, self.bases)
-        counts: list[int] = torch.searchsorted(positions, bases).diff().tolist()
-        return self.indices(positions, counts), counts
+    def counts_of(self, regions: list[list[Piece]]) -> list[int]:
+        """How many coordinates of each segment are kept in some regions."""
+        counts = [0] * len(self.numels)
+        for piece in chain.from_iterable(regions):
+            counts[piece.segment] += piece.kept
+        return counts
+
+    def of_kept(self, positions: Tensor) -> tuple[Tensor, list[int]]:
+        """The int32 indices of the ascending positions of all kept coordinates, and how many lie in each segment."""
+        return self.indices(positions, list(self.kept)), list(self.kept)
 
     def within(self, positions: Tensor) -> Tensor:
         """Positions of all kept coordinates, counted from the start of each segment: int32."""
@@ -103,7 +108,7 @@ class Regions:
         return within + self._per_coordinate(list(self.kept), self.multipliers, within.device)[2]
 
     def count(self, positions: Tensor) -> list[int]:
-        """How many of some ascending positions lie in each piece."""
+        """How many of some ascending positions lie in each piece; the host reads them."""
         starts = uploaded(positions.device, self.starts)
         counts: list[int] = torch.searchsorted(positions, starts).diff().tolist()
         return counts

@@ -38,6 +38,7 @@ from ....comm.check import announced_sizes
 from ....kernels.flags import Flag, both
 from ....membership import config, cut
 from ....memory import ErrorFeedback, ErrorFeedbackState
+from ....streams import uploaded
 from .base import (
     SUMMED,
     Job,
@@ -262,7 +263,7 @@ def _all_to_all(
     """The messages of all workers, of `num_bytes`; if this is only a bound, sizes travel first."""
     sizes = [num_bytes] * comm.size
     if not codec.traits.fixed_size:
-        lengths = torch.tensor([m.numel() for m in messages], device=messages[0].device)
+        lengths = uploaded(comm.device, [m.numel() for m in messages])
         sizes = announced_sizes(torch.cat((yield comm.all_to_all(list(lengths.split(1))))).tolist(), num_bytes)
     received: list[Tensor] = yield comm.all_to_all(messages, sizes)
     return received

@@ -55,6 +55,7 @@ from .base import (
     Team,
     flat_segments,
     gather_messages,
+    overwrite,
     pack,
     piece_key,
     split_numel,
@@ -106,17 +107,17 @@ def _sparse_reduce(job: Job) -> Stages:
                 reduction.settle(summed)
                 store_segments(segments, job.tensors, job.merged)
             if job.masked:
-                job.clear(job.masked, *reduction.layout.locate(summed.positions[reduction.delivered(summed)]))
+                job.clear(job.masked, *reduction.layout.of_kept(summed.positions), reduction.delivered(summed))
             return leave(summed, reduction.layout, totals, dense_total, job)
 
     return finish
 
 
 class Selected(NamedTuple):
-    """What one worker sends: ascending int64 positions, the values there, and what their encoding lost (None: nothing)."""
+    """What one worker sends: ascending int64 positions, how many of each segment, what encoding lost (None: nothing)."""
 
     positions: Tensor
-    values: Tensor
+    counts: list[int]
     lost: Tensor | None
 
 
@@ -203,9 +204,10 @@ class SparseReduction:
             header += [payload.numel(), *region_counts[owner]]
             messages.append(pack(dense, payload))
             lost.append(lacks)
-        headers = uploaded(device, header, torch.int32).split([1 + len(c) for c in region_counts])
+        # Receivers read headers on the host: in main memory, if messages can be sent from there.
+        headers = uploaded(self.team.device, header, torch.int32).split([1 + len(c) for c in region_counts])
         lossless = all(lacks is None for lacks in lost)
-        return Selected(positions, values, None if lossless else _joined(lost, totals, device)), list(headers), messages
+        return Selected(positions, counts, None if lossless else _joined(lost, totals, device)), list(headers), messages
 
     def _encode_pieces(
         self, indices: Tensor, values: Tensor, counts: list[int], owner: int, part: int
@@ -243,7 +245,7 @@ class SparseReduction:
         indices, values = kernels.select.topk(sums, counts)
         positions = indices + _repeat([p.start for p in region], counts, indices.device)
         payload, lost = self._encode_pieces(indices, values, counts, self.team.rank, SUMMED)
-        self.owned = Selected(positions, values, lost)
+        self.owned = Selected(positions, self.layout.counts_of([region]), lost)
         return pack(dense, payload)
 
     def collect(self, messages: list[Tensor]) -> Summed:
@@ -266,16 +268,12 @@ class SparseReduction:
 
     def settle(self, summed: Summed) -> None:
         """Leave in the segments what was not delivered."""
-        positions, _, lost = self.selected
-        kept = _contains(summed.positions, positions)
-        indices, counts = self.layout.locate(positions[kept])
-        if lost is None:
-            kernels.scatter.clear(self.segments, indices, counts)
-        else:
-            kernels.scatter.write(self.segments, indices, lost[kept], counts)
+        positions, counts, lost = self.selected
+        kept, indices = _contains(summed.positions, positions), self.layout.indices(positions, counts)
+        overwrite(self.segments, indices, counts, kept, 0.0 if lost is None else lost)
         if self.owned.lost is not None:
-            indices, counts = self.layout.locate(self.owned.positions)
-            kernels.scatter.add(self.segments, indices, self.owned.lost, counts, 1.0)
+            indices = self.layout.indices(self.owned.positions, self.owned.counts)
+            kernels.scatter.add(self.segments, indices, self.owned.lost, self.owned.counts, 1.0)
 
 
 # ---- what is left where ----
@@ -286,7 +284,7 @@ def leave(summed: Summed, layout: Regions, totals: list[Tensor], dense_total: Te
     segments = flat_segments(totals, job.merged)
     for segment in segments:
         segment.zero_()
-    indices, counts = layout.locate(summed.positions)
+    indices, counts = layout.of_kept(summed.positions)
     kernels.scatter.add(segments, indices, summed.values, counts, job.scale / job.comm.size)
     store_segments(segments, totals, job.merged)
     dense_total.copy_(summed.dense)
