@@ -5,12 +5,13 @@ from __future__ import annotations
 import resource
 import threading
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from helpers.spawn import WORLDS
 
-from thinwire.comm import CommunicationError, Ledger, LocalWorld
+from thinwire.comm import CommunicationError, Ledger, LocalWorld, process_group
 
 SIZES = [1, 2, 3, 4]
 SUMMABLE = [
@@ -145,6 +146,38 @@ def through_copies(operations, comm) -> None:
 @pytest.mark.parametrize("operations", [all_operations, many_outstanding])
 def test_what_gloo_cannot_send_from_goes_through_main_memory(operations):
     WORLDS["processes"](3, partial(through_copies, operations))
+
+
+def gathered_in_slots(comm) -> None:
+    """As over NCCL: messages of nearly one size are padded to slots of one size, and the ledger counts the padding."""
+    comm._backends = {"cpu": "nccl"}
+    for numels, slot in [([5, 5, 5], 32), ([1, 1, 1], 16), ([40, 39, 36], 160), ([400, 2, 0], None), ([0, 0, 0], None)]:
+        before, sizes = comm.ledger.snapshot(), [4 * n for n in numels]
+        own = torch.arange(numels[comm.rank], dtype=torch.float32) + comm.rank
+        parts = comm.all_gather(own, numels).wait()
+        assert parts[comm.rank] is own
+        for rank, part in enumerate(parts):
+            assert part.tolist() == [float(rank + i) for i in range(numels[rank])] and part.data_ptr() % 16 == 0
+        sent = comm.ledger.since(before)
+        assert sent.bytes_sent == 2 * (sizes[comm.rank] if slot is None else slot)
+        assert sent.bytes_received == (sum(sizes) - sizes[comm.rank] if slot is None else 2 * slot)
+
+
+def test_nccl_gathers_slots_of_one_size():
+    WORLDS["processes"](3, gathered_in_slots)
+
+
+def one_copy_for_all_peers(comm) -> int:
+    """Copies into main memory that an exchange of different tensors with all peers makes."""
+    comm._direct = set()
+    with mock.patch.object(process_group, "_copied", wraps=process_group._copied) as copied:
+        parts = comm.all_to_all([torch.full((3 + p,), float(comm.rank)) for p in range(3)], [3 + comm.rank] * 3).wait()
+    assert [part.tolist() for part in parts] == [[float(rank)] * (3 + comm.rank) for rank in range(3)]
+    return copied.call_count
+
+
+def test_gloo_copies_a_gpus_tensors_into_main_memory_once_for_all_peers():
+    assert WORLDS["processes"](3, one_copy_for_all_peers) == [1, 1, 1]
 
 
 def random_sum(comm, dtype) -> bytes:

@@ -238,6 +238,17 @@ class Communicator(Rounds, ABC):
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         """`gathered[r]` receives the bytes of worker r; the own entry holds the bytes to send."""
 
+    def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
+        """What every worker sends to each other one in an `all_gather` of messages of so many bytes, a multiple of 16.
+
+        None if each sends its message alone. Padding is sent, so it counts.
+        """
+        return None
+
+    def _start_slots(self, own: Tensor, slots: Tensor) -> Callable[[], Any]:
+        """Gather equal slots, (W, `_slot_bytes`) uint8; `own` holds the bytes to send."""
+        raise NotImplementedError
+
     @abstractmethod
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         """The tensors are flat uint8, and none is empty."""
@@ -260,12 +271,20 @@ class Communicator(Rounds, ABC):
         return {peer: tensors[peer] for peer in peers}
 
     def _gather(self, operation: str, tensor: Tensor, sizes: list[int]) -> Handle:
-        # One allocation each, so that every message is aligned and may be viewed as floats.
-        gathered = [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
-        others = self._others(gathered)
-        num_bytes, received = check.num_bytes(tensor), sum(map(check.num_bytes, others.values()))
+        slot = self._slot_bytes(tensor.device, [n * tensor.element_size() for n in sizes])
+        if slot is None:
+            # One allocation each, so that every message is aligned and may be viewed as floats.
+            gathered = [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
+            num_bytes = check.num_bytes(tensor)
+            received = sum(map(check.num_bytes, self._others(gathered).values()))
+            start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
+        else:
+            slots = debug.empty(self.size, slot, dtype=torch.uint8, device=tensor.device)
+            gathered = [row[: n * tensor.element_size()].view(tensor.dtype) for row, n in zip(slots, sizes, strict=True)]
+            gathered[self.rank] = tensor
+            num_bytes, received = slot, (self.size - 1) * slot
+            start = partial(self._start_slots, as_bytes(tensor), slots)
         messages = self.size - 1 if num_bytes else 0
-        start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
         traffic = (messages, messages * num_bytes, received)
         return self._submit(operation, gathered, start, gathered, traffic, [tensor])
 

@@ -27,7 +27,8 @@ is 2 (W-1) messages and, in even shards, the same bytes; an all_reduce of at lea
 chunk of a message (256 KiB, or 14 KiB on long lines) it adds 32 bytes, and 32 to acknowledge 512 (or 128) KiB. What is sent
 again, because a connection was lost or a chunk is late, is not in the ledger: `TcpCommunicator.counts` has it.
 NCCL and MPI choose among algorithms of their own: for them the rows of all_reduce, all_gather and broadcast are the
-least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact.
+least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact. NCCL's all_gather
+sends slots of one size, a multiple of 16 bytes, where that pads messages by an eighth at most; padding counts as sent.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ it starts the next. Between two workers, the backends match messages in the orde
 Gloo   `all_gather` is an exchange with everyone, all receives posted before the first send: a message whose receive is
        posted late waits for a round trip, which costs Gloo's own all_gather and batch_isend_irecv up to half the line.
        CUDA tensors go through main memory (several workers may share a GPU, which NCCL's may not), and `wait()` waits.
-NCCL   Sends and receives are grouped, for they deadlock otherwise, and equal parts use its own all-gather, which
-       crosses the links between nodes less often. `wait()` orders streams and returns before the data is there, so
+NCCL   Sends and receives are grouped, for they deadlock otherwise. Parts of nearly one size use its own all-gather, which
+       crosses the links between nodes less often, in slots of one size. `wait()` orders streams and returns before the data is there, so
        that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.
 """
 
@@ -30,6 +30,7 @@ from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
 from .connect import open_sockets
+from .dense import gather_shards
 from .handle import CommunicationError, reason_of
 from .side_streams import SideStreams
 
@@ -37,6 +38,8 @@ Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
 HANG_UP_TAG = 1  # all messages have tag 0
+SLOT_MULTIPLE = 16  # bytes, so that messages in slots are aligned
+MOST_PADDING = 8  # slots of one size pad messages by up to an eighth; beyond that each worker sends its own size
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -154,11 +157,20 @@ class ProcessGroupCommunicator(Communicator):
         return partial(_wait, [("", work)], [(tensor, sent)])
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        own, equal = gathered[self.rank], len({part.numel() for part in gathered}) == 1
-        if self._backends[own.device.type] == "nccl" and equal and own.numel():
-            work = dist.all_gather(gathered, own, group=self._group, async_op=True)
-            return partial(_wait, [("", work)])
         return self._gather_by_exchange(gathered)
+
+    def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
+        slot = -(-max(sizes) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        padding = self.size * slot - sum(sizes)
+        few = padding < self.size * SLOT_MULTIPLE + sum(sizes) // MOST_PADDING
+        return slot if slot and few and self._backends.get(device.type) == "nccl" else None
+
+    def _start_slots(self, own: Tensor, slots: Tensor) -> Callable[[], Any]:
+        slot = slots[self.rank]
+        slot[: own.numel()].copy_(own)
+        slot[own.numel() :].zero_()
+        work = gather_shards(slots.view(-1), slot, self._group, async_op=True)
+        return partial(_wait, [("", work)])
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         if tensor.numel() == 0:
@@ -174,7 +186,7 @@ class ProcessGroupCommunicator(Communicator):
         landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in landing.items()]
         once = {id(tensor): tensor for tensor in sends.values()}  # to however many it goes
-        staged = {key: self._sendable(tensor) for key, tensor in once.items()}
+        staged = dict(zip(once, self._all_sendable(list(once.values())), strict=True))
         works += [(f"to rank {peer}", self._begin(dist.isend, staged[id(t)], peer)) for peer, t in sends.items()]
         return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
@@ -182,8 +194,14 @@ class ProcessGroupCommunicator(Communicator):
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
         if self._backends[tensor.device.type] != "gloo" or tensor.device.type in self._direct:
             return tensor
-        staged = debug.empty_like(tensor, device="cpu")
-        return staged.copy_(tensor) if copied else staged
+        staged = debug.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return _copied(staged, tensor) if copied else staged
+
+    def _all_sendable(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`_sendable` of vectors of bytes, by one copy."""
+        if len(tensors) < 2 or self._sendable(tensors[0], copied=False) is tensors[0]:
+            return [self._sendable(tensor) for tensor in tensors]
+        return list(self._sendable(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         return open_sockets(
@@ -295,4 +313,14 @@ def _wait(works: list[tuple[str, dist.Work]], copies: Sequence[tuple[Tensor, Ten
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error
     for tensor, staged in copies:
         if staged is not tensor:
-            tensor.copy_(staged)
+            tensor.copy_(staged, non_blocking=True)
+
+
+def _copied(staged: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor into main memory. The thread sleeps until a GPU has copied it; a blocking copy would spin."""
+    staged.copy_(tensor, non_blocking=True)
+    if tensor.is_cuda:
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(torch.cuda.current_stream(tensor.device))
+        copied.synchronize()
+    return staged
