@@ -80,6 +80,61 @@ def test_checks_are_found_where_the_script_looks(script):
     assert all((ROOT / file).exists() for part in script["PARTS"] for file in part.files)
 
 
+BARE = """
+import importlib.abc, importlib.metadata, sys
+has = {"torch", "numpy", "triton", "pytest", "pytest-xdist", "hypothesis"}
+distribution = {name: whose for name, whose in importlib.metadata.packages_distributions().items()}
+todo = list(has)
+while todo:  # what these depend on themselves
+    for line in importlib.metadata.requires(todo.pop()) or []:
+        name = __import__("re").match("[A-Za-z0-9_.-]+", line)[0].lower().replace("_", "-")
+        if "extra ==" not in line and name not in has:
+            has.add(name)
+            todo += [name] if any(name == d.name.lower().replace("_", "-") for d in importlib.metadata.distributions()) else []
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        whose = {d.lower().replace("_", "-") for d in distribution.get(name.partition(".")[0], [])} - {"thinwire"}
+        if (whose and not whose & has) or name in ("thinwire.kernels._native", "thinwire.comm.tcp._engine"):
+            raise ModuleNotFoundError(f"not on a bare machine: {name}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+import pytest
+code = pytest.main(["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "ignore", *sys.argv[1:]])
+sys.path.insert(0, "scripts")
+import gpu_speed, gpu_study
+sys.exit(code)
+"""
+
+
+def test_checks_and_measurements_need_what_a_bare_machine_has(script):
+    """No package but those that `scripts/gpu.py` names and what they depend on, and no C++ kernels."""
+    files = sorted({file for part in script["PARTS"] for file in part.files})
+    env = script["environment"](True) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BARE, *files], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("program", "expected"), [("compute-sanitizer", "1"), ("python3", "unset")])
+def test_memcheck_sees_the_end_of_each_tensor(script, tmp_path, program, expected):
+    """PyTorch's allocator would hide what lies beyond a tensor, so it is off."""
+    command = tmp_path / program
+    command.write_text("#!/bin/sh\necho ${PYTORCH_NO_CUDA_MEMORY_CACHING-unset}\n")
+    command.chmod(0o755)
+    environment = {"PATH": str(tmp_path)}
+    if program != "compute-sanitizer":
+        assert script["_ended"]([str(command)], tmp_path / "log", environment) == 0
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", str(tmp_path), prepend=":")
+            assert script["_ended"]([program], tmp_path / "log", environment) == 0
+    assert (tmp_path / "log").read_text().strip() == expected
+
+
 def test_make_runs_all_parts(script):
     makefile = (ROOT / "Makefile").read_text()
     named = [word for line in makefile.splitlines() if "scripts/gpu.py" in line for word in line.split()[2:]]

@@ -262,7 +262,9 @@ class Codec(Algorithm, ABC):
 
     def _as_seen(self, tensors: list[Tensor], segments: list[Tensor]) -> list[Tensor]:
         """Views of contiguous tensors as this codec sees segments: in their shape if it needs it, else as vectors."""
-        return [t.view(s.shape if self.traits.needs_shape else -1) for t, s in zip(tensors, segments, strict=True)]
+        if self.traits.needs_shape:
+            return [t.view(s.shape) for t, s in zip(tensors, segments, strict=True)]
+        return [t.view(-1) for t in tensors]
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:
@@ -305,6 +307,8 @@ def _numel_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _float32(x: Tensor) -> Tensor:
+    if x.dtype == torch.float32 and x.is_contiguous():  # the usual case, in fewer calls
+        return x.detach()
     if not x.is_floating_point():
         raise ValueError(f"only float tensors can be encoded, got {x.dtype}; convert it first")
     return x.detach().to(torch.float32).contiguous()

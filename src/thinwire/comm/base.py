@@ -280,7 +280,9 @@ class Communicator(Rounds, ABC):
             start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
         else:
             slots = debug.empty(self.size, slot, dtype=torch.uint8, device=tensor.device)
-            gathered = [row[: n * tensor.element_size()].view(tensor.dtype) for row, n in zip(slots, sizes, strict=True)]
+            gathered = [
+                row[: n * tensor.element_size()].view(tensor.dtype) for row, n in zip(slots, sizes, strict=True)
+            ]
             gathered[self.rank] = tensor
             num_bytes, received = slot, (self.size - 1) * slot
             start = partial(self._start_slots, as_bytes(tensor), slots)

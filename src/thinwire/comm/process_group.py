@@ -7,8 +7,8 @@ Gloo   `all_gather` is an exchange with everyone, all receives posted before the
        posted late waits for a round trip, which costs Gloo's own all_gather and batch_isend_irecv up to half the line.
        CUDA tensors go through main memory (several workers may share a GPU, which NCCL's may not), and `wait()` waits.
 NCCL   Sends and receives are grouped, for they deadlock otherwise. Parts of nearly one size use its own all-gather, which
-       crosses the links between nodes less often, in slots of one size. `wait()` orders streams and returns before the data is there, so
-       that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.
+       crosses the links between nodes less often, in slots of one size. `wait()` orders streams and returns before the
+       data is there, so that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.
 """
 
 from __future__ import annotations

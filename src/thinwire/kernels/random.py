@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
     def mixed(self) -> int:
         """The 64-bit key of the counter-based generator."""
-        return mix_key(*self)
+        return _mixed(_mixed_stream(self.seed, self.stream), self.step)
 
 
 def mix_key(seed: int, stream: int, step: int) -> int:

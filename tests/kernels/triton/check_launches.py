@@ -19,16 +19,16 @@ from thinwire.kernels.triton import launch as launches
 
 PAYLOADS = 8
 CASES = {  # codec: launches of encode, of decode_sum of eight payloads; calls for a segment of encode, of decode_sum
-    "QSGD(bits=4)": (1, 1, 34, 18),
-    "NUQSGD(bits=3)": (1, 1, 34, 18),
-    "SignNorm()": (3, 1, 40, 18),
-    "TernGrad()": (5, 1, 50, 55),
-    "Cast('bfloat16')": (1, 1, 34, 18),
-    "TopK(0.01)": (13, 3 + PAYLOADS, 55, 120),
-    "BlockwiseTopK(0.0005)": (3, 1 + PAYLOADS, 60, 145),  # positions in blocks
-    "BlockwiseTopK(0.015625)": (3, 3 + PAYLOADS, 60, 130),  # positions in segments
-    "RandomK(0.01)": (7, 4 + PAYLOADS, 60, 100),
-    "chain(TopK(0.01), QSGD(bits=4))": (14, 3 + 2 * PAYLOADS, 72, 190),
+    "QSGD(bits=4)": (1, 1, 20, 10),
+    "NUQSGD(bits=3)": (1, 1, 20, 10),
+    "SignNorm()": (3, 1, 23, 12),
+    "TernGrad()": (5, 1, 29, 37),
+    "Cast('bfloat16')": (1, 1, 20, 10),
+    "TopK(0.01)": (13, 3 + PAYLOADS, 31, 95),
+    "BlockwiseTopK(0.0005)": (3, 1 + PAYLOADS, 44, 145),  # positions in blocks
+    "BlockwiseTopK(0.015625)": (3, 3 + PAYLOADS, 42, 130),  # positions in segments
+    "RandomK(0.01)": (7, 4 + PAYLOADS, 35, 85),
+    "chain(TopK(0.01), QSGD(bits=4))": (14, 3 + 2 * PAYLOADS, 44, 145),
 }
 
 
