@@ -13,7 +13,6 @@ from helpers.spawn import WORLDS, run_threads, spawn
 from strategy.test_local_updates import adamw, backward, flat, make_model
 
 import thinwire as tw
-from thinwire.lab.train import RunConfig
 from thinwire.strategy import CosineGate, DelayedNesterov, OuterSGD
 from thinwire.strategy.local import asynchronous
 from thinwire.strategy.local.quorum import Pace, Quorum, steps_of
@@ -392,11 +391,6 @@ def test_a_quorum_of_more_workers_than_there_are_is_refused():
     strategy = tw.parse("Local(Mean(), 4, quorum=Quorum(3, stale=Drop()))")
     with pytest.raises(ValueError, match="quorum of 3 workers cannot come of 2"):
         run_threads(2, train, strategy, 1)
-
-
-def test_a_run_of_the_command_line_refuses_it():
-    with pytest.raises(ValueError, match="for a loop of your own"):
-        RunConfig("digits", strategy="asynchronous_diloco()").parsed_strategy()
 
 
 def test_the_notation_knows_it():

@@ -160,9 +160,14 @@ class Averaging(Strategy[A_co]):
         return self.averager.has_rounds
 
     @property
+    def counts_commits(self) -> bool:
+        """Whether workers take unequal numbers of steps, and progress is what rounds have merged (`committed_tokens`)."""
+        return False
+
+    @property
     def has_common_steps(self) -> bool:
         """Whether all workers take equally many steps between two rounds."""
-        return self.averager.has_rounds
+        return self.averager.has_rounds and not self.counts_commits
 
     @property
     def sends_again(self) -> bool:

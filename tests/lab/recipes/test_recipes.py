@@ -62,7 +62,7 @@ def test_there_is_a_recipe_for_every_experiment():
         imagenet-resnet50-sgp imagenet-resnet50-osgp imagenet-resnet50-adpsgd
         cifar10-resnet32-alq cifar10-resnet32-amq cifar10-resnet110-alq imagenet-resnet18-alq
         text-gpt-ddp text-gpt-diloco text-gpt-streaming-diloco text-gpt-sparseloco text-gpt-demo text-gpt-dion text-gpt-noloco
-        text-gpt-muloco wikitext2-gpt-sparseloco
+        text-gpt-muloco text-gpt-asynchronous-diloco wikitext2-gpt-sparseloco
         cifar10-resnet20-powergossip cifar10-resnet20-choco cifar10-resnet20-powergossip-by-class
     """.split()
     for name in expected:

@@ -125,6 +125,11 @@ GPT_METHODS = {
         "streaming_diloco(every=30)",
         "streaming_diloco(every=10, fragments=2, delay=2)",
     ),
+    "asynchronous-diloco": TaskMethod(
+        "Asynchronous DiLoCo: workers of unequal speed, 4 bits, every 30 steps of the fastest (arXiv 2401.09135)",
+        "asynchronous_diloco(every=30, bits=4)",
+        "asynchronous_diloco(every=10, bits=4)",
+    ),
     "sparseloco": _SPARSE_LOCO,
     "demo": TaskMethod(
         "DeMo: 32 frequencies of each tile, every step (arXiv 2411.19870)",

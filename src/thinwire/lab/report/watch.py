@@ -131,6 +131,8 @@ _FACTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("workers", "workers", _number),
     ("committed", "rounds committed", _number),
     ("aborted", "rounds given up", _number),
+    ("staleness", "staleness of changes (rounds)", _number),
+    ("dropped_changes", "changes dropped", _number),
     ("healings", "workers healed", _number),
 )
 

@@ -245,13 +245,8 @@ class RunConfig:
         )
         assert isinstance(strategy, Averaging)
         require(
-            strategy.has_common_steps or not strategy.averager.has_rounds,
-            f"{strategy!r} is for a loop of your own, see docs/asynchronous.md: the workers of a run take equally many steps; "
-            "leave quorum out, such as diloco(every=30)",
-        )
-        require(
-            strategy.averager.has_rounds or self.network is None,
-            f"{strategy!r} has no rounds, and so no virtual seconds; leave --network out",
+            strategy.has_common_steps or self.network is None,
+            f"workers of {strategy!r} take unequal numbers of steps, and so have no virtual seconds; leave --network out",
         )
         require(
             strategy.suits_elastic or not self.elastic,

@@ -4,7 +4,8 @@ Every worker sends its change, encoded once, to all others (`Share`). The *leade
 which shares make a round, and tells the others (a *commit*: fragment, version, and the shares by worker and number). Every
 worker adds the same shares in rank order. So what they share has the same bits at every version, whenever a worker gets there.
 
-    share     worker -> all       a change of a fragment, and how far this worker is
+    share     worker -> all       a change of a fragment, how far this worker is, and its speed
+    speed     worker -> all       its speed, in the first period
     commit    leader -> all       the shares of the next version of a fragment
     done      worker -> leader    this worker makes no more changes until all are done
     end       leader -> all       all are done; the last version of each fragment
@@ -140,6 +141,12 @@ class Agreement:
             self._keep(self._unpacked(payload)[0])  # a copy: the caller's buffers may change
             return Pending(self, fragment, log.sent, len(self._others()) * payload.numel())
 
+    def tell_speed(self) -> None:
+        """Tell the others how fast this worker is, before its first share."""
+        with self._changed:
+            self.speeds[self.rank] = self.speed
+            self._tell(self._others(), {"is": "speed", "speed": self.speed})
+
     def take(self, fragment: int, up_to: int | None = None) -> list[Round]:
         """The rounds of a fragment that this worker has not taken yet, in order."""
         with self._changed:
@@ -176,10 +183,14 @@ class Agreement:
         if self._error is not None:
             raise self._error
 
+    def is_ready(self, fragment: int, number: int) -> bool:
+        """Whether a round with this worker's share can be taken."""
+        return self._fragments[fragment].own_ready >= number
+
     def wait_for(self, fragment: int, number: int) -> None:
         """Wait until a round with this worker's share can be taken."""
         with self._changed:
-            self._wait(lambda: self._fragments[fragment].own_ready >= number)
+            self._wait(lambda: self.is_ready(fragment, number))
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._error is not None or is_there())
@@ -215,6 +226,8 @@ class Agreement:
             self._done[source] = note["phase"]
             self._heard(source, note["have"])
             self._decide()
+        elif kind == "speed":
+            self.speeds[source] = float(note["speed"])
         elif kind == "end":
             self._ended = max(self._ended, (note["phase"], note["versions"]))
             self._changed.notify_all()
@@ -507,6 +520,11 @@ class Pending:
 
     def __init__(self, agreement: Agreement, fragment: int, number: int, num_bytes: int):
         self._agreement, self._fragment, self._number, self.num_bytes = agreement, fragment, number, num_bytes
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a round that has it can be taken."""
+        return self._agreement.is_ready(self._fragment, self._number)
 
     def wait(self) -> None:
         """Wait for the round that has it.

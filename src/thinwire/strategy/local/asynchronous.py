@@ -1,7 +1,7 @@
 """What `Local` does with a `Quorum`: rounds that merge what has come, each worker at its own pace.
 
     1. measure    g_i = anchor - parameters, from the version of the anchor that this worker went on from
-    2. send       encoded, to all workers; the worker trains on for `delay` steps
+    2. send       encoded, to all workers; the worker trains on until its round is committed, for `delay` steps at most
     3. merge      all rounds up to the one that has its change, in order (`agreement.py`): the same shares in rank order, with
                   the same weights, so that anchors have the same bits on all workers at each version
     4. go on      parameters <- anchor + what they changed since the send
@@ -38,14 +38,18 @@ class Committed(State):
         rounds: committed rounds of all fragments.
         tokens: those that the merged changes were made from, added up over fragments.
         dropped_tokens: those of changes that came too late.
-        num_late: merged changes that missed a round.
+        num_merged: merged changes.
+        num_late: those of them that missed a round.
+        late_rounds: how many rounds these missed, added up.
         num_dropped: changes that came too late.
     """
 
     rounds: int = shared(default=0)
     tokens: int = shared(default=0)
     dropped_tokens: int = shared(default=0)
+    num_merged: int = shared(default=0)
     num_late: int = shared(default=0)
+    late_rounds: int = shared(default=0)
     num_dropped: int = shared(default=0)
 
 
@@ -61,6 +65,7 @@ class AsynchronousRounds:
     Attributes:
         every, delay: H and tau of this worker in its present period.
         committed: see `Committed`.
+        on_commit: called with T after each merged round of the first fragment.
         is_synchronized: whether all workers have the same state.
     """
 
@@ -69,9 +74,10 @@ class AsynchronousRounds:
     ):
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
         self._fragments, self._places = fragments, {id(fragment): i for i, fragment in enumerate(fragments)}
+        self.on_commit: Callable[[int], None] = lambda tokens: None
         self._clock, self._pace, self._step_tokens = clock, Pace(), 0
         self._sent: list[list[Tensor]] = [[] for _ in fragments]
-        self._taken = [0] * len(fragments)
+        self._taken, self._is_first_period = [0] * len(fragments), True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
         most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
         self.agreement = Agreement(quorum, len(fragments), comm, most)
@@ -82,11 +88,15 @@ class AsynchronousRounds:
         """This step is made from so many tokens."""
         self._step_tokens += number
 
-    def stepped(self) -> None:
-        """A step has ended."""
+    def stepped(self, step: int) -> None:
+        """Step `step` of a period has ended."""
         self.agreement.check()
         self._pace.stepped()
         self.is_synchronized = False
+        if self._is_first_period and self._quorum.follow_speed:
+            self._choose_pace(step)
+            if len(self._pace.durations).bit_count() == 1:  # 1, 2, 4, ... steps are measured
+                self.agreement.tell_speed()
         for fragment in self._fragments:
             fragment.tokens += self._step_tokens or 1
         self._step_tokens = 0
@@ -97,14 +107,21 @@ class AsynchronousRounds:
 
     def begin_period(self) -> None:
         """Choose how many steps this worker takes between two rounds, by its speed."""
+        self._is_first_period = False
+        self._choose_pace(0)
+
+    def _choose_pace(self, step: int) -> None:
+        """Set H and tau of this worker, in a period of which `step` steps are done."""
         speed = self._pace.speed
         self.agreement.speed = speed
         if self._quorum.follow_speed:
-            self.every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
-            self.delay = self._strategy.delay * self.every // self._strategy.every
+            every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
+            self.every = max(every, step)
+            self.delay = -(-self._strategy.delay * every // self._strategy.every)
         self.agreement.delay_seconds = self.delay * self._pace.step_seconds
         for i, fragment in enumerate(self._fragments):
-            fragment.offset = offset(i, len(self._fragments), self.every)
+            if fragment.offset >= step or step == 0:  # else it was sent in this period
+                fragment.offset = max(offset(i, len(self._fragments), self.every), step)
 
     # ---- rounds ----
 
@@ -166,17 +183,22 @@ class AsynchronousRounds:
             is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
         for share, weight, staleness in zip(shares, weights, late, strict=True):
             self._count(share.tokens, weight, staleness)
+            fragment.committed_tokens += share.tokens if weight > 0 else 0
             if share.worker == self._comm.rank and share.tokens:
                 self._averager.commit(fragment.state) if weight > 0 else self._averager.discard(fragment.state)
         self.committed.rounds += 1
         self._taken[self._places[id(fragment)]] = one.version
+        if fragment is self._fragments[0]:
+            self.on_commit(fragment.committed_tokens)
         return is_finite
 
     def _count(self, tokens: int, weight: float, staleness: int) -> None:
         committed = self.committed
         if weight > 0:
             committed.tokens += tokens
+            committed.num_merged += 1
             committed.num_late += staleness > 0
+            committed.late_rounds += staleness
         elif tokens:
             committed.dropped_tokens += tokens
             committed.num_dropped += 1

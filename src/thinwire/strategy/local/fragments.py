@@ -136,6 +136,7 @@ class Fragment(State):
         has_moved: whether the parameters may differ from the anchor.
         rejected: under gossip, whether this worker's changes in the present round were not finite.
         tokens: with a quorum, those that this worker's next change is made from.
+        committed_tokens: with a quorum, those that merged changes of all workers were made from.
         pending_share: with a quorum, this worker's change that no round has merged yet.
     """
 
@@ -155,6 +156,7 @@ class Fragment(State):
     has_moved: bool = shared(default=False)
     rejected: bool = shared(default=False)
     tokens: int = restart(default=0)
+    committed_tokens: int = shared(default=0)
     pending_share: Pending | None = pending(default=None)
 
     @property
@@ -162,6 +164,11 @@ class Fragment(State):
         """Whether a round has begun and is not merged."""
         is_there = self.finite is not None or self.pending_share is not None
         return is_there or self.is_sent or self.flight is not None
+
+    @property
+    def is_committed(self) -> bool:
+        """With a quorum: whether this worker's change is in a round that can be merged now."""
+        return self.pending_share is not None and self.pending_share.is_committed
 
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""

@@ -196,9 +196,9 @@ class Local(Averaging[LocalUpdates]):
         return self.quorum is None
 
     @property
-    def has_common_steps(self) -> bool:
-        """Not with a quorum."""
-        return self.quorum is None
+    def counts_commits(self) -> bool:
+        """With a quorum."""
+        return self.quorum is not None
 
     @property
     def sends_again(self) -> bool:

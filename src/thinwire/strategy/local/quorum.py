@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -36,8 +35,8 @@ class Quorum(Algorithm):
         grace: the share of the time left that a round waits for more workers.
         max_grace_seconds: the most that it waits for them.
         follow_speed: whether a worker takes fewer steps between two rounds in proportion to its speed, so that all come at the
-            same time: `H_i = floor(H v_i / max v)`, v the 90th percentile of its last steps per second (DyLU). Its delay is
-            scaled in the same way.
+            same time: `H_i = round(H v_i / max v)`, v the 90th percentile of its last steps per second (DyLU). Its delay is
+            scaled in the same way. Speeds are told within the first period, and then with each change.
         patience_seconds: after so long a round is committed with fewer than K.
 
     Raises:
@@ -96,7 +95,10 @@ class Quorum(Algorithm):
 
 
 def steps_of(every: int, speed: float, speeds: Iterable[float]) -> int:
-    """Steps between two rounds of a worker, in proportion to its speed: `max(1, floor(H v_i / max v))`.
+    """Steps between two rounds of a worker, in proportion to its speed: `max(1, round(H v_i / max v))`.
+
+    DyLU takes the floor. It costs a worker of nearly the highest speed a whole step, for which it then waits; rounding is
+    late by half a step at most, which the delay hides.
 
     Args:
         every: H, of the fastest worker.
@@ -104,13 +106,13 @@ def steps_of(every: int, speed: float, speeds: Iterable[float]) -> int:
         speeds: of all workers whose speed is known.
 
     Example:
-        >>> steps_of(30, 10.0, [30.0, 10.0, 20.0]), steps_of(30, 30.0, [30.0, 10.0])
-        (10, 30)
+        >>> steps_of(30, 10.0, [30.0, 10.0, 20.0]), steps_of(30, 30.0, [30.0, 10.0]), steps_of(30, 29.7, [30.0])
+        (10, 30, 30)
     """
     fastest = max(speeds, default=0.0)
     if speed <= 0 or fastest <= speed:
         return every
-    return max(1, math.floor(every * speed / fastest + 1e-9))  # rounding must not cost a step
+    return max(1, round(every * speed / fastest))
 
 
 class Pace:

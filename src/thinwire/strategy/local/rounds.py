@@ -38,6 +38,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -201,9 +202,20 @@ class LocalUpdates(OwnModelAttachment):
         return self._record.committed
 
     @property
-    def committed_tokens(self) -> float:
-        """With a quorum: T, the tokens whose changes are merged, which learning rates should follow."""
-        return self.committed.tokens / self.num_fragments
+    def num_steps(self) -> int:
+        """Steps of this worker's inner optimizer so far."""
+        return self._record.num_steps
+
+    @property
+    def committed_tokens(self) -> int:
+        """With a quorum: T, the tokens whose changes of the first fragment are merged, which learning rates should follow."""
+        return self._fragments[0].committed_tokens
+
+    def on_commit(self, call: Callable[[int], None]) -> None:
+        """With a quorum: call this with T after each merged round of the first fragment, the same on all workers."""
+        require(self._asynchronous is not None, f"{self.call}: only a quorum commits rounds; leave on_commit() out")
+        assert self._asynchronous is not None
+        self._asynchronous.on_commit = call
 
     def count_tokens(self, number: int) -> None:
         """With a quorum: say before `optimizer.step()` how many tokens (or samples) it is made from; by default 1."""
@@ -347,12 +359,13 @@ class LocalUpdates(OwnModelAttachment):
             self._elastic.settle()
             self._end_step()
             return
-        self._record.step = (self._record.step + 1) % self._every
+        step = self._record.step + 1
         self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
         if self._asynchronous is not None:
-            self._asynchronous.stepped()
+            self._asynchronous.stepped(step)
+        self._record.step = step % self._every
         for fragment in self._fragments:
             fragment.has_moved = True
             fragment.steps_to_merge -= fragment.in_flight
@@ -364,7 +377,7 @@ class LocalUpdates(OwnModelAttachment):
 
     def _end_step(self) -> None:
         """Merge and begin what is due. That follows from the record alone, as a worker may be healed meanwhile."""
-        merging = [f for f in self._fragments if f.in_flight and f.steps_to_merge == 0]
+        merging = [f for f in self._fragments if f.in_flight and (f.steps_to_merge == 0 or f.is_committed)]
         beginning = [f for f in self._fragments if self._is_due(f)]
         must_end = beginning or any(fragment.is_sent for fragment in merging)
         if self._elastic is not None and must_end and not self._elastic.end():

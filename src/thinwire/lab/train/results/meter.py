@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -61,22 +63,36 @@ class Meter:
             comm: connects these workers; None for those of the constructor.
         """
         comm = comm or self._comm
-        now, ledger = time.perf_counter(), self._strategy.ledger
-        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
-        totals = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)])).wait()
-        sent = (totals[4:7] / comm.size).round().long().tolist()
-        row = self._data.metrics(totals[:4])
-        row |= dict(zip(COUNTS, sent, strict=True)) | {"dense_fp32_bytes": ledger.dense_fp32_bytes}
-        skips = round(totals[8].item())  # where models are equal, all workers skip together
-        row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
-        row |= {"examples_per_second": totals[7].item() / (now - self._row_began), "seconds": now - self._began}
-        row |= self._all_virtual_seconds() | self._seconds_by_phase()
+        row = self.begin_row(comm)()
         if self._strategy.models_differ:
             # Models differ only under gossip and local updates.
             gossip = cast(OwnModelAttachment, self._strategy)
             row["consensus_distance"] = gossip.consensus_distance(comm)
-        self._start_row()
         return row
+
+    def begin_row(self, comm: Communicator) -> Callable[[], dict[str, float]]:
+        """Begin to sum the row over the workers; returns a function that waits for them, and gives the row.
+
+        All workers call it equally often, though not at the same time. The row has no consensus distance.
+        """
+        now, ledger = time.perf_counter(), self._strategy.ledger
+        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        summed = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)]))
+        own = {"dense_fp32_bytes": ledger.dense_fp32_bytes, "seconds": now - self._began}
+        own |= self._all_virtual_seconds() | self._seconds_by_phase()
+        seconds = now - self._row_began
+        self._start_row()
+
+        def finish() -> dict[str, float]:
+            totals = summed.wait()
+            totals[3] = totals[3] or math.nan  # rounds may follow at once, without a batch between them
+            sent = (totals[4:7] / comm.size).round().long().tolist()
+            row = self._data.metrics(totals[:4]) | dict(zip(COUNTS, sent, strict=True)) | own
+            skips = round(totals[8].item())  # where models are equal, all workers skip together
+            row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
+            return row | {"examples_per_second": totals[7].item() / seconds}
+
+        return finish
 
     def state_dict(self) -> dict[str, Any]:
         """The part of a checkpoint: this worker's sums since the last row, and its ledger."""

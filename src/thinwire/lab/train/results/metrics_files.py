@@ -25,7 +25,7 @@ from ...files import naming, plain
 log = logging.getLogger("thinwire")
 
 COLUMNS = {
-    "step": "optimizer steps so far",
+    "step": "optimizer steps so far; with a quorum, committed examples, in steps of all workers together",
     "epoch": "passes over the training data so far, with a fraction",
     "loss": "training loss, mean over the workers' batches since the last row; null if it was infinite or NaN for any",
     "accuracy": "training accuracy, likewise; 0..1",
@@ -50,9 +50,14 @@ COLUMNS = {
     "learning_rate": "of the last step",
     "skipped_steps": "updates skipped for an infinite or NaN gradient, since the start. Where models differ, sum over workers",
     "workers": "in elastic runs: number of workers in the last round",
-    "committed": "in elastic runs: rounds so far that all of their workers committed",
+    "committed": "in elastic runs and with a quorum: rounds so far that were committed",
     "aborted": "in elastic runs: rounds so far that were given up, such as when a worker died",
     "healings": "in elastic runs: how often a worker that joined or fell behind got the state of a live one",
+    "merged_changes": "with a quorum: changes that rounds have merged so far, each of one worker and fragment",
+    "late_changes": "with a quorum: those of them that missed a round",
+    "staleness": "with a quorum: rounds that a merged change has missed, mean so far",
+    "dropped_changes": "with a quorum: changes so far that came too late",
+    "dropped_examples": "with a quorum: training examples that these were made from; they do not count in step and epoch",
     "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",

@@ -7,6 +7,10 @@
     5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
     6. summary           the test result and the bytes sent
 
+With a quorum, workers take unequal numbers of steps (`commits.py`). A step of the run is then one of all workers together whose
+changes are committed. Rows begin where workers merge the round that completes such a step; no worker waits for the others
+there. All meet at the end of an epoch, at checkpoints and at the end.
+
 If the folder has a checkpoint, the run continues from the last one: with the same bits as if it had never stopped, or with
 another number of workers. All workers run this code. One of them also shows the progress and writes the files. With a fixed
 number of workers, metrics use a communicator of their own, so that the ledger counts only the training.
@@ -22,10 +26,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from warnings import filterwarnings
 
 import torch
@@ -34,6 +38,7 @@ from torch import Tensor
 from ....allocator import keep_freed_memory
 from ....comm import CommunicationError, Communicator, ElasticCommunicator, LocalWorld
 from ....kernels import mix_key, set_threads
+from ....strategy import LocalUpdates
 from ...files import write_json
 from ..config import RunConfig
 from ..data import Dataset
@@ -53,6 +58,7 @@ from ..shared_errors import run_on_all, same_error_on_all
 from ..step.image_sizes import check_image_sizes
 from ..step.steps import Course, Step, course, steps
 from ..step.training import Training, prepare
+from .commits import Commits
 from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
@@ -61,6 +67,8 @@ from .workers import ElasticWorkers, FixedWorkers, Workers
 log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
+
+MANY_EPOCHS = 1 << 31  # a worker with a pace of its own goes through its data until the run ends
 
 
 def run(
@@ -139,11 +147,14 @@ class _Worker:
         self.meter = Meter(data, training.strategy, workers.comm, training.virtual)
         self.watchers: list[Any] = []
         self.gradients: dict[str, Tensor] = {}
+        self.commits: Commits | None = None
         self.ahead: Course
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
         loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm)
         self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
+        if self.strategy.strategy.counts_commits:
+            self.commits = Commits(cast(LocalUpdates, self.strategy), loaded.step)  # no others count them
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
@@ -165,10 +176,12 @@ class _Worker:
             if self.upcoming_step is None:
                 self.upcoming_step = next(self.upcoming)
                 if self.upcoming_step.begins_epoch is not None:
-                    self.strategy.set_epoch(self.upcoming_step.begins_epoch)
+                    if self.commits is None:  # a quorum's codec is constant, and workers begin their epochs apart
+                        self.strategy.set_epoch(self.upcoming_step.begins_epoch)
                     self.training.carried = None
             if self._step(self.upcoming_step, interruption):
-                stop = self._after_step(self.upcoming_step, interruption)
+                after = self._after_step if self.commits is None else self._after_own_step
+                stop = after(self.upcoming_step, interruption)
                 self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
         if state.done < self.ahead.num_steps:
             return stop
@@ -187,20 +200,22 @@ class _Worker:
     def _step(self, step: Step, interruption: Interruption) -> bool:
         """Take a step; returns whether it counts: its round is committed, or still open as with local updates."""
         learning_rate = self.config.optimizer.learning_rate_at(
-            self.ahead.scheduled(step.number - 1), self.ahead.num_scheduled, self.workers.comm.size
+            self.ahead.scheduled(self.state.done), self.ahead.num_scheduled, self.workers.comm.size
         )
         set_learning_rate(self.training.optimizer, learning_rate)
         watched = self.config.variance and self.workers.writes and self._row_is_due(step)
         collecting: AbstractContextManager[dict[str, Tensor]] = (
             own_gradients(self.training.model) if watched else nullcontext({})
         )
+        if self.commits is not None:
+            self.commits.count(self.config.batch_size * self.config.accumulate)
         with self.meter.clock("step"), self.training.virtual.step(), collecting as self.gradients:
             answers = self.workers.step(partial(self.training.step, step.batches), self.state, interruption)
         if answers is None:
             return False
         for scores, labels in answers:
             self.meter.add(scores, labels)
-        self.state.done += 1
+        self.state.done += self.commits is None
         if self.at_steps:
             now = {"step": step.number, "epoch": step.epoch, "learning_rate": learning_rate}
             if info := called(self.at_steps, self.training.model, now, self.workers.comm):
@@ -235,6 +250,46 @@ class _Worker:
         state.row_is_due = state.test_is_due = state.save_is_due = False
         return stop
 
+    # ---- with a quorum ----
+
+    def _after_own_step(self, step: Step, interruption: Interruption) -> int:
+        """Make what is due after each round that this worker has merged; returns the signal that stops the run."""
+        assert self.commits is not None
+        state, ahead, comm = self.state, self.ahead, self.workers.comm
+        for done in self.commits.merged(ahead):
+            before, state.done = state.done, done
+            every = self.config.checkpoint_every or ahead.num_steps
+            all_meet = done >= ahead.num_steps or done // every > before // every or ahead.ends_epoch(before, done)
+            if not (all_meet or done // self.config.log_every > before // self.config.log_every):
+                continue
+            stop = interruption.requested(comm)
+            self._end_row()
+            if stop or all_meet:
+                self._meet(before)
+                return stop
+            row = self._row_start()
+            self.commits.row = row, self.meter.begin_row(comm), self._statistics()
+        return 0
+
+    def _end_row(self) -> None:
+        """Write the row that was begun last, once all workers have reached it."""
+        assert self.commits is not None
+        begun, self.commits.row = self.commits.row, None
+        if begun is not None:
+            start, sums, statistics = begun
+            self._write_row(start | sums() | statistics)
+
+    def _meet(self, before: int) -> None:
+        """Synchronize all workers, test after an epoch that has ended since `before`, and save."""
+        assert self.commits is not None
+        config, state, ahead = self.config, self.state, self.ahead
+        cast(LocalUpdates, self.strategy).synchronize()
+        state.done = [state.done, *self.commits.merged(ahead)][-1]
+        is_last = state.done >= ahead.num_steps
+        ended = ahead.ends_epoch(before, state.done) and round(ahead.passes(state.done)) % config.evaluate_every == 0
+        self._row(ended or is_last, is_last)
+        self._save_checkpoint()
+
     # ---- when workers change ----
 
     def _split(self) -> None:
@@ -244,7 +299,11 @@ class _Worker:
             state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
         state.size = comm.size
         self.ahead = course(self.config, self.data, comm.size, state.origin)
-        self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
+        if self.commits is None:
+            self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
+        else:  # at its own pace, through epochs of its own
+            endless = replace(self.config, epochs=MANY_EPOCHS, max_steps=None)
+            self.upcoming = steps(endless, self.data, comm, self.commits.own_steps, self.meter.clock)
         self.upcoming_step = None
         if comm.is_elastic:  # other workers read other texts
             self.training.carried = None
@@ -286,9 +345,12 @@ class _Worker:
         """Make a row of metrics."""
         row = self._together(partial(self._collected, is_tested), is_last)
         if row is not None:
-            self.state.row = row
-            for watcher in self.watchers:
-                watcher.row(row)
+            self._write_row(row)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        self.state.row = row
+        for watcher in self.watchers:
+            watcher.row(row)
 
     def _together(self, do: Callable[[Communicator], Result], is_last: bool) -> Result | None:
         """The result of all workers. If some die meanwhile: None, or of the last row this worker's own."""
@@ -296,13 +358,17 @@ class _Worker:
         return LocalWorld(1).run(do)[0] if result is None and is_last else result
 
     def _collected(self, is_tested: bool, comm: Communicator) -> dict[str, Any]:
-        done, rate = self.state.done, self.training.optimizer.param_groups[0]["lr"]
-        row: dict[str, Any] = {"step": done, "epoch": self.ahead.passes(done), "learning_rate": float(rate)}
-        row |= (
-            self.meter.row(comm) | codec_statistics(self.strategy, self.gradients) | self.workers.row_values(self.state)
-        )
+        row = self._row_start() | self.meter.row(comm) | self._statistics()
         row |= self._tested(comm) if is_tested else {}
         return row | called(self.at_rows, self.training.model, row, comm)
+
+    def _row_start(self) -> dict[str, Any]:
+        done, rate = self.state.done, self.training.optimizer.param_groups[0]["lr"]
+        return {"step": done, "epoch": self.ahead.passes(done), "learning_rate": float(rate)}
+
+    def _statistics(self) -> dict[str, Any]:
+        found = codec_statistics(self.strategy, self.gradients) | self.workers.row_values(self.state)
+        return found if self.commits is None else found | self.commits.row_values()
 
     def _tested(self, comm: Communicator) -> dict[str, float]:
         return evaluate(self.config, self.data, self.training.model, self.strategy, comm)

@@ -56,11 +56,15 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
         WorkerError: a worker failed; all others have been stopped.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
     """
-    config.parsed_strategy()
+    strategy = config.parsed_strategy()
     config = _with_credentials(config)
     between = any(isinstance(callback, EachStep) for callback in callbacks)
     require(
         not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"
+    )
+    require(
+        not (strategy.counts_commits and between),
+        "with a quorum, callbacks are called only where all workers meet; leave EachStep or the quorum out",
     )
     check_installed(config)
     if config.transport == "mpi":

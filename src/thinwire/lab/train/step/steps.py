@@ -88,6 +88,10 @@ class Course:
         epoch, position = divmod(later, self.per_epoch)
         return self.origin.epoch + 1 + epoch, position
 
+    def ends_epoch(self, before: int, step: int) -> bool:
+        """Whether a step after `before`, up to `step`, is the last one of an epoch or of the run."""
+        return step >= self.num_steps or self.epoch_of(step)[0] > self.epoch_of(before)[0]
+
     def passes(self, step: int) -> float:
         """Passes over the data after `step` steps, with a fraction."""
         later = step - self.origin.step - self.rest
@@ -154,9 +158,8 @@ def steps(
                 plan = data.plan(share, config.batch_size)[:length]
                 batches = data.batches(plan, config.seed, comm.rank, epoch, first=position * config.accumulate)
             taken = list(islice(batches, config.accumulate))
-        ends_epoch = i + 1 == ahead.num_steps or ahead.epoch_of(i + 1)[0] > epoch
         begins = position == 0 and not (is_rest and origin.examples)
-        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ends_epoch, taken)
+        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ahead.ends_epoch(i, i + 1), taken)
 
 
 def check_split(config: RunConfig, data: Dataset) -> None:
