@@ -80,6 +80,11 @@ FAULTS = {  # name -> how often, relative to the others
     "two stuck in Python": 1,
     "one worker more": 1,
     "Lighthouse restarts": 1,
+    "out of descriptors, kill another": 1,
+    "out of memory": 1,
+    "two join, one dies healing": 1,
+    "returns with another averager": 1,
+    "returns with another seed": 1,
 }
 LAB_FAULTS = {"kill": 2, "link down for 8 s": 3, "link down for ever": 3}
 
@@ -130,10 +135,10 @@ class Run:
         self.address = parent.recv()
         self.port = int(self.address.rsplit(":", 1)[1])
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, strategy: str | None = None, seed: int = 0) -> None:
         parent, child = self.context.Pipe()
         namespace = None if self.lab is None else self.lab.namespaces[number]
-        arguments = (child, self.address, number, self.strategy, namespace)
+        arguments = (child, self.address, number, strategy or self.strategy, namespace, seed)
         process = self.context.Process(target=worker, args=arguments, daemon=True)
         process.start()
         child.close()
@@ -212,6 +217,24 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     elif fault.name.startswith("link"):
         set_link(run, victim, "down")
         survivors = everyone - {victim}
+    elif fault.name.startswith("returns"):
+        run.kill(victim)
+        changes: dict[str, Any] = {"seed": 1} if "seed" in fault.name else {"strategy": other_than(run.strategy)}
+        run.start(victim, **changes)
+        process = run.processes[victim]
+        if not run.wait_until(lambda: not process.is_alive(), 60):
+            return Outcome(configuration, fault, None, None, None, "the victim was let in, or waits")
+        at, survivors = time.monotonic(), everyone - {victim}
+    elif fault.name == "two join, one dies healing":
+        other = (victim + 1) % WORKERS
+        for number in (victim, other):
+            run.kill(number)
+            run.start(number)
+        run.pipes[victim].send(("kill", "heal", victim))
+        survivors = everyone - {victim, other}
+        if not run.wait_until(lambda: victim not in run.processes, 60):
+            return Outcome(configuration, fault, None, None, None, "the victim was not healed")
+        at = time.monotonic()
     else:
         run.pipes[victim].send(tuple(fault))
         other = (victim + 1) % WORKERS
@@ -225,7 +248,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         if not run.wait_until(lambda: any(kind == "fault" for kind, when, _ in run.events[victim] if when >= at), 60):
             return Outcome(configuration, fault, None, None, None, "the phase did not come")
         at = max(when for kind, when, _ in run.events[victim] if kind == "fault")
-        if fault.name in ("kill two", "stop one, kill another"):
+        if fault.name == "kill two" or fault.name.endswith("kill another"):
             run.kill(other)
         harmless = fault.name in ("NaN", "ten times slower")
         survivors = everyone if harmless else everyone - {victim} - ({other} if is_one_of_two else set())
@@ -251,7 +274,7 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
         set_link(run, victim, "up")
     if fault.name == "stop for 10 s":
         os.kill(run.processes[victim].pid, signal.SIGCONT)
-    if fault.name in ("stop for ever", "stop one, kill another", "link down for ever"):
+    if fault.name.endswith(("for ever", "kill another", "of memory")) and victim in run.processes:
         run.kill(victim)
     if "stuck" in fault.name:
         for number in (victim, (victim + 1) % WORKERS)[: 2 if "two" in fault.name else 1]:
@@ -277,6 +300,13 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
 def set_link(run: Run, number: int, state: str) -> None:
     assert run.lab is not None
     subprocess.run(["ip", "-n", run.lab.switch, "link", "set", f"port{number}", state], check=True)
+
+
+def other_than(strategy: str) -> str:
+    """A strategy of the same kind with another averager."""
+    return {"Gr": "Gradients(Mean(TopK(0.3)))", "Go": "Gossip(Mix(Ring()))", "Lo": "Local(Mean(), every=2)"}[
+        strategy[:2]
+    ]
 
 
 # ---- the table ----

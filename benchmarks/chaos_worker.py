@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +50,8 @@ def enter(namespace: str | None) -> None:
         assert ctypes.CDLL(None, use_errno=True).setns(file, 0) == 0, "setns failed"
 
 
-def worker(pipe: Connection, address: str, number: int, strategy: str, namespace: str | None) -> None:
-    """Train until told to stop; send events, and do to itself what the parent orders."""
+def worker(pipe: Connection, address: str, number: int, strategy: str, namespace: str | None, seed: int = 0) -> None:
+    """Train until told to stop; send events, and do to itself what the parent orders. All have the same seed, if they may."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -63,7 +65,7 @@ def worker(pipe: Connection, address: str, number: int, strategy: str, namespace
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)
-    handle: Any = tw.attach(model, optimizer, parsed, comm=comm)
+    handle: Any = tw.attach(model, optimizer, parsed, comm=comm, seed=seed)
     if not parsed.models_differ:
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
     order = _Order(pipe, comm)
@@ -143,6 +145,11 @@ class _Order:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.name.startswith("stop"):
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.name.startswith("out of descriptors"):
+            limit_to(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
+        elif fault.name == "out of memory":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit_to(resource.RLIMIT_AS, pages * resource.getpagesize() + (1 << 20))
         while fault.name.endswith("stuck in Python"):  # its heartbeats could go on
             time.sleep(0.1)
         self._spoils = fault.name == "NaN"
@@ -151,6 +158,11 @@ class _Order:
     def spoils(self) -> bool:
         spoils, self._spoils = self._spoils, False
         return spoils
+
+
+def limit_to(resource_: int, limit: int) -> None:
+    """Let this process have so much of a resource from now on."""
+    resource.setrlimit(resource_, (limit, resource.getrlimit(resource_)[1]))
 
 
 def _call_before(target: Any, name: str, call: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ class ElasticSampler:
         num_blocks: in an epoch.
         handle: the strategy at work, on a fixed number of workers or an elastic communicator.
         per_step: blocks of a step over all workers, the constant global batch; None for one of each worker now. A worker that
-            joins takes over that of the others.
+            joins takes over that of the others. The attribute may be changed before a step, alike on all workers.
         seed: of the order, the same on all workers; every epoch has an order of its own.
 
     Attributes:
@@ -112,6 +112,16 @@ class ElasticSampler:
         """How many epochs are committed as a whole."""
         under_way = [place for lease in self._leases.values() for place in lease]
         return min([self._next, *self._returned, *under_way]) // self.num_blocks
+
+    @property
+    def num_dealt(self) -> int:
+        """Blocks dealt since the start, in all epochs, without those that were given back."""
+        return self._next - len(self._returned)
+
+    def upcoming(self, epoch: int) -> list[Block]:
+        """This worker's blocks of the next steps in an epoch, if the workers stay the same and nothing is given back."""
+        places = range(self._next + self._comm.rank, (epoch + 1) * self.num_blocks, self.per_step)
+        return [self._block(place) for place in places] if self.per_step == self._comm.size else []
 
     def take(self) -> list[Block]:
         """This worker's blocks of the next step: at least one, see `weight`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
@@ -10,10 +11,26 @@ from pathlib import Path
 
 import torch
 
+from thinwire import ElasticSampler
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import train
 
 DYING = ((2, 2), (0, 8))  # workers, and the step after which each dies once, when all three are there
+
+
+round_ended = ElasticSampler.round_ended
+
+
+def record(sampler, claims):
+    """Write down which blocks each committed round has, in the folder of the run: every worker that knows of it."""
+    round_ended(sampler, claims)
+    blocks = sorted(block for one in sampler.last_committed.values() for block in one)
+    if claims is not None and Path("blocks").is_dir():
+        with Path(f"blocks/{os.getpid()}").open("a") as file:
+            file.write(json.dumps([sampler._elastic.counts.committed, blocks]) + "\n")
+
+
+ElasticSampler.round_ended = record  # workers import this module with their callback
 
 
 def dying(model, row, comm):
@@ -37,6 +54,7 @@ def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
     from dataclasses import replace
 
     os.chdir(folder)
+    os.makedirs("blocks", exist_ok=True)
     config = recipes()["digits"].config
     options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "strategy": strategy, "timeout": 60.0}
     train(replace(config, **options, epochs=epochs, resume=resume), callbacks=[] if resume else [dying])

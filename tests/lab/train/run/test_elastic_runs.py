@@ -17,6 +17,18 @@ from thinwire.lab.train.run.workers import shared_settings
 from thinwire.lab.train.start.lighthouse import communicator
 from thinwire.lab.train.step.steps import Place
 
+NUM_BLOCKS = 1258 // 32  # of the digits in batches
+
+
+def committed_blocks(folder):
+    """Those of all rounds that any worker has committed; workers of the same round must agree."""
+    rounds = {}
+    for path in folder.iterdir():
+        for line in path.read_text().splitlines():
+            number, blocks = json.loads(line)
+            assert rounds.setdefault(number, blocks) == blocks
+    return [block for blocks in rounds.values() for block in blocks]
+
 
 def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_bits(tmp_path):
     """Worker 2 dies, then worker 0, which writes the metrics; a choice for each layer is measured before and after both."""
@@ -34,6 +46,11 @@ def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_b
     assert all(row["bits"] <= row["budget_bits"] for row in rows)
     seconds = [row["seconds"] for row in rows]
     assert max(b - a for a, b in zip(seconds, seconds[1:], strict=False)) < 50  # not the time limit, which is 60
+    blocks = committed_blocks(tmp_path / "blocks")
+    each = [[epoch, n] for epoch in range(2) for n in range(NUM_BLOCKS)]
+    assert sorted(blocks)[: 2 * NUM_BLOCKS] == each  # once
+    description = json.loads(next((tmp_path / "runs/run/checkpoints").glob(f"step-*{steps[-1]}/*.json")).read_text())
+    assert description["position"]["next"] - len(description["position"]["returned"]) == len(blocks)
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["healings"] == rows[-1]["healings"] and summary["final"]["steps"] == steps[-1]
     page = write_report([tmp_path / "runs"], tmp_path / "report").page.read_text()

@@ -63,7 +63,7 @@ def run(config, folder, monkeypatch, signal=NO_SIGNAL):
 def test_progress_is_what_is_committed_and_a_run_goes_on_from_its_checkpoint(unequal, tmp_path, monkeypatch):
     rows = run(CONFIG, tmp_path / "run", monkeypatch)
     steps = [row["step"] for row in rows]
-    last, per_epoch = rows[-1], 1257 // PER_STEP
+    last, per_epoch = rows[-1], 1258 // PER_STEP
     assert steps == sorted(set(steps)) and steps[-1] >= 2 * per_epoch
     assert 2 * unequal[2] < unequal[0] and abs(unequal[0] - unequal[1]) <= 6  # at its own speed
     # Every step that a worker took is committed in the end, and nothing else is.
@@ -103,7 +103,7 @@ def test_a_signal_stops_all_workers_at_the_same_commit(unequal, tmp_path, monkey
         run(config, tmp_path / "run", monkeypatch, SimpleNamespace(requested=requested))
     checkpoint = json.loads((stop.value.checkpoint / "checkpoint.json").read_text())
     assert stop.value.signal == 15 and checkpoint["step"] == checkpoint["row"]["step"]
-    assert sum(unequal.values()) * 32 // PER_STEP == checkpoint["step"] < 30 * (1257 // PER_STEP)
+    assert sum(unequal.values()) * 32 // PER_STEP == checkpoint["step"] < 30 * (1258 // PER_STEP)
 
 
 def test_processes_train_with_a_quorum(tmp_path):
@@ -112,7 +112,7 @@ def test_processes_train_with_a_quorum(tmp_path):
     )
     folder = train(config)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] >= 1257 // 64 and rows[-1]["consensus_distance"] < 1e-6
+    assert rows[-1]["step"] >= 1258 // 64 and rows[-1]["consensus_distance"] < 1e-6
     assert rows[-1]["late_changes"] <= rows[-1]["merged_changes"] and rows[-1]["bytes_sent"] > 0
     assert json.loads((folder / "summary.json").read_text())["final"]["steps"] == rows[-1]["step"]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -116,12 +116,14 @@ class Dataset(ABC):
         share = share[: num_batches * batch_size]
         return share.view(batch_size, num_batches).T if self.in_order else share.view(num_batches, batch_size)
 
-    def batches(self, plan: Tensor, seed: int, rank: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of a plan, from number `first` on; loader processes make them in advance."""
-        ready_made = _Epoch(self, plan, seed, rank, epoch)
+    def batches(
+        self, plan: Tensor, seed: int, rank: int, epoch: int, numbers: Sequence[int] | None = None
+    ) -> Iterator[Batch]:
+        """The batches of a plan with these numbers, or all; loader processes make them in advance."""
+        ready_made, numbers = _Epoch(self, plan, seed, rank, epoch), range(len(plan)) if numbers is None else numbers
         if self.num_loaders == 0:
-            return map(ready_made.__getitem__, range(first, len(plan)))
-        return loaded(ready_made, range(first, len(plan)), self.num_loaders)
+            return map(ready_made.__getitem__, numbers)
+        return loaded(ready_made, numbers, self.num_loaders)
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
@@ -201,7 +203,7 @@ class _Epoch:
         return self.data.batch(self.plan[number], generator, self.epoch)
 
 
-def loaded(batches: Any, numbers: range, num_loaders: int) -> Iterator[Batch]:
+def loaded(batches: Any, numbers: Sequence[int], num_loaders: int) -> Iterator[Batch]:
     """Items of `batches` in the order of `numbers`, made by `num_loaders` processes, each two items ahead.
 
     Raises:

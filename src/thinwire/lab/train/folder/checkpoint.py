@@ -61,6 +61,7 @@ def save(
     comm: Communicator,
     origin: Place = START,
     rounds: int | None = None,
+    position: dict[str, Any] | None = None,
 ) -> None:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
@@ -72,6 +73,7 @@ def save(
         comm: connects the workers.
         origin: where this number of workers began.
         rounds: committed so far; None for one in each step.
+        position: of an elastic run in its data; plain values.
     """
     with _appears_whole(folder, step, comm) as unfinished:
         if unfinished is None:
@@ -82,7 +84,7 @@ def save(
             if comm.rank == 0:
                 _write(unfinished / "shared.pt", training.shared_state())
                 description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
-                description |= {"origin": origin, "rounds": step if rounds is None else rounds}
+                description |= {"origin": origin, "rounds": step if rounds is None else rounds, "position": position}
                 write_json(unfinished / "checkpoint.json", description)
 
 
@@ -276,6 +278,7 @@ class Loaded(NamedTuple):
         workers: how many workers saved it; as many as now without a checkpoint.
         origin: where these began.
         rounds: committed by then, which order the states of elastic workers.
+        position: of an elastic run in its data; None in other runs.
     """
 
     step: int
@@ -283,6 +286,7 @@ class Loaded(NamedTuple):
     workers: int
     origin: Place
     rounds: int
+    position: dict[str, Any] | None
 
 
 def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> Loaded:
@@ -309,7 +313,7 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
         raise SharedError(
             f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
         )
-    return Loaded(0, {}, comm.size, START, 0)
+    return Loaded(0, {}, comm.size, START, 0, None)
 
 
 def _newest(folder: Path, without: Collection[str]) -> str | None:

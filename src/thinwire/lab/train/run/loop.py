@@ -16,8 +16,8 @@ another number of workers. All workers run this code. One of them also shows the
 number of workers, metrics use a communicator of their own, so that the ledger counts only the training.
 
 In an elastic run, workers may come, go and die between any two lines. One that joins is healed: it gets model, optimizer and
-position from a live worker. A step whose round is given up is taken again. When workers change, the unseen examples of the
-epoch are split anew. Rows and checkpoints are made between two rounds. If a worker dies meanwhile, they are left out.
+position from a live worker. Blocks of data are dealt so that each is committed once (`blocks.py`); those of a round that is
+given up are dealt again. Rows and checkpoints are made between two rounds. If a worker dies meanwhile, they are left out.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from ..results.summary import summary
 from ..results.terminal import SkipWarning, Terminal
 from ..results.trackers import trackers
 from ..shared_errors import run_on_all, same_error_on_all
+from ..step.blocks import BlockCourse, BlockSteps
 from ..step.image_sizes import check_image_sizes
 from ..step.steps import Course, Step, course, steps
 from ..step.training import Training, prepare
@@ -148,7 +149,7 @@ class _Worker:
         self.watchers: list[Any] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
-        self.ahead: Course
+        self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
         loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm)
@@ -159,7 +160,12 @@ class _Worker:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
+        self.blocks: BlockSteps | None = None
         if isinstance(workers, ElasticWorkers):
+            self.blocks = blocks = BlockSteps(config, data, self.strategy)
+            if loaded.step:
+                before = course(config, data, loaded.workers, loaded.origin)
+                run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
             self._share_with_joiners(workers.comm, loaded.rounds)
 
     def train(self, interruption: Interruption) -> int:
@@ -174,7 +180,10 @@ class _Worker:
                 self._test_only()
                 break
             if self.upcoming_step is None:
-                self.upcoming_step = next(self.upcoming)
+                if self.blocks is None:
+                    self.upcoming_step = next(self.upcoming)
+                else:
+                    self.upcoming_step = self.blocks.take(state.done, self.workers.comm, self.meter.clock)
                 if self.upcoming_step.begins_epoch is not None:
                     if self.commits is None:  # a quorum's codec is constant, and workers begin their epochs apart
                         self.strategy.set_epoch(self.upcoming_step.begins_epoch)
@@ -183,6 +192,8 @@ class _Worker:
                 after = self._after_step if self.commits is None else self._after_own_step
                 stop = after(self.upcoming_step, interruption)
                 self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
+            elif self.blocks is not None:  # its blocks are dealt again
+                self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
         if self.workers.writes:
@@ -210,7 +221,8 @@ class _Worker:
         if self.commits is not None:
             self.commits.count(self.config.batch_size * self.config.accumulate)
         with self.meter.clock("step"), self.training.virtual.step(), collecting as self.gradients:
-            answers = self.workers.step(partial(self.training.step, step.batches), self.state, interruption)
+            weight = 1.0 if self.blocks is None else self.blocks.weight
+            answers = self.workers.step(partial(self.training.step, step.batches, weight), self.state, interruption)
         if answers is None:
             return False
         for scores, labels in answers:
@@ -229,6 +241,9 @@ class _Worker:
     def _after_step(self, step: Step, interruption: Interruption) -> int:
         """Make the row and the checkpoint that are due, unless a round is open; returns the signal that stops the run."""
         config, state = self.config, self.state
+        if self.blocks is not None:
+            self.ahead = self.blocks.course(state.done, self.workers.comm.size)
+            step = step._replace(epoch=self.ahead.passes(state.done), ends_epoch=self.blocks.epoch_has_ended())
         state.row_is_due |= self._row_is_due(step)
         has_rounds = self.strategy.averager.has_rounds  # workers without rounds synchronise only at rows
         stop = self.workers.stop_signal(interruption, not has_rounds, state.row_is_due)
@@ -256,6 +271,7 @@ class _Worker:
         """Make what is due after each round that this worker has merged; returns the signal that stops the run."""
         assert self.commits is not None
         state, ahead, comm = self.state, self.ahead, self.workers.comm
+        assert isinstance(ahead, Course), "a quorum has a fixed number of workers"
         for done in self.commits.merged(ahead):
             before, state.done = state.done, done
             every = self.config.checkpoint_every or ahead.num_steps
@@ -283,6 +299,7 @@ class _Worker:
         """Synchronize all workers, test after an epoch that has ended since `before`, and save."""
         assert self.commits is not None
         config, state, ahead = self.config, self.state, self.ahead
+        assert isinstance(ahead, Course), "a quorum has a fixed number of workers"
         cast(LocalUpdates, self.strategy).synchronize()
         state.done = [state.done, *self.commits.merged(ahead)][-1]
         is_last = state.done >= ahead.num_steps
@@ -295,6 +312,10 @@ class _Worker:
     def _split(self) -> None:
         """Split the unseen examples of the epoch over the workers of this round."""
         state, comm = self.state, self.workers.comm
+        if self.blocks is not None:
+            state.size, self.ahead = comm.size, self.blocks.course(state.done, comm.size)
+            self.upcoming_step = self.training.carried = None  # other workers read other texts
+            return
         if state.done and state.size != comm.size:
             state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
         state.size = comm.size
@@ -305,8 +326,6 @@ class _Worker:
             endless = replace(self.config, epochs=MANY_EPOCHS, max_steps=None)
             self.upcoming = steps(endless, self.data, comm, self.commits.own_steps, self.meter.clock)
         self.upcoming_step = None
-        if comm.is_elastic:  # other workers read other texts
-            self.training.carried = None
 
     def _open(self, done: int) -> None:
         """Open the receivers of rows, anew, after `done` steps: they have `row(values)`, `info(values)` and `close()`."""
@@ -385,10 +404,13 @@ class _Worker:
 
     def _save_checkpoint(self) -> None:
         comm, step, folder = self.workers.comm, self.state.done, self.checkpoints
+        position, origin = None, self.state.origin
+        if self.blocks is not None:
+            position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
         if comm.is_elastic:  # on several machines, workers have folders of their own
             folder = Path(comm.gather_objects(str(folder.absolute()))[0])
         rounds = comm.counts.committed if isinstance(comm, ElasticCommunicator) else None
-        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, self.state.origin, rounds)
+        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, origin, rounds, position)
         if comm.rank == 0:
             checkpoint.tidy(folder, step, self.config, self.data.best_metric)
 

@@ -156,7 +156,9 @@ def steps(
                 share = share_of(config, data, comm, epoch, origin.examples if is_rest else 0)
                 length = (ahead.rest if is_rest else ahead.per_epoch) * config.accumulate
                 plan = data.plan(share, config.batch_size)[:length]
-                batches = data.batches(plan, config.seed, comm.rank, epoch, first=position * config.accumulate)
+                batches = data.batches(
+                    plan, config.seed, comm.rank, epoch, range(position * config.accumulate, len(plan))
+                )
             taken = list(islice(batches, config.accumulate))
         begins = position == 0 and not (is_rest and origin.examples)
         yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ahead.ends_epoch(i, i + 1), taken)

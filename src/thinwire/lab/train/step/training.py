@@ -56,8 +56,8 @@ class Training:
         if self.own_comm is not None:
             self.own_comm.close()
 
-    def step(self, batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
-        """One step on these batches of this worker; returns the scores and labels of each.
+    def step(self, batches: list[Batch], weight: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        """One step on these batches of this worker, its loss times `weight`; returns the scores and labels of each.
 
         If the strategy skips the step because a gradient was not finite, buffers such as running statistics and the recurrent
         state that are not finite return to their values before the step. Otherwise one bad batch would spoil them for good.
@@ -67,7 +67,7 @@ class Training:
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
-        weight = self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
+        weight *= self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.strategy.no_sync():
