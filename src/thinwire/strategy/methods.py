@@ -88,7 +88,7 @@ def asynchronous_diloco(
     delay: int = 3,
     bits: int | None = None,
     lr: float = 0.7,
-    momentum: float = 0.9,
+    momentum: float | None = None,
 ) -> Local:
     """DiLoCo with workers of unequal speed: none waits for all, and a slow one takes fewer steps.
 
@@ -104,7 +104,7 @@ def asynchronous_diloco(
         delay: tau, steps from the send of a change to its merging; higher => slower networks and uneven steps are hidden.
         bits: of each element, see `QSGD`; None sends float32.
         lr: of the outer optimizer.
-        momentum: of the outer optimizer.
+        momentum: of the outer optimizer; None => 0.9 with a quorum of all, else 0.4: late changes act as momentum of their own.
 
     Returns:
         A strategy; the inner optimizer is AdamW.
@@ -115,8 +115,9 @@ def asynchronous_diloco(
     Example:
         >>> import thinwire as tw
         >>> tw.strategy.asynchronous_diloco(every=50, quorum=2)
-        Local(Mean(), every=50, outer=OuterSGD(), delay=3, quorum=Quorum(workers=2))
+        Local(Mean(), every=50, outer=OuterSGD(momentum=0.4), delay=3, quorum=Quorum(workers=2))
     """
+    momentum = momentum if momentum is not None else 0.9 if quorum is None else 0.4
     averager = Mean() if bits is None else Mean(QSGD(bits=bits), min_ndim=0)
     return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, quorum=Quorum(quorum))
 

@@ -42,11 +42,11 @@ def unequal(monkeypatch):
     monkeypatch.setattr(Pace, "now", staticmethod(lambda: getattr(own, "now", 0.0)))
     step = training.Training.step
 
-    def counted(self, batches):
+    def counted(self, batches, weight=1.0):
         rank = self.strategy.comm.rank
         own.now = getattr(own, "now", 0.0) + (0.3 if rank == 2 else 0.1)
         taken[rank] = taken.get(rank, 0) + 1
-        return step(self, batches)
+        return step(self, batches, weight)
 
     monkeypatch.setattr(training.Training, "step", counted)
     return taken
