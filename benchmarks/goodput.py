@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", default=f"asynchronous_diloco(every={EVERY})")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rates = {rank: one["done"] / one["seconds"] for rank, one in measure(options, "alone")[0].items()}
+    rates = {rank: one["done"] / one["seconds"] for rank, one in sorted(measure(options, "alone")[0].items())}
     text = f"{options.workers} workers, one {options.slow:g} times slower"
     print(f"{text}: {sum(rates.values()):.1f} batches a second alone", flush=True)
     for method in options.methods:
