@@ -43,7 +43,10 @@ def test_the_steps_have_the_same_blocks_on_any_number_of_workers(size):
 
 
 class Rounds:
-    """Samplers as an elastic communicator would drive them, without processes: rounds, deaths and healing at random."""
+    """Samplers as an elastic communicator would drive them, without processes: rounds, deaths and healing at random.
+
+    A worker may join a round of several steps when the others have taken some of them.
+    """
 
     def __init__(self, keeps, seed, monkeypatch):
         self.random, self.keeps = random.Random(seed), keeps
@@ -53,7 +56,7 @@ class Rounds:
             self.join()
 
     def join(self):
-        comm = SimpleNamespace(is_elastic=True, size=1, rank=0, in_round=True, members=None)
+        comm = SimpleNamespace(is_elastic=True, size=1, rank=0, in_round=True, members=None, num_skipped=0)
         comm.check_agreement, comm.share, comm.watch = (lambda *_: None,) * 3
         strategy = SimpleNamespace(has_common_steps=True, sends_again=False)
         sampler = tw.ElasticSampler(
@@ -65,15 +68,22 @@ class Rounds:
         number = self.random.choice([*dead, self.new])  # a number may come back
         self.new = max(self.new, number + 1)
         self.living[number] = sampler
+        return sampler
 
     def round(self):
         """A round, which is committed by those that are left; returns the blocks that it commits."""
-        for _ in range(self.random.randint(1, 3) if self.keeps else 1):
+        late = self.join() if self.keeps and self.random.random() < 0.3 else None
+        num_steps = self.random.randint(1, 3) if self.keeps else 1
+        missed = self.random.randrange(num_steps)
+        for step in range(num_steps):
             numbers = tuple(sorted(self.living))
             for rank, number in enumerate(numbers):
                 comm = self.living[number]._comm
                 comm.members, comm.rank, comm.size = SimpleNamespace(numbers=numbers), rank, len(numbers)
-                self.living[number].take()
+                if self.living[number] is late and step <= missed:
+                    comm.num_skipped = step
+                if self.living[number] is not late or step >= missed:
+                    self.living[number].take()
         while self.random.random() < 0.3:  # the round is given up, because one has died
             if len(self.living) > 1:
                 del self.living[self.random.choice(list(self.living))]

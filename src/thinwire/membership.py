@@ -32,7 +32,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -181,9 +181,10 @@ def redistribute(state: State, saved: Sequence[Mapping[str, Any]], rank: int, si
     rewind(state, _continued(state, saved, (rank, size)))
 
 
-def shared_part(state: State) -> dict[str, Any]:
-    """The part of a state that a joining worker loads: all fields that are not this worker's own."""
-    return {name: saved_field(state, name) for name in _of_kind(state, "shared", "averaged", "agreed")} | {
+def shared_part(state: State, without: Collection[str] = ()) -> dict[str, Any]:
+    """The part of a state that a joining worker loads: all fields that are not this worker's own, but for some names."""
+    names = [name for name in _of_kind(state, "shared", "averaged", "agreed") if name not in without]
+    return {name: saved_field(state, name) for name in names} | {
         name: _each(value, [], lambda child, _: shared_part(child)) for name, value in _nested(state)
     }
 

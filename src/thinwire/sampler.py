@@ -104,7 +104,7 @@ class ElasticSampler:
         self._order: tuple[int, list[int]] = (-1, [])
         comm.check_agreement({"sampler": (num_blocks, seed)})
         if self._elastic is not None:
-            self._elastic.share("sampler", self.state_dict, self._join)
+            self._elastic.share("sampler", self._position, self._join)
             self._elastic.watch(self.claim, self.round_ended)
 
     @property
@@ -138,13 +138,21 @@ class ElasticSampler:
             )
             assert self._elastic.members is not None
             numbers = self._elastic.members.numbers
-        dealt = self._deal(self.per_step)
-        for i, place in enumerate(dealt):
-            self._leases.setdefault(numbers[i % len(numbers)], []).append(place)
+        for _ in range(comm.num_skipped):
+            self._lease(numbers)  # steps that the others took before this worker joined
+        comm.num_skipped = 0
+        dealt = self._lease(numbers)
         own = dealt[comm.rank :: comm.size]
         self._num_own += len(own)
         self.weight = float(bool(own)) if self._keeps else len(own) * comm.size / self.per_step
         return [self._block(place) for place in own or dealt[:1]]
+
+    def _lease(self, numbers: Sequence[int]) -> list[int]:
+        """Deal the places of a step to workers."""
+        dealt = self._deal(self.per_step)
+        for i, place in enumerate(dealt):
+            self._leases.setdefault(numbers[i % len(numbers)], []).append(place)
+        return dealt
 
     def claim(self) -> int:
         """How many blocks this worker's part of the present round is made from."""
@@ -171,13 +179,16 @@ class ElasticSampler:
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, alike on all workers but for how many of the leases are this worker's: plain values."""
         self._end_step()
+        return self._position() | {"own": self._num_own}
+
+    def _position(self) -> dict[str, Any]:
+        """What is alike on all workers."""
         leases = {str(number): list(lease) for number, lease in self._leases.items()}
         return {
             "next": self._next,
             "returned": list(self._returned),
             "leases": leases,
             "per_step": self.per_step,
-            "own": self._num_own,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

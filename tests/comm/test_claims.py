@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.comm.claims import Claim, choose, members_of, place_of, read_claim
+from thinwire.comm.claims import Claim, choose, differing, members_of, place_of, read_claim
 from thinwire.comm.history import History
-from thinwire.comm.members import Version
+from thinwire.comm.members import Diverged, Version
 
 
 def claim(number, committed=0, regroupings=0, rank=-1, **others):
@@ -33,8 +33,20 @@ def test_of_two_histories_with_as_many_rounds_one_is_healed():
 
 
 def test_the_first_round_begins_with_the_first_workers_state_and_a_source_is_one_that_can_save_it():
-    assert members_of([claim(3), claim(5)])[3:] == (0, (1,))
-    assert members_of([claim(3, 7, can_heal=False), claim(5, 7), claim(6)])[3:] == (1, (2,))
+    assert members_of([claim(3), claim(5)])[3:] == (0, (1,), (0,))
+    assert members_of([claim(3, 7, can_heal=False), claim(5, 7), claim(6)])[3:] == (1, (2,), (1,))
+
+
+def test_a_minority_whose_state_differs_is_healed_and_without_a_majority_nobody_is():
+    claims = [claim(n, 5, rank=n, digest=digest) for n, digest in enumerate("aba")]
+    members = members_of(claims)
+    assert members.healed == (1,) and members.sources == (0, 2) and members.before == (0, None, 2)
+    assert differing(claims, members) == [1]
+    joins = members_of([*claims[::2], claim(3, 2)])  # it is behind, and says nothing of its state
+    assert joins.healed == (2,) and differing([*claims[::2], claim(3, 2)], joins) == []
+    for others in (claims[:2], [*claims, claim(3, 5, rank=3, digest="c")], [*claims, claim(3, 5, rank=3, digest="b")]):
+        with pytest.raises(Diverged, match="after 5 rounds the workers differ .* .worker 0: a, worker 1: b"):
+            members_of(others)
 
 
 def test_committed_rounds_that_healing_would_lose_are_counted():
@@ -113,6 +125,8 @@ def test_a_place_depends_on_every_question():
         {"history": "x" * 10_000},
         {"settings": None},
         {"can_heal": 1},
+        {"digest": 7},
+        {"state_port": 1 << 16},
         {"more": 1},
     ],
 )

@@ -217,7 +217,7 @@ def test_a_step_in_a_round_is_progress():
     """So a round of local updates may take longer than a silent worker may."""
     progress = []
     comm = SimpleNamespace(is_elastic=True, in_round=True, progressed=lambda: progress.append(1))
-    transaction = Transaction(Mean(), comm, list, dict, lambda state: None)
+    transaction = Transaction(Mean(), comm, list)
     assert [transaction.begin() for _ in range(3)] == [False] * 3 and len(progress) == 3
 
 

@@ -1,42 +1,24 @@
-"""A failure in healing is the round's, not the process's."""
+"""State travels from several workers, in chunks held to their hashes; a failure in it is the round's, not a process's."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import threading
 
 import pytest
 import torch
 
 from thinwire.comm import CommunicationError
-from thinwire.comm.handle import Handle
-from thinwire.comm.healing import TRIES, Healing
+from thinwire.comm.claims import Claim
+from thinwire.comm.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.history import History
-from thinwire.comm.members import LeftOut, LostRounds, Members, Version
+from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
+from thinwire.comm.snapshot import CHUNK_BYTES, GONE, Manifest, Snapshots
 from thinwire.comm.state_bytes import packed, unpacked
+from thinwire.comm.tls import Listener
 
-
-class Peers:
-    """In place of a communicator: rank 1, healed by rank 0, which sends what the test says."""
-
-    rank, size = 1, 2
-
-    def __init__(self, sent: bytes, announced: int | None = None):
-        self.sent, self.announced, self.exchanges = sent, len(sent) if announced is None else announced, 0
-
-    def all_gather(self, own):
-        return Handle(lambda: [torch.tensor([self.announced]), own])
-
-    def exchange(self, sends, receives):
-        self.exchanges += 1
-        receives[0].copy_(torch.frombuffer(bytearray(self.sent), dtype=torch.uint8))
-        return Handle(lambda: receives)
-
-
-def state_of(history, **parts):
-    state = {"strategy": {"x": torch.ones(3)}, "shared": {}}
-    rounds = {"committed": history.committed, "digests": history.digests}
-    return packed(state | {"rounds": rounds} | parts).numpy().tobytes()
+CHUNKS = 12  # and one of the description, and a last one of padding
 
 
 def after(rounds, place="one"):
@@ -46,26 +28,173 @@ def after(rounds, place="one"):
     return history
 
 
-def heal(healing, peers, own, version, loaded):
-    members = Members((4, 7), (0, None), version, 0, (1,))
-    return healing.heal(peers, members, own, lambda: {"x": torch.zeros(3)}, loaded.append)
+def state(seed=0):
+    return {"x": torch.randn(CHUNKS * CHUNK_BYTES // 4, generator=torch.Generator().manual_seed(seed))}
 
 
-def test_a_state_is_loaded_with_its_history():
-    loaded = []
-    history = heal(Healing(), Peers(state_of(after(5))), History(), Version(5), loaded)
-    assert history.committed == 5 and history.digests == after(5).digests and loaded[0]["x"].tolist() == [1.0] * 3
+class Worker:
+    """One that serves its state over a listener of its own; `change` may alter what it answers to a question."""
+
+    def __init__(self, number, served=None, change=lambda question, answer: answer, history=None, **parts):
+        self.number, self.chunks, self.snapshots = number, 0, Snapshots(lambda num_bytes: None)
+        self.history = history or after(5)
+        sections = {ROUNDS: packed({"committed": self.history.committed, "digests": self.history.digests})}
+        self.sections = sections | {"x": packed(served or state())} | parts
+        self.change = change
+        self.listener = Listener("127.0.0.1", 0, None, self.answer)
+
+    def answer(self, question):
+        answer = self.change(question, self.snapshots.answer(question))
+        self.chunks += question[0] == b"chunk" and question[2] == b"x" and answer[0] == b"ok"
+        return answer
+
+    def claim(self):
+        values = (Version(self.history.committed), "h", "s", "", 0, str(self.number))
+        return Claim(f"id{self.number}", "127.0.0.1:1", self.number, *values, state_port=self.listener.port)
 
 
-@pytest.mark.parametrize("announced", [2**62, 1 << 40, 0, -1, -(2**63)])
-def test_a_size_that_cannot_be_is_refused_before_memory_is_taken_and_left_out_after_some_tries(announced):
-    healing, peers = Healing(), Peers(b"", announced)
+class Healed:
+    """Worker 7, which these workers heal."""
+
+    def __init__(self, *workers, load=None, is_common=True, own=None, seconds=30.0):
+        self.workers, self.loaded, self.seconds, self.tries = workers, [], seconds, 0
+        self.healing = Healing(7, "127.0.0.1", None)
+        own = {"x": torch.zeros(3)} if own is None else own
+        self.healing.shared["x"] = Shared(lambda: own, load or self.loaded.append, is_common)
+
+    def heal(self, history=None, version=None):
+        self.tries += 1
+        key, sources = f"round {self.tries}", tuple(range(len(self.workers)))
+        for worker in self.workers:
+            worker.snapshots.offer(key, worker.sections)
+        claims = tuple(worker.claim() for worker in self.workers)
+        version = version or self.workers[0].history.version
+        numbers = (*(worker.number for worker in self.workers), 7)
+        members = Members(numbers, (None,) * len(numbers), version, 0, (len(self.workers),), sources)
+        self.healing.begin(key, claims, members, history or History(), self.seconds)
+        return self.healing.finish()[0]
+
+
+def flipped(question, answer):
+    return (
+        answer
+        if question[0] != b"chunk" or question[2] != b"x"
+        else [answer[0], bytes([answer[1][0] ^ 1]) + answer[1][1:]]
+    )
+
+
+def test_chunks_come_from_several_workers_at_once_and_with_them_the_history():
+    asked = [threading.Event(), threading.Event()]
+
+    def after_the_other(own):
+        def change(question, answer):
+            if question[0] == b"chunk" and question[2] == b"x":
+                asked[own].set()
+                assert asked[1 - own].wait(60)
+            return answer
+
+        return change
+
+    workers = [Worker(number, change=after_the_other(number)) for number in range(2)]
+    healed = Healed(*workers)
+    history = healed.heal()
+    assert history.committed == 5 and history.digests == after(5).digests
+    assert torch.equal(healed.loaded[0]["x"], state()["x"])
+    assert min(worker.chunks for worker in workers) > 0 and sum(worker.chunks for worker in workers) == CHUNKS + 2
+
+
+@pytest.mark.parametrize("lie", ["chunk", "manifest", "state"])
+def test_a_source_that_lies_is_named_and_nothing_of_it_is_taken(lie, caplog):
+    """It sends other bytes than it has announced; or announces another state, which is one of three."""
+    served = state(1) if lie != "chunk" else state()
+    liar = Worker(1, served, flipped if lie == "chunk" else lambda question, answer: answer)
+    if lie == "manifest":
+        truth = packed(state())
+        liar.sections["x"] = torch.cat([truth, torch.zeros(CHUNK_BYTES, dtype=torch.uint8)])
+    asked = threading.Event()
+
+    def after_the_liar(question, answer):
+        assert lie != "chunk" or question[0] != b"chunk" or question[2] != b"x" or asked.wait(60)
+        return answer
+
+    def noted(question, answer, change=liar.change):
+        if question[0] == b"chunk" and question[2] == b"x":
+            asked.set()
+        return change(question, answer)
+
+    liar.change = noted
+    healed = Healed(Worker(0, change=after_the_liar), liar, Worker(2, change=after_the_liar))
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], state()["x"])
+    line = "worker 1 sent a wrong chunk" if lie == "chunk" else "worker 1 announced another state than 2 others"
+    assert line in caplog.text and "worker 0" not in caplog.text and "worker 2" not in caplog.text
+
+
+def test_sources_that_differ_without_a_majority_heal_nobody():
+    with pytest.raises(CommunicationError, match="no majority says which is right .worker 0: .*; worker 1: "):
+        Healed(Worker(0), Worker(1, state(1))).heal()
+
+
+def test_what_differs_between_workers_comes_from_one_of_them():
+    workers = [Worker(0, state(3)), Worker(1, state(4))]
+    healed = Healed(*workers, is_common=False)
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], state(3)["x"]) and workers[1].chunks == 0
+
+
+def test_a_transfer_goes_on_after_a_cut():
+    """All connections of the source are cut after a few chunks; then its round ends, and the next one goes on from there."""
+
+    def cut(question, answer):
+        if question[0] == b"chunk" and worker.chunks == 3 and not done:
+            done.append("cut")
+            raise ValueError("cut")
+        if question[0] == b"chunk" and worker.chunks == 7 and len(done) == 1:
+            done.append("gone")
+            worker.snapshots.drop()
+        return [GONE] if len(done) == 2 and healed.tries == 1 else answer
+
+    done = []
+    worker = Worker(0, change=cut)
+    healed = Healed(worker)
+    with pytest.raises(CommunicationError, match="'x' is not whole: worker 0 has left the round"):
+        healed.heal()
+    came = worker.chunks
+    assert 3 < came < CHUNKS + 2 and not healed.loaded
+    healed.heal()
+    assert worker.chunks == CHUNKS + 2 and torch.equal(healed.loaded[0]["x"], state()["x"])
+
+
+def test_what_a_worker_has_already_does_not_travel():
+    own, other = state(), state()
+    other["x"][5 * CHUNK_BYTES // 4] += 1.0
+    worker = Worker(0, other)
+    healed = Healed(worker, own=own)
+    healed.heal()
+    assert worker.chunks == 1 and torch.equal(healed.loaded[0]["x"], other["x"])
+
+
+def test_a_state_that_is_too_large_is_refused_before_memory_is_taken_and_its_worker_left_out_after_some_tries():
+    large, short = (Manifest((1 << 27) + 16, 16, bytes(32 * number)) for number in (129, 8))
+    announced = [short]
+
+    def announce(question, answer):
+        if question[0] != b"manifests":
+            return answer
+        told = dict(zip(question[2:], answer[1:], strict=False)) | {b"x": announced[0].data()}
+        return [answer[0], *(told.get(name, b"") for name in question[2:])]
+
+    worker = Worker(0, change=announce)
+    healed = Healed(worker)
+    with pytest.raises(CommunicationError, match="no source answers .worker 0: a manifest of 134217744 bytes has 256"):
+        healed.heal()
+    announced[0] = large
     for _ in range(TRIES - 1):
-        with pytest.raises(CommunicationError, match=f"worker 4 announced a state of {announced} bytes, expected 1 to"):
-            heal(healing, peers, History(), Version(5), [])
+        with pytest.raises(CommunicationError, match=r"worker 0 announced a state of 1342\d+ bytes, expected at most"):
+            healed.heal()
     with pytest.raises(LeftOut, match=f"worker 7 is left out of the run: it could not be healed in {TRIES} tries"):
-        heal(healing, peers, History(), Version(5), [])
-    assert peers.exchanges == 0
+        healed.heal()
+    assert worker.chunks == 0
 
 
 class Harm:
@@ -75,22 +204,26 @@ class Harm:
         return (print, ("harm",))
 
 
+def as_bytes(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
-    "sent",
+    "parts",
     [
-        b"garbage",
-        pickle.dumps(Harm()),
-        pickle.dumps({"strategy": Harm(), "shared": {}, "rounds": {"committed": 5, "digests": ["x"]}}),
-        state_of(after(4)),
-        state_of(after(5), rounds={"committed": 2**63, "digests": ["x"]}),
-        state_of(after(5), rounds=None),
+        {"x": as_bytes(len(b"garbage ").to_bytes(8, "little") + b"garbage " + bytes(16))},
+        {"x": as_bytes((16).to_bytes(8, "little") + pickle.dumps(Harm()) + bytes(64))},
+        {ROUNDS: packed({"committed": 4, "digests": ["x"]})},
+        {ROUNDS: packed({"committed": 2**63, "digests": ["x"]})},
+        {ROUNDS: packed({"committed": 5, "digests": [1]})},
+        {ROUNDS: packed(None)},
     ],
 )
-def test_a_state_that_cannot_be_gives_up_the_round_and_is_not_unpickled(sent, capsys):
-    loaded = []
+def test_a_state_that_cannot_be_gives_up_the_round_and_is_not_unpickled(parts, capsys):
+    healed = Healed(Worker(0, **parts))
     with pytest.raises(CommunicationError, match="worker 7 could not be healed"):
-        heal(Healing(), Peers(sent), History(), Version(5), loaded)
-    assert not loaded and capsys.readouterr().out == ""
+        healed.heal()
+    assert not healed.loaded and capsys.readouterr().out == ""
 
 
 def test_what_is_loaded_in_part_is_no_state_of_the_run():
@@ -99,39 +232,47 @@ def test_what_is_loaded_in_part_is_no_state_of_the_run():
     def fails(state):
         raise RuntimeError("no memory for 'x'")
 
-    healing, own, peers = Healing(), after(3), Peers(state_of(after(5)))
-    members = Members((4, 7), (0, None), Version(5), 0, (1,))
+    own, healed = after(3), Healed(Worker(0), load=fails)
     with pytest.raises(CommunicationError, match="worker 7 could not be healed: no memory for 'x'"):
-        healing.heal(peers, members, own, dict, fails)
+        healed.heal(own)
     assert own.version == (0, 0)
-    assert heal(healing, peers, own, Version(5), []).committed == 5
+    healed.healing.shared["x"] = Shared(dict, healed.loaded.append)
+    assert healed.heal(own).committed == 5
 
 
-def test_a_worker_that_cannot_save_its_state_heals_nobody_any_more():
+def test_a_worker_that_cannot_save_its_state_heals_nobody_and_another_one_does():
     def fails():
         raise MemoryError("no memory")
 
-    peers, healing = Peers(b"", 100), Healing()
-    peers.rank = 0
-    with pytest.raises(CommunicationError, match="worker 4 cannot save its state: no memory"):
-        healing.heal(peers, Members((4, 7), (0, None), Version(5), 0, (1,)), after(5), fails, lambda state: None)
+    healing, other = Healing(0, "127.0.0.1", None), Worker(1)
+    healing.shared["x"] = Shared(fails, lambda state: None)
+    healing.offer("round 1", after(5))
     assert not healing.can_heal
+
+    class Ill(Worker):
+        def answer(self, question):
+            return healing.snapshots.answer(question)
+
+    healed = Healed(Ill(0), other)
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], state()["x"])
 
 
 def test_committed_rounds_are_not_lost_without_an_error(caplog):
     """The one round whose vote was in doubt is given up with a warning; more is an error, and nothing is loaded."""
-    theirs, own, loaded = after(2), after(2), []
+    theirs, own = after(2), after(2)
     for _ in range(5):
         theirs.commit("two")
     own.commit("three")
-    assert heal(Healing(), Peers(state_of(theirs)), own, Version(7), loaded).committed == 7
+    healed = Healed(Worker(0, history=theirs))
+    assert healed.heal(own).committed == 7
     assert "worker 7 gives up a round that the others have not committed" in caplog.text
     own = after(2)
     for _ in range(3):
         own.commit("three")
     with pytest.raises(LostRounds, match="worker 7 has committed 3 rounds since round 2 that the newest state"):
-        heal(Healing(), Peers(state_of(theirs)), own, Version(7), loaded)
-    assert len(loaded) == 1 and own.committed == 5
+        healed.heal(own)
+    assert len(healed.loaded) == 1 and own.committed == 5
 
 
 STATE = {

@@ -12,9 +12,10 @@ import torch
 from helpers.elastic_faults import ailing, train
 from helpers.program import Program, wait_until
 
+import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse, forming
 from thinwire.comm.lighthouse import Missing
-from thinwire.comm.members import LeftOut
+from thinwire.comm.members import Diverged, LeftOut
 
 
 @pytest.fixture
@@ -197,3 +198,81 @@ def test_a_failure_in_healing_gives_up_the_round_and_ends_no_process(place, fail
     else:
         assert joiner == "worker 5 is left out of the run: it could not be healed in 3 tries: expected y, got x"
         assert first["committed"] == 100
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_whose_state_differs_is_named_and_healed_and_without_a_majority_all_raise(place, size, caplog):
+    """After round 7 worker 1 has another value of what is shared; it is compared after round 10."""
+
+    def worker(number):
+        comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60, check_every=5)
+        values = {"x": 1.0}
+
+        def before_round():
+            if number == 1 and comm.counts.committed == 7:
+                values["x"] = 2.0
+
+        comm.share("values", lambda: dict(values), values.update)
+        try:
+            return train(comm, rounds=12, before_round=before_round)["sum"], values["x"], comm.counts.healings
+        except Diverged as error:
+            return str(error)
+        finally:
+            together.wait()
+            comm.close()
+
+    together = threading.Barrier(size, timeout=60)
+    with ThreadPoolExecutor(size) as pool:
+        facts = list(pool.map(worker, range(size)))
+    if size == 3:
+        assert facts == [(facts[0][0], 1.0, healings) for healings in (0, 1, 0)]
+        assert (
+            "after 10 rounds worker 1 differs from the others in what all have in common; it is healed" in caplog.text
+        )
+    else:
+        assert all(fact.startswith("after 10 rounds the workers differ in what they should have") for fact in facts)
+
+
+def test_a_worker_joins_local_updates_while_the_others_train(place):
+    """It loads the model after the others have taken two steps of the round, and leaves out those steps."""
+    seen, begun, gone_on, taken, last = [], threading.Event(), threading.Event(), {0: 0, 1: 0}, [1 << 30]
+
+    def worker(number):
+        if number == 5:
+            wait_until(lambda: len(seen) > 12, "steps of two workers")
+        comm = ElasticCommunicator(place, number, timeout_seconds=60, quorum_seconds=60)
+        model = torch.nn.Linear(20, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.local_updates(model, optimizer, tw.Mean(), every=6, comm=comm)
+        skipped = []
+        if number == 5:
+            late = comm._healing.shared["anchors"]
+
+            def load_when_others_have_gone_on(part):
+                begun.set()
+                assert gone_on.wait(60)
+                late.load(part)
+
+            comm._healing.shared["anchors"] = late._replace(load=load_when_others_have_gone_on)
+        try:
+            while comm.counts.committed < last[0]:
+                handle.begin_round()
+                skipped.append(comm.num_skipped)
+                seen.append(number)
+                if number != 5 and comm.size == 3:
+                    last[0] = min(last[0], comm.counts.committed + 2)
+                    assert begun.wait(60)
+                    taken[number] += 1
+                    if min(taken.values()) >= 3:  # each has ended two
+                        gone_on.set()
+                model(torch.randn(4, 20)).square().mean().backward()
+                optimizer.step()
+            return comm.counts.committed, model.weight.sum().item(), skipped[0]
+        finally:
+            together.wait()
+            comm.close()
+
+    together = threading.Barrier(3, timeout=120)
+    with ThreadPoolExecutor(3) as pool:
+        first, second, joiner = pool.map(worker, (0, 1, 5))
+    assert first == second and joiner[:2] == first[:2] and 2 <= joiner[2] <= 5

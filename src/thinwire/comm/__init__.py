@@ -10,7 +10,7 @@ from .layout import Layout, laid_out
 from .ledger import Ledger
 from .lighthouse import Lighthouse
 from .local_world import LocalWorld
-from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Version
+from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Version
 from .process_group import Group, ProcessGroupCommunicator
 from .process_world import ProcessWorld
 
@@ -20,6 +20,7 @@ __all__ = [
     "CommunicationError",
     "Communicator",
     "Credentials",
+    "Diverged",
     "ElasticCommunicator",
     "Group",
     "Handle",

@@ -12,10 +12,11 @@ Claims come from the network: one that cannot be true is dropped, and its worker
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .members import Members, Version
+from .members import Diverged, Members, Version
 
 MAX_ROUNDS = 1 << 48
 """No run has more rounds: a round a microsecond would take 9 years."""
@@ -32,6 +33,8 @@ FIELDS = {
     "failures",
     "unreachable",
     "can_heal",
+    "digest",
+    "state_port",
 }
 
 
@@ -51,6 +54,8 @@ class Claim(NamedTuple):
         failures: tries to connect that failed, in a row.
         unreachable: numbers of workers that it could not reach, several times.
         can_heal: whether its state could be saved when it was asked last.
+        digest: of what it has in common with the others; "" in most rounds, which do not compare it.
+        state_port: where it serves its state, at the host of its store.
     """
 
     id: str
@@ -65,6 +70,8 @@ class Claim(NamedTuple):
     failures: int = 0
     unreachable: tuple[int, ...] = ()
     can_heal: bool = True
+    digest: str = ""
+    state_port: int = 0
 
     def data(self) -> dict[Any, object]:
         """The claim as plain values, without id and store, which travel apart."""
@@ -90,12 +97,13 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
+    counts += [(data["state_port"], 0, (1 << 16) - 1)]
     if not isinstance(version, (list, tuple)) or len(version) != 2 or not isinstance(unreachable, (list, tuple)):
         return None
     if len(unreachable) > MAX_TEXT:
         return None
     counts += [(count, 0, MAX_ROUNDS) for count in version] + [(number, 0, MAX_NUMBER) for number in unreachable]
-    texts = [data[name] for name in ("history", "settings", "connection", "nonce")]
+    texts = [data[name] for name in ("history", "settings", "connection", "nonce", "digest")]
     if not all(type(count) is int and low <= count <= high for count, low, high in counts):
         return None
     if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts) or type(data["can_heal"]) is not bool:
@@ -156,12 +164,40 @@ def place_of(members: Sequence[Claim]) -> str:
 
 
 def members_of(claims: Sequence[Claim]) -> Members:
-    """Who has the newest state, and who is healed from whom. Before the first round, all begin with the first worker's."""
+    """Who has the newest state, and who is healed from whom. Before the first round, all begin with the first worker's.
+
+    Where workers say what their state is, that of more than half of those with as many rounds is right.
+
+    Raises:
+        Diverged: there is no such majority.
+    """
     latest = max(claims, key=lambda c: (c.version, c.can_heal))
     is_first = latest.version == Version()
-    known = [not is_first and (c.version, c.history) == (latest.version, latest.history) for c in claims]
-    source = 0 if is_first else claims.index(latest)
-    healed = tuple(r for r, is_known in enumerate(known) if not is_known and r != source)
-    before = tuple(c.rank if is_known and c.rank >= 0 else None for c, is_known in zip(claims, known, strict=True))
-    numbers = tuple(claim.number for claim in claims)
-    return Members(numbers, before, latest.version, source if healed else None, healed)
+    newest = [c for c in claims if not is_first and (c.version, c.history) == (latest.version, latest.history)]
+    known = _majority(newest)
+    sources = [c for c in known if c.can_heal] or known[:1] if not is_first else [claims[0]]
+    healed = tuple(r for r, c in enumerate(claims) if c not in known and c not in sources)
+    before = tuple(c.rank if c in known and c.rank >= 0 else None for c in claims)
+    numbers, ranks = tuple(claim.number for claim in claims), tuple(map(claims.index, sources))
+    return Members(numbers, before, latest.version, ranks[0] if healed else None, healed, ranks)
+
+
+def differing(claims: Sequence[Claim], members: Members) -> list[int]:
+    """The numbers of the healed workers whose state differs from that of others with as many rounds."""
+    right = claims[members.sources[0]]
+    alike = ((r, claims[r]) for r in members.healed)
+    return [c.number for _, c in alike if c.digest and (c.version, c.history) == (right.version, right.history)]
+
+
+def _majority(newest: list[Claim]) -> list[Claim]:
+    digests = Counter(claim.digest for claim in newest if claim.digest)
+    if len(digests) < 2:
+        return newest
+    (right, most), *_ = digests.most_common()
+    if 2 * most <= digests.total():
+        said = ", ".join(f"worker {claim.number}: {claim.digest[:12]}" for claim in newest if claim.digest)
+        raise Diverged(
+            f"after {newest[0].version.committed} rounds the workers differ in what they should have in common, and no "
+            f"majority says which is right ({said}). Go on from the last checkpoint; see whether all machines compute alike"
+        )
+    return [claim for claim in newest if claim.digest == right]

@@ -6,7 +6,8 @@ over Gloo, anew whenever the workers change. A round is a transaction:
     1. form     who takes part, and who is behind. Workers that differ in number or configuration are refused, and raise an
                 error; the others go on without them. While the Lighthouse does not answer, they ask again,
                 after closing their connections: others may have had an answer, and wait for them in a round
-    2. heal     a worker that is up to date sends its shared state to those that are not. Failures give up the round alone
+    2. heal     workers that are up to date offer their state to those that are not (`healing.py`). Failures give up the round
+                alone. What a worker does not need to begin the round comes while the others train
     3. open     rank and size are those of the round; after a change of workers, all wait until all have regrouped
     4. exchange the operations of `Communicator`. After a failure all others in the round fail at once
     5. close    all workers vote in an all-gather; the round is committed if every worker had success
@@ -15,6 +16,9 @@ The vote itself may fail on some workers, if one dies in the middle of it. Then 
 round behind: the next `form` heals them, so that no half of a round lasts. `open` is such a vote too: each worker counts the
 times that it has regrouped, and one that has missed one is healed. The state with the most committed rounds is the newest. A
 worker that healing would make lose more than the one round in doubt raises an error instead.
+
+Comparing. Every `check_every` rounds each worker also says the hash of what all have in common. A worker that differs from
+more than half of them is named and healed. Where there is no such majority, all raise an error.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
 `timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). A worker without progress for so long sends
@@ -30,8 +34,9 @@ worker waits for its GPU, and asks whether all operations had success. Neither p
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -45,18 +50,19 @@ from ..algorithm import require
 from ..streams import refuse_capture
 from .base import Communicator, Start
 from .channel import Channel
-from .claims import MAX_ROUNDS, members_of
+from .claims import MAX_ROUNDS, Claim, differing, members_of, place_of
 from .credentials import Credentials
 from .elastic_groups import GlooGroups, Groups, TcpGroups
 from .forming import Forming
 from .handle import CommunicationError
 from .healing import Healing
 from .history import History
-from .members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from .patience import Patience
 from .side_streams import SideStreams
 
 Result = TypeVar("Result")
+log = logging.getLogger("thinwire")
 NOTE_LENGTH = 7
 """Numbers that a worker may add to its vote."""
 
@@ -76,6 +82,8 @@ class ElasticCommunicator(Communicator):
             worker, and notices a dead one only after `timeout_seconds`.
         is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
             data before. Otherwise workers that start together begin together.
+        check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does. Lower =>
+            a worker whose numbers differ is found sooner.
         credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
 
     Attributes:
@@ -87,7 +95,7 @@ class ElasticCommunicator(Communicator):
     Raises:
         ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
             forms: the number is taken, the configuration differs from that of the others, or healing would lose rounds that
-            it has committed (`LostRounds`).
+            it has committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, or it could not be healed.
         CommunicationError: the Lighthouse does not answer.
     """
@@ -104,7 +112,12 @@ class ElasticCommunicator(Communicator):
         backend: Literal["gloo", "nccl"] = "gloo",
         is_late: bool = False,
         credentials: Credentials | None = None,
+        check_every: int = 100,
     ):
+        require(
+            isinstance(check_every, int) and check_every >= 0,
+            f"worker {number}: check_every must be an integer, 0 or more, got {check_every!r}",
+        )
         require(
             credentials is None or backend == "gloo",
             f"worker {number}: NCCL does not encrypt; leave backend out, or credentials",
@@ -127,7 +140,7 @@ class ElasticCommunicator(Communicator):
         self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._history, self._known_place = History(), ""
-        self._patience, self._healing = Patience(timeout_seconds), Healing()
+        self._patience, self._check_every = Patience(timeout_seconds), check_every
         self._groups: Groups = (
             GlooGroups(self._timeout, backend == "nccl")
             if credentials is None
@@ -135,6 +148,9 @@ class ElasticCommunicator(Communicator):
         )
         self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._groups, credentials)
         self._asker = self._forming.asker
+        self._forming.settings["check_every"] = repr(check_every)
+        self._healing = Healing(number, self._forming.host, credentials, self._is_healing, self._record_healing)
+        self._claims_of_round: tuple[Claim, ...] = ()
         if not is_late:
             self._asker.expect(timeout_seconds)  # the others wait for those that send heartbeats
 
@@ -150,15 +166,15 @@ class ElasticCommunicator(Communicator):
         self._watchers.append((claim, ended))
         require(len(self._watchers) == 1, f"worker {self.number}: one sampler serves a run; make no second one")
 
-    def share(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Let a worker that joins get more state from a live one, such as the optimizer's beside `compress_gradients`.
-
-        Args:
-            name: of the state, the same on all workers.
-            save: returns tensors and plain values; called on a live worker.
-            load: restores them; called on the worker that joins.
-        """
-        self._healing.shared[name] = Shared(save, load)
+    def share(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        is_common: bool = True,
+        is_late: bool = False,
+    ) -> None:
+        self._healing.shared[name] = Shared(save, load, is_common, is_late)
 
     # ---- rounds ----
 
@@ -174,15 +190,19 @@ class ElasticCommunicator(Communicator):
         self._drain()
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
+        is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
+        digest = self._healing.digest() if is_due else ""
         while True:
             self._error = None
             try:
-                claims = self._forming.claims(
+                self._claims_of_round = claims = self._forming.claims(
                     max(deadline - time.monotonic(), 0.1),
                     self._history.version,
                     self._history.digests[-1],
                     -1 if self.members is None else self.members.numbers.index(self.number),
                     self._healing.can_heal,
+                    digest,
+                    self._healing.port,
                 )
             except (ValueError, LeftOut):
                 self._asker.close()
@@ -196,18 +216,58 @@ class ElasticCommunicator(Communicator):
                 self._give_up()
                 continue
             self.ledger.size = self.size
-            return None if self._known_place == self._forming.place else members_of(claims)
+            with self._left_out_closes():
+                members = members_of(claims)
+            for number in differing(claims, members):
+                log.warning(
+                    "thinwire: after %d rounds worker %d differs from the others in what all have in common; it is healed",
+                    *(members.version.committed, number),
+                )
+            return None if self._known_place == self._forming.place and not members.healed else members
 
-    def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+    def heal(self, members: Members) -> None:
+        if members.source is None:
+            return
+        key, claims = place_of(self._claims_of_round), self._claims_of_round
+        if self.rank in members.sources:
+            self._healing.offer(key, self._history)
+        elif self.rank in members.healed:
+            with self._left_out_closes():
+                self._healing.begin(key, claims, members, self._history, self._timeout.total_seconds())
+
+    def finish_healing(self) -> int:
         try:
-            history = self._healing.heal(self, members, self._history, save, load)
-        except (LeftOut, LostRounds):
+            with self._left_out_closes():
+                done = self._healing.finish()
+        except CommunicationError:
+            self._history.forget()
+            raise
+        if done is None:
+            return 0
+        regroupings, (self._history, steps) = self._history.regroupings, done
+        self._history.regroupings, self.counts.committed = regroupings, self._history.committed
+        self.counts.healings += self._history.committed > 0
+        return steps if self._history.committed else 0  # those that start together begin together
+
+    def stepped(self) -> None:
+        self._healing.snapshots.steps += 1
+
+    @contextlib.contextmanager
+    def _left_out_closes(self) -> Iterator[None]:
+        """Context in which this worker may learn that the others go on without it."""
+        try:
+            yield
+        except (LeftOut, LostRounds, Diverged):
             self._give_up()
             self._asker.close()
             raise
-        if history is not None:
-            self._history, self.counts.committed = history, history.committed
-            self.counts.healings += history.committed > 0
+
+    def _is_healing(self) -> None:
+        self._asker.expect(self._timeout.total_seconds())
+
+    def _record_healing(self, bytes_sent: int, bytes_received: int) -> None:
+        with self._lock:
+            self.ledger.record("healing", 1 if bytes_sent else 0, bytes_sent, bytes_received)
 
     def progressed(self) -> None:
         self._asker.expect(self._patience.seconds)
@@ -236,6 +296,8 @@ class ElasticCommunicator(Communicator):
             committed = success and self._has_arrived() and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
+        self._healing.snapshots.drop()
+        self._healing.end()
         if committed:
             self._history.commit(self._forming.place)
             self.counts.committed = self._history.committed
@@ -253,6 +315,7 @@ class ElasticCommunicator(Communicator):
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
+        self._healing.snapshots.drop()  # so that a worker that is being healed learns it
         self._groups.hang_up()
         self._forming.give_up()
         self._asker.expect(self._patience.seconds)
@@ -315,6 +378,7 @@ class ElasticCommunicator(Communicator):
         self._asker.close()
         self._groups.close()
         self._forming.close()
+        self._healing.close()
 
     # ---- operations on the process group of the round ----
 

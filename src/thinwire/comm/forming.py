@@ -49,6 +49,7 @@ class Forming:
         asker: asks the Lighthouse, and sends it heartbeats.
         settings: what all workers must have in common, by name.
         place: name of the live connections, "" for none.
+        host: address of this machine.
 
     Raises:
         CommunicationError: the Lighthouse does not answer.
@@ -70,8 +71,8 @@ class Forming:
         self.place, self._size, self._failures = "", 1, 0
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
-        self._host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
-        self._store = listening_store(self._host, 0, timedelta(seconds=quorum_seconds), credentials)
+        self.host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
+        self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
             self.asker = Asker(partial(client_of, lighthouse, credentials), self._id, min(quorum_seconds, 30.0))
         except ValueError:
@@ -81,12 +82,14 @@ class Forming:
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
 
-    def claims(self, seconds: float, version: Version, history: str, rank: int, can_heal: bool) -> tuple[Claim, ...]:
+    def claims(
+        self, seconds: float, version: Version, history: str, rank: int, can_heal: bool, digest: str, state_port: int
+    ) -> tuple[Claim, ...]:
         """Those of the workers that take part in the next round, in rank order.
 
         Args:
             seconds: to wait for a quorum.
-            version, history, rank, can_heal: of this worker; see `Claim`.
+            version, history, rank, can_heal, digest, state_port: of this worker; see `Claim`.
 
         Raises:
             CommunicationError: there was no quorum.
@@ -95,7 +98,8 @@ class Forming:
         """
         deadline, twin = time.monotonic() + seconds, None
         while True:
-            choice = choose(self._asked(partial(self._claim, version, history, rank, can_heal), deadline))
+            claim = partial(self._claim, version, history, rank, can_heal, digest, state_port)
+            choice = choose(self._asked(claim, deadline))
             taken = choice.taken.get(self._id)
             if taken is None:
                 break
@@ -144,13 +148,13 @@ class Forming:
 
     # ---- parts of the above ----
 
-    def _claim(self, version: Version, history: str, rank: int, can_heal: bool) -> Claim:
+    def _claim(self, version: Version, history: str, rank: int, can_heal: bool, digest: str, state_port: int) -> Claim:
         if not self._store.check(["own/settings"]):
             self._store.set("own/settings", json.dumps(self.settings))
         now = time.monotonic()
         return Claim(
             id=self._id,
-            store=f"{self._host}:{self._store.port}",
+            store=f"{self.host}:{self._store.port}",
             number=self._number,
             version=version,
             history=history,
@@ -161,6 +165,8 @@ class Forming:
             failures=self._failures,
             unreachable=tuple(number for number, until in self._left_out.items() if until > now),
             can_heal=can_heal,
+            digest=digest,
+            state_port=state_port,
         )
 
     def _asked(self, claim: Callable[[], Claim], deadline: float) -> list[Claim]:

@@ -1,136 +1,217 @@
-"""How a worker that joins or fell behind gets the state of one that is up to date.
+"""How a worker that joins or fell behind gets the state of those that are up to date.
 
-State travels over the round's connections, as tensors and plain values only (`state_bytes.py`). Its size is bounded by that of
-the worker's own state before memory is taken. A failure on any side gives up the round, and no process ends for it: a worker
-that cannot save its state heals nobody any more, and one that cannot be healed is left out after `TRIES`.
+    1. offer     all that are up to date take a snapshot of their state, and serve it while the round lasts (`snapshot.py`)
+    2. begin     the worker that is healed gets what it needs to begin the round, and loads it
+    3. finish    it gets and loads what may come later, while the others train already (`transfer.py`)
+
+State travels as tensors and plain values only (`state_bytes.py`). Its size is bounded by that of the worker's own state before
+memory is taken. A failure on any side gives up the round, and no process ends for it: a worker that cannot save its state
+heals nobody any more, and one that cannot be healed is left out after `TRIES`. The next try goes on with the chunks that have
+come.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import NoReturn
 
-import torch
 from torch import Tensor
 
-from .. import debug
+from .claims import Claim
+from .credentials import Credentials
 from .forming import TRIES
 from .handle import CommunicationError, reason_of
 from .history import History
 from .members import LeftOut, LostRounds, Members, Shared
+from .snapshot import Manifest, Snapshots, root_of
 from .state_bytes import packed, unpacked
-
-if TYPE_CHECKING:
-    from .base import Communicator
+from .tls import Listener
+from .transfer import Source, Transfer
 
 SIZE_FACTOR, SIZE_SLACK_BYTES = 16, 1 << 26
 """A state is at most so much larger than that of a worker that has not begun: an optimizer's grows with the first step."""
-FAILED = -1
+ROUNDS = "rounds"
 log = logging.getLogger("thinwire")
 
 
 class Healing:
     """Heals others, and lets this worker be healed.
 
+    Args:
+        number: of this worker.
+        host: address of this machine, at which it serves its state.
+        credentials: of this worker.
+        tick: is called now and then while this worker waits for a state.
+        record: is called with the bytes that this worker has sent and received, in any thread.
+
     Attributes:
-        shared: more state that is handed over, by name.
+        shared: the parts of the state, by name.
         can_heal: whether this worker's state could be saved so far.
+        port: at which it serves its state.
+        snapshots: what it serves.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        number: int,
+        host: str,
+        credentials: Credentials | None,
+        tick: Callable[[], None] = lambda: None,
+        record: Callable[[int, int], None] = lambda sent, received: None,
+    ):
         self.shared: dict[str, Shared] = {}
         self.can_heal = True
+        self._number, self._credentials, self._tick, self._record = number, credentials, tick, record
+        self.snapshots = Snapshots(lambda num_bytes: record(num_bytes, 0))
+        self._listener = Listener(host, 0, credentials, self.snapshots.answer)
+        self.port = self._listener.port
         self._failures = 0
+        self._held: dict[bytes, Tensor] = {}
+        self._transfer: Transfer | None = None
+        self._theirs: History | None = None
 
-    def heal(
-        self,
-        comm: Communicator,
-        members: Members,
-        history: History,
-        save: Callable[[], Any],
-        load: Callable[[Any], None],
-    ) -> History | None:
-        """Send or get the state; all workers of the round call it. Returns the source's history on those that are healed.
+    def close(self) -> None:
+        """Serve nothing more."""
+        self._listener.close()
+
+    def digest(self) -> str:
+        """A hash of what all workers have in common; "" if that is nothing."""
+        names = [name for name, shared in self.shared.items() if shared.is_common]
+        return root_of({name: Manifest.of(packed(self.shared[name].save())) for name in names}, names) if names else ""
+
+    # ---- a worker that is up to date ----
+
+    def offer(self, key: str, history: History) -> None:
+        """Serve this worker's state as it is now.
 
         Args:
-            comm: connects the workers of the round.
-            members: has the source, and those that are healed.
+            key: name of the round.
             history: of this worker.
-            save, load: the strategy's state.
+        """
+        try:
+            self.snapshots.offer(key, self._sections(history))
+        except Exception as error:
+            self.can_heal = False
+            self.snapshots.offer(key, {})
+            log.warning(
+                "thinwire: worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error)
+            )
+
+    def _sections(self, history: History) -> dict[str, Tensor]:
+        rounds = packed({"committed": history.committed, "digests": history.digests})
+        return {ROUNDS: rounds} | {name: packed(shared.save()) for name, shared in self.shared.items()}
+
+    # ---- a worker that is healed ----
+
+    def begin(
+        self, key: str, claims: tuple[Claim, ...], members: Members, history: History, limit_seconds: float
+    ) -> None:
+        """Load what this worker needs to begin the round.
+
+        Args:
+            key: name of the round.
+            claims: of the workers of the round.
+            members: has the sources.
+            history: of this worker; it is forgotten.
+            limit_seconds: how long a source may be silent.
 
         Raises:
             CommunicationError: healing failed; the round is given up.
             LeftOut: this worker could not be healed several times.
             LostRounds: healing would lose rounds that this worker has committed.
         """
-        if members.source is None:
-            return None
-        is_source, is_healed = comm.rank == members.source, comm.rank in members.healed
-        payload, failure = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self.end()
+        sources = [
+            Source(claims[rank].number, f"{claims[rank].store.rpartition(':')[0]}:{claims[rank].state_port}")
+            for rank in members.sources
+        ]
+        differing = {name for name, shared in self.shared.items() if not shared.is_common}
+        received = lambda num_bytes: self._record(0, num_bytes)  # noqa: E731
         try:
-            if is_source or is_healed:
-                payload = self._saved(history, save)
-        except Exception as error:
-            failure, self.can_heal = error, not is_source
-        told = FAILED if failure is not None else payload.numel()
-        sizes = comm.all_gather(torch.tensor([told], device="cpu")).wait()
-        if failure is not None and is_source:
-            raise CommunicationError(f"worker {members.numbers[comm.rank]} cannot save its state: {reason_of(failure)}")
-        if failure is not None:
-            self._count_failure(members.numbers[comm.rank], reason_of(failure))
-        if is_source:
-            comm.exchange(dict.fromkeys(members.healed, payload), {}).wait()
-        if not is_healed:
-            return None
-        limit = SIZE_FACTOR * payload.numel() + SIZE_SLACK_BYTES
-        received = self._received(comm, members, int(sizes[members.source]), limit)
-        return self._loaded(members, received, history, load, members.numbers[comm.rank])
-
-    def _saved(self, history: History, save: Callable[[], Any]) -> Tensor:
-        extra = {name: shared.save() for name, shared in self.shared.items()}
-        rounds = {"committed": history.committed, "digests": history.digests}
-        return packed({"strategy": save(), "shared": extra, "rounds": rounds})
-
-    def _received(self, comm: Communicator, members: Members, size: int, limit: int) -> Tensor:
-        assert members.source is not None
-        if not 0 < size <= limit:
-            source, number = members.numbers[members.source], members.numbers[comm.rank]
-            self._count_failure(number, f"worker {source} announced a state of {size} bytes, expected 1 to {limit}")
-        received: dict[int, Tensor] = comm.exchange(
-            {}, {members.source: debug.empty(size, dtype=torch.uint8, device="cpu")}
-        ).wait()
-        return received[members.source]
-
-    def _loaded(
-        self, members: Members, received: Tensor, history: History, load: Callable[[Any], None], number: int
-    ) -> History:
-        assert members.source is not None
-        source = members.numbers[members.source]
-        try:
-            state = unpacked(received)
-            theirs = History(state["rounds"]["committed"], state["rounds"]["digests"])
-            if theirs.committed != members.version.committed or not all(isinstance(d, str) for d in theirs.digests):
-                raise ValueError(f"worker {source} sent {theirs.committed} rounds, not {members.version.committed}")
-            _refuse_loss(history, theirs, number, source)
+            self._transfer = Transfer(
+                *(self._number, key, sources, differing, self._credentials, limit_seconds, self._held),
+                *(self._tick, received),
+            )
+            manifests = self._agreed(self._transfer, is_late=False)
+            self._theirs = self._history_of(self._transfer.section(ROUNDS), members, history)
             history.forget()  # what is loaded in part is no state of the run
-            load(state["strategy"])
-            for name, shared in self.shared.items():
-                if name in state["shared"]:
-                    shared.load(state["shared"][name])
-        except LostRounds:
+            self._load(self._transfer, manifests)
+        except (LostRounds, CommunicationError):
             raise
         except Exception as error:
-            self._count_failure(number, reason_of(error))
-        self._failures = 0
+            self._count_failure(error)
+
+    def finish(self) -> tuple[History, int] | None:
+        """Load the rest; returns the history that this worker has now, and how many steps of the round it has missed.
+
+        None if it is not being healed.
+
+        Raises:
+            CommunicationError, LeftOut: as in `begin`.
+        """
+        if self._theirs is None or self._transfer is None:
+            return None
+        try:
+            self._load(self._transfer, self._agreed(self._transfer, is_late=True))
+            theirs, steps = self._theirs, self._transfer.steps()
+        except CommunicationError:
+            raise
+        except Exception as error:
+            self._count_failure(error)
+        self.end()
+        self._failures, self._held = 0, {}
+        return theirs, steps
+
+    def end(self) -> None:
+        """Close the connections to sources. What has come is kept for another try."""
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer = self._theirs = None
+
+    def _agreed(self, transfer: Transfer, is_late: bool) -> dict[str, Manifest]:
+        """The manifests of the parts that are loaded now.
+
+        The chunks of this worker's own state are held, so that equal ones do not travel.
+        """
+        parts = {name: shared.save for name, shared in self.shared.items() if shared.is_late == is_late}
+        names, limit = [*parts] if is_late else [ROUNDS, *parts], SIZE_SLACK_BYTES
+        if not names:
+            return {}
+        for section in (packed(save()) for save in parts.values()):
+            own = Manifest.of(section)
+            limit += SIZE_FACTOR * len(section)
+            for number in range(own.num_chunks):
+                self._held.setdefault(own.hash(number), section[own.place(number)])
+        manifests = transfer.agree(names)
+        announced = sum(manifest.num_bytes for manifest in manifests.values())
+        if announced > limit:
+            who = transfer.sources[0].number
+            raise ValueError(f"worker {who} announced a state of {announced} bytes, expected at most {limit}")
+        return manifests
+
+    def _history_of(self, section: Tensor, members: Members, history: History) -> History:
+        assert members.source is not None
+        state, source = unpacked(section), members.numbers[members.source]
+        theirs = History(state["committed"], state["digests"])
+        if theirs.committed != members.version.committed or not all(isinstance(d, str) for d in theirs.digests):
+            raise ValueError(f"worker {source} sent {theirs.committed} rounds, not {members.version.committed}")
+        _refuse_loss(history, theirs, self._number, source)
         return theirs
 
-    def _count_failure(self, number: int, reason: str) -> None:
+    def _load(self, transfer: Transfer, manifests: dict[str, Manifest]) -> None:
+        for name in (name for name in self.shared if name in manifests):
+            self.shared[name].load(unpacked(transfer.section(name)))
+
+    def _count_failure(self, error: Exception) -> NoReturn:
         """Raise the error that says so."""
         self._failures += 1
+        reason = reason_of(error)
         if self._failures >= TRIES:
-            raise LeftOut(f"worker {number} is left out of the run: it could not be healed in {TRIES} tries: {reason}")
-        raise CommunicationError(f"worker {number} could not be healed: {reason}")
+            raise LeftOut(
+                f"worker {self._number} is left out of the run: it could not be healed in {TRIES} tries: {reason}"
+            )
+        raise CommunicationError(f"worker {self._number} could not be healed: {reason}")
 
 
 def _refuse_loss(own: History, theirs: History, number: int, source: int) -> None:

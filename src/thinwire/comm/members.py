@@ -21,8 +21,9 @@ class Members(NamedTuple):
         numbers: each worker's own number, which it keeps through all rounds, by rank.
         before: for each rank, the rank of this worker in the last round; None if it is new or was healed.
         version: of the newest state.
-        source: the rank that the others are healed from; None if nobody is.
+        source: the first rank that the others are healed from; None if nobody is healed.
         healed: the ranks that are healed.
+        sources: all ranks that have the newest state, and can save it.
     """
 
     numbers: tuple[int, ...]
@@ -30,6 +31,7 @@ class Members(NamedTuple):
     version: Version = Version()
     source: int | None = None
     healed: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
 
 class LeftOut(RuntimeError):
@@ -38,6 +40,10 @@ class LeftOut(RuntimeError):
 
 class LostRounds(ValueError):
     """Healing would lose rounds that this worker has committed."""
+
+
+class Diverged(ValueError):
+    """What workers have in common differs, and no majority says which is right."""
 
 
 class Loss(NamedTuple):
@@ -74,7 +80,15 @@ class RoundCounts:
 
 
 class Shared(NamedTuple):
-    """State that a joining worker gets from a live one: how to save it, and how to load it."""
+    """State that a joining worker gets from a live one.
+
+    Args:
+        save, load: how to save and to load it.
+        is_common: whether it is the same on all workers.
+        is_late: whether a worker may load it after its first round has begun.
+    """
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
+    is_common: bool = True
+    is_late: bool = False

@@ -14,6 +14,9 @@ class Rounds:
     is_elastic: ClassVar[bool] = False
     """Whether workers come and go between rounds."""
 
+    num_skipped: int = 0
+    """How many steps of the open round this worker leaves out, because it has joined after the others took them."""
+
     in_round: bool = True
     """Whether a round is open, so that operations may be called."""
 
@@ -21,9 +24,36 @@ class Rounds:
         """Agree on the workers of the next round. Returns None if they are the same, and nobody needs healing."""
         raise NotImplementedError(f"{type(self).__name__} has one round, which never ends")
 
-    def heal(self, members: Members, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Send the state that `save` returns from `members.source` to the workers that are healed, which `load` it."""
+    def share(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        is_common: bool = True,
+        is_late: bool = False,
+    ) -> None:
+        """Let a worker that joins get a part of the state from live ones.
+
+        Args:
+            name: of the part, the same on all workers.
+            save: returns tensors and plain values; called on live workers when a round begins.
+            load: restores them; called on the worker that joins, in the order in which parts were shared.
+            is_common: whether it is the same on all workers when a round begins: then it is compared, and comes from several
+                workers. Otherwise the joiner takes over that of one of them.
+            is_late: whether it may be loaded after the round has begun, while the others train.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has the same workers all the time")
+
+    def heal(self, members: Members) -> None:
+        """Load what the workers that are healed need to begin the round; the others offer their state."""
         raise NotImplementedError(f"{type(self).__name__} heals nobody")
+
+    def finish_healing(self) -> int:
+        """After `open_round`: load the rest. Returns how many steps of the round a healed worker has missed."""
+        raise NotImplementedError(f"{type(self).__name__} heals nobody")
+
+    def stepped(self) -> None:
+        """Say that this worker has taken a step within a round, so that one that joins knows how far the others are."""
 
     def open_round(self, members: Members | None) -> None:
         """Begin the round that `form_round` formed. If its workers have changed, all wait until all have regrouped.

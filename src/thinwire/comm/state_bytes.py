@@ -50,7 +50,7 @@ def packed(state: Any) -> Tensor:
     total = begin + sum(map(_room, parts)) + ALIGNMENT
     payload = torch.zeros(total, dtype=torch.uint8, device="cpu")
     payload[:begin] = torch.frombuffer(bytearray(LENGTH.pack(len(text)) + text), dtype=torch.uint8)
-    at = -(-begin // ALIGNMENT) * ALIGNMENT
+    at = tensors_begin(payload)
     for part in parts:
         payload[at : at + part.numel()] = part
         at += _room(part)
@@ -73,6 +73,12 @@ def unpacked(payload: Tensor) -> Any:
         return _read(described, payload[-(-begin // ALIGNMENT) * ALIGNMENT :], 0)
     except (struct.error, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:  # of PyTorch as well
         raise ValueError(f"the bytes are not those of a state: {error}") from None
+
+
+def tensors_begin(payload: Tensor) -> int:
+    """Where the tensors begin in what `packed` returns: their places do not depend on the values before."""
+    (length,) = LENGTH.unpack(payload[: LENGTH.size].numpy().tobytes())
+    return -(-(LENGTH.size + int(length)) // ALIGNMENT) * ALIGNMENT
 
 
 def _room(part: Tensor) -> int:

@@ -1,8 +1,9 @@
-"""Questions and answers over TLS, for the small messages of stores, of the Lighthouse and of `thinwire keys`.
+"""Questions and answers, for stores, the Lighthouse, `thinwire keys` and the state that joining workers get.
 
-A listener gives a caller without a certificate of the run a handshake, and nothing more. Each connection has a thread of its
-own, because Python's `ssl` cannot use one from two threads at once. A client learns only with the first byte that it was
-accepted: in TLS 1.3 its handshake ends before the listener has seen its certificate.
+With credentials they go over TLS: a listener gives a caller without a certificate of the run a handshake, and nothing more.
+Without, they are plain, and everybody is answered: so workers that join an elastic run get its state. Each connection has a
+thread of its own, because Python's `ssl` cannot use one from two threads at once. A client learns only with the first byte
+that it was accepted: in TLS 1.3 its handshake ends before the listener has seen its certificate.
 
     listener  -> client     ACCEPTED
     client    -> listener   a frame: the question
@@ -24,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from .credentials import WRONG, Credentials, name_in
 
@@ -49,13 +51,13 @@ class Refused(ConnectionError):
 # ---- frames ----
 
 
-def send_frame(connection: ssl.SSLSocket, *fields: bytes) -> None:
+def send_frame(connection: socket.socket, *fields: bytes) -> None:
     """Send some fields as one frame."""
     body = b"".join(LENGTH.pack(len(field)) + field for field in fields)
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def read_frame(connection: ssl.SSLSocket) -> list[bytes]:
+def read_frame(connection: socket.socket) -> list[bytes]:
     """The fields of the next frame.
 
     Raises:
@@ -76,7 +78,7 @@ def _fields(body: bytes) -> Iterator[bytes]:
         body = body[LENGTH.size + size :]
 
 
-def _read(connection: ssl.SSLSocket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int) -> bytes:
     read = bytearray()
     while len(read) < size:
         part = connection.recv(size - len(read))
@@ -96,7 +98,7 @@ class Listener:
         host: address of this machine; where it is translated on the way, so that this machine does not have it, the listener
             takes all addresses.
         port: TCP port; 0 takes a free one.
-        credentials: of this worker.
+        credentials: of this worker; None answers everybody, without TLS.
         answer: the answer to a question; it is called in many threads.
         asks_all: whether it also answers callers without a certificate, as only `thinwire keys token` does.
 
@@ -104,7 +106,7 @@ class Listener:
         OSError: the port is taken, or the host has no address.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials, answer: Answer, asks_all: bool = False):
+    def __init__(self, host: str, port: int, credentials: Credentials | None, answer: Answer, asks_all: bool = False):
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
         self._listener = listening_socket(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -128,14 +130,16 @@ class Listener:
             for connection in (*self._open, *self._greeting):
                 _end(connection)
 
-    def _new_context(self) -> ssl.SSLContext:
+    def _new_context(self) -> ssl.SSLContext | None:
+        if self._credentials is None:
+            return None
         context = self._credentials.context(server=True)
         if self._asks_all:
             context.verify_mode = ssl.CERT_NONE
         return context
 
     def _revoked(self) -> tuple[int, int] | None:
-        path = self._credentials.revoked
+        path = self._credentials and self._credentials.revoked
         found = path and path.stat()
         return (found.st_mtime_ns, found.st_size) if found else None
 
@@ -180,21 +184,27 @@ class Listener:
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""
-        caller, connection = f"{address[0]}:{address[1]}", None
+        caller = f"{address[0]}:{address[1]}"
+        connection: socket.socket | None = None
         try:
             with contextlib.suppress(OSError):
                 patient(raw)
             # It goes over a duplicate of the socket, so that others may end it by `raw`: `ssl` takes over the other one.
             copy = raw.dup()
             copy.settimeout(HANDSHAKE_SECONDS)
-            connection = self._context.wrap_socket(copy, server_side=True, do_handshake_on_connect=False)
-            connection.do_handshake()
+            connection, shown = copy, dict[str, Any]()  # of its certificate
+            if self._context is not None:
+                connection = encrypted = self._context.wrap_socket(
+                    copy, server_side=True, do_handshake_on_connect=False
+                )
+                encrypted.do_handshake()
+                shown = encrypted.getpeercert() or {}
             with self._lock:
                 self._greeting.pop(raw)
                 if len(self._open) >= MAX_CONNECTIONS:
                     raise Refused(f"there are {MAX_CONNECTIONS} connections already")
                 self._open.add(raw)
-            caller = f"{name_in(connection.getpeercert() or {})} at {caller}"
+            caller = f"{name_in(shown)} at {caller}" if shown else caller
             connection.sendall(ACCEPTED)
             if not self._asks_all:
                 connection.settimeout(None)
@@ -268,8 +278,8 @@ def _end(connection: socket.socket) -> None:
 # ---- the side that connects ----
 
 
-def connect_tls(host: str, port: int, context: ssl.SSLContext, seconds: float) -> ssl.SSLSocket:
-    """Connect with a listener, and wait until it has accepted this worker.
+def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: float) -> socket.socket:
+    """Connect with a listener, without TLS if there is no context, and wait until it has accepted this worker.
 
     Raises:
         Refused: one side does not believe the other's certificate.
@@ -281,7 +291,7 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext, seconds: float) -
     try:
         patient(raw)
         raw.settimeout(max(0.001, deadline - time.monotonic()))
-        connection = context.wrap_socket(raw)
+        connection = raw if context is None else context.wrap_socket(raw)
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         if connection.recv(1) != ACCEPTED:
             raise ConnectionResetError("it hung up")
@@ -307,12 +317,12 @@ class Client:
 
     Args:
         host, port: of the listener.
-        credentials: of this worker.
+        credentials: of this worker; None for a listener without.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials):
+    def __init__(self, host: str, port: int, credentials: Credentials | None):
         self._host, self._port, self._credentials = host, port, credentials
-        self._idle: list[ssl.SSLSocket] = []
+        self._idle: list[socket.socket] = []
 
     def connect(self, seconds: float) -> None:
         """Connect ahead of the first question, which may then be answered sooner.
@@ -323,8 +333,9 @@ class Client:
         """
         self._idle.append(self._connected(seconds))
 
-    def _connected(self, seconds: float) -> ssl.SSLSocket:
-        return connect_tls(self._host, self._port, self._credentials.context(server=False), seconds)
+    def _connected(self, seconds: float) -> socket.socket:
+        context = self._credentials.context(server=False) if self._credentials else None
+        return connect_tls(self._host, self._port, context, seconds)
 
     def ask(self, *fields: bytes, seconds: float, is_repeatable: bool = True) -> list[bytes]:
         """The answer to a question.

@@ -17,7 +17,7 @@ A derived class defines:
     `_state`                     the averager's state
     `_record`, `_loaded`         the state that it saves, and what follows when that is restored
     `_averaged`                  the averager's states, with the tensors of each
-    `_shared`, `_load_shared`    what a worker that joins an elastic run gets, and how it takes that over
+    `_share`                     what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
@@ -29,6 +29,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,7 +39,7 @@ from torch import nn
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
-from ..membership import State, load_shared, redistribute, rewind, shared_part
+from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
@@ -275,14 +276,24 @@ class AveragerAttachment(Attachment):
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         """The averager's states, with the tensors of each."""
 
-    def _shared(self) -> dict[str, Any]:
-        """What a worker that joins must know, as tensors and plain values: the model and what all workers share."""
-        return {"model": self._model.state_dict(), "state": shared_part(self._record)}
+    def _share(self, comm: Communicator) -> None:
+        """Let a worker that joins get the model and what workers share; own memory starts at zero.
 
-    def _load_shared(self, shared: dict[str, Any]) -> None:
-        """Take over what `_shared` returned on a live worker; own memory starts at zero."""
-        self._model.load_state_dict(shared["model"])
-        load_shared(self._record, shared["state"])
+        Buffers, such as running statistics, are each worker's own between two means.
+        """
+        record, model, is_common = self._record, self._model, self.averager.gives_one_mean
+        comm.share("averager", lambda: shared_part(record), lambda part: load_shared(record, part), is_common)
+        buffers = {name for name, _ in model.named_buffers()}
+
+        def saved(are_buffers: bool) -> dict[str, Any]:
+            return {name: value for name, value in model.state_dict().items() if (name in buffers) == are_buffers}
+
+        def load(are_buffers: bool, part: dict[str, Any]) -> None:
+            require_names(saved(are_buffers), part, "model")
+            model.load_state_dict(part, strict=False)
+
+        comm.share("parameters", partial(saved, False), partial(load, False), is_common)
+        comm.share("buffers", partial(saved, True), partial(load, True), is_common=False)
 
     @abstractmethod
     def _ready(self) -> None:
@@ -331,8 +342,9 @@ class AveragerAttachment(Attachment):
 
     def _begin_rounds(self, averager: Averager) -> None:
         """Make the transactions, once all that they need is there; begin each with the model's forward pass."""
-        self._transaction = Transaction(averager, self.comm, self._averaged, self._shared, self._load_shared)
+        self._transaction = Transaction(averager, self.comm, self._averaged)
         if self.comm.is_elastic:
+            self._share(self.comm)
             hook = self._model.register_forward_pre_hook(self._before_forward)
             self._on_detach(hook.remove)
 

@@ -26,19 +26,13 @@ class Transaction:
         averager: of the strategy.
         comm: connects the workers.
         parts: returns the averager's states with their tensors.
-        save: returns what a worker that joins must know.
-        load: takes it over.
+
+    Attributes:
+        missed: if this worker was healed when the round began, how many of its steps the others had taken.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        comm: Communicator,
-        parts: Parts,
-        save: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
-    ):
-        self._averager, self._comm, self._parts, self._save, self._load = averager, comm, parts, save, load
+    def __init__(self, averager: Averager, comm: Communicator, parts: Parts):
+        self._averager, self._comm, self._parts, self.missed = averager, comm, parts, 0
 
     def begin(self) -> bool:
         """Open a round, unless one is open. Returns whether this worker was healed.
@@ -53,12 +47,13 @@ class Transaction:
             before: list[tuple[Any, Any]] = []
             try:
                 if members is not None:
-                    comm.heal(members, self._save, self._load)
-                    healed = healed or comm.rank in members.healed
+                    comm.heal(members)
                     before = [(state, copy.deepcopy(state)) for state, _ in self._parts()]
                     for state, tensors in self._parts():
                         self._averager.regroup(state, tensors, comm, members.before)
                 comm.open_round(members)
+                self.missed = comm.finish_healing()
+                healed = healed or (members is not None and comm.rank in members.healed)
             except CommunicationError:  # a worker died meanwhile: all that are left regroup again from where they were
                 for state, old in before:
                     state.__dict__.update(old.__dict__)

@@ -110,13 +110,13 @@ class ParameterGossip(OwnModelAttachment):
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return [(self._rounds.state, self._live.tensors())]
 
-    def _shared(self) -> dict[str, Any]:
-        return super()._shared() | {"optimizer": self._optimizer.state_dict()}
+    def _share(self, comm: Communicator) -> None:
+        def load(part: dict[str, Any]) -> None:
+            self._optimizer.load_state_dict(part)
+            self._rounds.loaded()
 
-    def _load_shared(self, shared: dict[str, Any]) -> None:
-        super()._load_shared(shared)
-        self._optimizer.load_state_dict(shared["optimizer"])
-        self._rounds.loaded()
+        super()._share(comm)
+        comm.share("optimizer", self._optimizer.state_dict, load, is_common=False)
 
     @property
     def _weight(self) -> float:

@@ -52,7 +52,18 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
-from ...membership import Form, State, averaged, check_state, load_shared, nested, shared, shared_part
+from ...membership import (
+    Form,
+    State,
+    averaged,
+    check_state,
+    load_shared,
+    load_tensors,
+    nested,
+    saved_field,
+    shared,
+    shared_part,
+)
 from ...streams import WorkStream, refuse_capture
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
@@ -72,6 +83,8 @@ from .tensors import anchor_of, average_exactly, renamed, states_of
 if TYPE_CHECKING:
     from .local import Local
 
+LATE = ("anchor", "outer")
+"""Fields of `LocalState` that are as large as the model."""
 PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
@@ -238,10 +251,21 @@ class LocalUpdates(OwnModelAttachment):
 
     @torch.no_grad()
     def begin_round(self) -> None:
-        """As in `AveragerAttachment`. Exchanges that are due, and had no round when the last step ended, begin."""
-        super().begin_round()
-        if self._elastic is not None and not self._elastic.is_joining:
-            self._end_step()
+        """As in `AveragerAttachment`. Exchanges that are due, and had no round when the last step ended, begin.
+
+        A worker that joins leaves out the steps that the others have taken by then.
+        """
+        healed = self._transaction.begin()
+        if self._elastic is None or self._elastic.is_joining:
+            return
+        if healed and self._heals_late:
+            record, offsets = self._record, sorted(fragment.offset for fragment in self._fragments)
+            last = next((offset for offset in offsets if offset > record.step), self._every + offsets[0]) - 1
+            missed = min(self._transaction.missed, last - record.step)
+            record.num_steps += missed
+            record.step = (record.step + missed) % self._every
+            self.comm.num_skipped = missed
+        self._end_step()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -359,6 +383,7 @@ class LocalUpdates(OwnModelAttachment):
             self._elastic.settle()
             self._end_step()
             return
+        self.comm.stepped()
         step = self._record.step + 1
         self._record.num_steps += 1
         self.comm.ledger.count_step()
@@ -582,18 +607,43 @@ class LocalUpdates(OwnModelAttachment):
         pulls = self.strategy.pull is not None
         return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
 
-    def _shared(self) -> dict[str, Any]:
-        """The anchors stand for the parameters: what the live worker has changed since its last round is its own."""
-        buffers = dict(self._model.named_buffers())
-        return {"state": shared_part(self._record), "inner": self._optimizer.state_dict(), "buffers": buffers}
+    def _share(self, comm: Communicator) -> None:
+        """The anchors stand for the parameters: what a live worker has changed since its last round is its own.
 
-    @torch.no_grad()
-    def _load_shared(self, shared: dict[str, Any]) -> None:
-        load_shared(self._record, shared["state"])
-        self._restart_all()
-        self._optimizer.load_state_dict(shared["inner"])
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(shared["buffers"][name])
+        Anchors and outer optimizer do not change within a round, so they may come while the others train.
+        """
+        record, is_common = self._record, self.averager.gives_one_mean
+
+        def load_position(part: dict[str, Any]) -> None:
+            load_shared(record, part | {name: saved_field(record, name) for name in LATE})
+
+        def load_anchors(part: dict[str, Any]) -> None:
+            load_tensors(record.anchor, part["anchor"], "anchors")
+            _loaded_outer(record, record.outer, part["outer"])
+            self._restart_all()
+
+        def inner() -> dict[str, Any]:
+            return {"optimizer": self._optimizer.state_dict(), "buffers": dict(self._model.named_buffers())}
+
+        def load_inner(part: dict[str, Any]) -> None:
+            self._optimizer.load_state_dict(part["optimizer"])
+            load_tensors(dict(self._model.named_buffers()), part["buffers"], "buffers")
+
+        weighs_own = self.strategy.weights is not None  # each worker by statistics of its own norms
+        comm.share("position", lambda: shared_part(record, LATE), load_position, is_common and not weighs_own)
+        comm.share(
+            "anchors",
+            lambda: {"anchor": dict(record.anchor), "outer": _saved_outer(record, record.outer)},
+            torch.no_grad()(load_anchors),
+            is_common,
+            self._heals_late,
+        )
+        comm.share("inner", inner, load_inner, is_common=False, is_late=self._heals_late)
+
+    @property
+    def _heals_late(self) -> bool:
+        """Whether workers need nothing of a joiner until their exchange, so that they train on while its state travels."""
+        return self.averager.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
 
     def _restart(self, fragment: Fragment, alpha: float) -> None:
         factor = self.averager.debias_factor(fragment.state)

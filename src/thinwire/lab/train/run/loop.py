@@ -341,11 +341,12 @@ class _Worker:
 
     def _share_with_joiners(self, comm: ElasticCommunicator, rounds: int) -> None:
         comm.resume(rounds)
-        comm.share("run", self._save, self._load)
+        comm.share("run", self._save, self._load, is_common=False)
         training = self.training
         if not self.strategy.models_differ:  # else the strategy does it
             comm.share("optimizer", training.optimizer.state_dict, training.optimizer.load_state_dict)
-        comm.share("scaler", training.scaler.state_dict, training.scaler.load_state_dict)
+        scaler, is_common = training.scaler, not self.strategy.models_differ
+        comm.share("scaler", scaler.state_dict, scaler.load_state_dict, is_common)
 
     def _save(self) -> dict[str, Any]:
         meter = self.meter.state_dict()

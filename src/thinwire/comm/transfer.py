@@ -1,0 +1,279 @@
+"""How a worker gets the state of others: chunks from several sources at once, each held to its hash.
+
+    1. manifests    every source says what its state consists of. What more than half of those that answer say is believed;
+                    the others are named, and no sources any more. Sections that differ between workers come from one source
+    2. chunks       all connections to all sources take the next missing chunk, so a fast source serves more than a slow one.
+                    What is held already is not asked for again: chunks that came before a cut, or that equal one's own
+
+A source that sends a wrong chunk is named and not asked again. After a cut a connection is made anew, and goes on with the
+chunks that are missing, for as long as the time limit has it without a success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import debug
+from .credentials import Credentials, parsed_address
+from .handle import CommunicationError, reason_of
+from .snapshot import FAILED, OK, WAIT, Manifest, root_of
+from .tls import Client, Refused
+
+STREAMS = 4
+"""Connections to each source: one alone is slow where the round trip is long."""
+GRACE_SECONDS = 1.0
+"""How long to wait for the other sources, once more than half say the same."""
+PAUSE_SECONDS = 0.05
+log = logging.getLogger("thinwire")
+
+
+class Source(NamedTuple):
+    """A worker that serves its state.
+
+    Args:
+        number: of the worker.
+        address: of its listener, "host:port".
+    """
+
+    number: int
+    address: str
+
+
+class Transfer:
+    """Gets the state of one round; see the module's text.
+
+    Args:
+        number: of this worker.
+        key: name of the round.
+        sources: all say the same, if nobody is wrong.
+        differing: names of the sections that differ between workers.
+        credentials: of this worker.
+        limit_seconds: how long a source may be silent.
+        held: chunks that this worker has, by their hashes; it adds those that come.
+        tick: is called now and then while this worker waits.
+        record: is called with the number of bytes of each answer, in any thread.
+
+    Attributes:
+        sources: those that are believed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        sources: Sequence[Source],
+        differing: Collection[str],
+        credentials: Credentials | None,
+        limit_seconds: float,
+        held: dict[bytes, Tensor],
+        tick: Callable[[], None] = lambda: None,
+        record: Callable[[int], None] = lambda num_bytes: None,
+    ):
+        self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
+        self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record
+        self._clients = {s: Client(*parsed_address(s.address), credentials) for s in sources}
+        self._told: dict[Source, dict[str, Manifest]] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            client.close()
+
+    # ---- manifests ----
+
+    def agree(self, names: Sequence[str]) -> dict[str, Manifest]:
+        """The manifests of these sections, but for those that the sources lack. Sources that do not say the same are left out.
+
+        Raises:
+            CommunicationError: no source answers, or they differ and no majority says the same.
+        """
+        reasons, deadline = dict[Source, str](), time.monotonic() + self._limit_seconds
+        self._told = {}
+        answers: SimpleQueue[tuple[Source, dict[str, Manifest] | str]] = SimpleQueue()
+        for source in self.sources:
+            threading.Thread(
+                target=lambda source=source: answers.put((source, self._asked(source, names, deadline))),
+                name="thinwire-healing",
+                daemon=True,
+            ).start()
+        end = deadline
+        while len(self._told) + len(reasons) < len(self.sources) and time.monotonic() < end:
+            self._tick()
+            with contextlib.suppress(Empty):
+                source, told = answers.get(timeout=4 * PAUSE_SECONDS)
+                if isinstance(told, str):
+                    reasons[source] = told
+                else:
+                    self._told[source] = told
+                most = max(Counter(map(self._root, self._told.values())).values(), default=0)
+                if 2 * most > len(self.sources):
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        return self._believed(reasons)
+
+    def _asked(self, source: Source, names: Sequence[str], deadline: float) -> dict[str, Manifest] | str:
+        """What a source says of its state, or why it says nothing."""
+        try:
+            while True:
+                what, *told = self._ask(source, b"manifests", *(name.encode() for name in names))
+                if what == OK:
+                    return {name: Manifest.parsed(m) for name, m in zip(names, told, strict=True) if m}
+                if what != WAIT or time.monotonic() > deadline:
+                    return "it cannot save its state" if what == FAILED else "it has left the round"
+                time.sleep(PAUSE_SECONDS)
+        except (OSError, ValueError) as error:
+            return reason_of(error)
+
+    def _root(self, manifests: dict[str, Manifest]) -> str:
+        return root_of(manifests, manifests.keys() - self._differing)
+
+    def _believed(self, reasons: dict[Source, str]) -> dict[str, Manifest]:
+        if not self._told:
+            said = "; ".join(f"worker {source.number}: {reason}" for source, reason in sorted(reasons.items()))
+            raise CommunicationError(f"no source answers ({said})" if said else "no source answers")
+        roots = {source: self._root(told) for source, told in self._told.items()}
+        (root, most), *_ = Counter(roots.values()).most_common()
+        if 2 * most <= len(roots):
+            said = "; ".join(f"worker {source.number}: {root[:12]}" for source, root in sorted(roots.items()))
+            raise CommunicationError(f"the sources have different states, and no majority says which is right ({said})")
+        for source in (source for source, other in roots.items() if other != root):
+            log.warning(
+                "thinwire: worker %d announced another state than %d others; worker %d takes nothing from it",
+                *(source.number, most, self._number),
+            )
+        self.sources = [source for source in self.sources if roots.get(source) == root]
+        return self._told[self.sources[0]]
+
+    def steps(self) -> int:
+        """How many steps a source has taken since the round began; 0 if none says so."""
+        for source in self.sources:
+            try:
+                what, *told = self._ask(source, b"steps")
+                if what == OK:
+                    return max(0, int(told[0]))
+            except (OSError, ValueError):
+                continue
+        return 0
+
+    # ---- chunks ----
+
+    def section(self, name: str) -> Tensor:
+        """A section of the state, (n,) uint8.
+
+        Raises:
+            CommunicationError: the sources are gone, or none sends what it has announced.
+        """
+        if name not in self._differing:
+            return self._fetched(name, self.sources, self._told[self.sources[0]][name])
+        for source in [*self.sources]:
+            try:
+                return self._fetched(name, [source], self._told[source][name])
+            except CommunicationError:
+                if source is self.sources[-1]:
+                    raise
+        raise CommunicationError("no source is left")
+
+    def _fetched(self, name: str, sources: Sequence[Source], manifest: Manifest) -> Tensor:
+        section = debug.empty(manifest.num_bytes, dtype=torch.uint8, device="cpu")
+        fetch = _Fetch(section, manifest, self._held)
+        threads = [
+            threading.Thread(target=self._pull, args=(fetch, source, name), name="thinwire-healing", daemon=True)
+            for source in sources
+            for _ in range(min(STREAMS, len(fetch.missing)))
+        ]
+        for thread in threads:
+            thread.start()
+        while not fetch.wait(4 * PAUSE_SECONDS) and any(thread.is_alive() for thread in threads):
+            self._tick()
+        if not fetch.wait(0):
+            raise CommunicationError(f"{name!r} is not whole: {fetch.reason}")
+        return section
+
+    def _pull(self, fetch: _Fetch, source: Source, name: str) -> None:
+        """Get chunks from one source, over one connection, until there are no more or the source fails."""
+        since = time.monotonic()
+        while (number := fetch.next(PAUSE_SECONDS)) is not None:
+            try:
+                if source not in self.sources:
+                    raise Refused(f"worker {source.number} sent a wrong chunk")
+                what, *told = self._ask(source, b"chunk", name.encode(), str(number).encode())
+            except OSError as error:
+                fetch.put_back(number, f"worker {source.number}: {reason_of(error)}")
+                if isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
+                    return
+                time.sleep(4 * PAUSE_SECONDS)
+                continue
+            if what != OK:
+                fetch.put_back(number, f"worker {source.number} has left the round")
+                return
+            if len(told) != 1 or not fetch.take(number, told[0]):
+                fetch.put_back(number, f"worker {source.number} sent a wrong chunk")
+                if source in self.sources:
+                    self.sources.remove(source)
+                    log.warning(
+                        "thinwire: worker %d sent a wrong chunk %d of %r; worker %d takes nothing more from it",
+                        *(source.number, number, name, self._number),
+                    )
+                return
+            since = time.monotonic()
+
+    def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
+        answer = self._clients[source].ask(what, self._key, *rest, seconds=self._limit_seconds)
+        self._record(sum(map(len, answer)))
+        return answer
+
+
+class _Fetch:
+    """A section under way: which chunks are missing, and which are being asked for."""
+
+    def __init__(self, section: Tensor, manifest: Manifest, held: dict[bytes, Tensor]):
+        self._section, self._manifest, self._held = section, manifest, held
+        self._changed, self.missing, self.reason = threading.Condition(), deque[int](), "no source is left"
+        for number in range(manifest.num_chunks):
+            place, have = manifest.place(number), held.get(manifest.hash(number))
+            if have is None:
+                self.missing.append(number)
+            else:
+                section[place] = have
+        self._num_missing = len(self.missing)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all chunks are there; whether they are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_missing == 0, seconds)
+
+    def next(self, seconds: float) -> int | None:
+        """A chunk to ask for; None when all are there."""
+        with self._changed:
+            while self._num_missing and not self.missing:  # another source may still fail
+                self._changed.wait(seconds)
+            return self.missing.popleft() if self._num_missing else None
+
+    def put_back(self, number: int, reason: str) -> None:
+        """Let another connection ask for a chunk."""
+        with self._changed:
+            self.missing.appendleft(number)
+            self.reason = reason
+            self._changed.notify()
+
+    def take(self, number: int, chunk: bytes) -> bool:
+        """Put a chunk in its place; whether it is the right one."""
+        place, hash = self._manifest.place(number), self._manifest.hash(number)
+        if hashlib.sha256(chunk).digest() != hash:
+            return False
+        self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+        with self._changed:
+            self._held[hash] = self._section[place]
+            self._num_missing -= 1
+            self._changed.notify_all()
+        return True
