@@ -116,6 +116,11 @@ def worker(pipe: Connection, address: str, number: int, namespace: str, options:
             steps, held = 0, [0.0, 0.0]
 
 
+def joined_at(events: dict[int, list[tuple[str, float, Any]]]) -> int:
+    """How many rounds worker 0 had ended before the joiner's first one."""
+    return sum(what == "round" and facts[1] <= WORKERS for what, _, facts in events[0])
+
+
 def tell_of_transfer(pipe: Connection, comm: ElasticCommunicator, waits: bool) -> None:
     """Say when the transfer begins, is half done and ends, and what came from where."""
     healing, come = comm._healing, [0]
@@ -198,7 +203,7 @@ def measure(options: argparse.Namespace, lab: Lab) -> dict[int, list[tuple[str, 
     try:
         for number in range(WORKERS):
             start(number)
-        while rounds(JOINER) < 1 + ROUNDS_AFTER:
+        while rounds(JOINER) < 1 + ROUNDS_AFTER or rounds(0) < 1 + joined_at(events) + ROUNDS_AFTER:
             for pipe in wait(list(pipes.values()), 0.1):
                 number = next(number for number, known in pipes.items() if known is pipe)
                 events[number].append(pipe.recv())  # type: ignore[union-attr]
@@ -227,19 +232,24 @@ def table(options: argparse.Namespace, events: dict[int, list[tuple[str, float, 
         for facts in (facts for what, _, facts in events[number] if what == "round"):
             rounds.setdefault(facts[0], []).append(facts)
     joined = min(committed for committed, facts in rounds.items() if facts[0][1] > WORKERS)
-    usual = [held(facts) for committed, facts in rounds.items() if 1 < committed != joined]
-    began, exchanged = (statistics.median(one) for one in zip(*usual, strict=True))
+    began = statistics.median(held(facts)[0] for committed, facts in rounds.items() if 1 < committed != joined)
+    exchanged = {  # it takes longer with more workers
+        size: statistics.median(held(f)[1] for n, f in rounds.items() if 1 < n != joined and f[0][1] == size)
+        for size in (WORKERS, WORKERS + 1)
+    }
     told = {what: (at, came) for what, at, came in reversed(events[JOINER]) if what.endswith(("begins", "ends"))}
     took = told["finish ends"][0] - told["begin begins"][0]
     own = next(facts for what, _, facts in events[JOINER] if what == "round")
     models = {n: {f[2] for w, _, f in sum(events.values(), []) if w == "round" and f[0] == n} for n in rounds}
     lines = [
         f"{options.case}: {told['finish ends'][1] / 1e6:.0f} MB in {took:.1f} s, then {own[3]} of {options.every} steps",
-        f"a step {step:.2f} s, a round {began:.2f} s to begin and {exchanged:.2f} s to exchange; equal models: "
+        f"a step {step:.2f} s; a round {began:.2f} s to begin, and {exchanged[WORKERS]:.1f} s to exchange with {WORKERS} "
+        f"workers, {exchanged[WORKERS + 1]:.1f} s with one more; equal models: "
         f"{all(len(found) == 1 for found in models.values())}",
     ]
     for committed, facts in sorted(rounds.items()):
-        begin, exchange = ((one - usually) / step for one, usually in zip(held(facts), (began, exchanged), strict=True))
+        usual = (began, exchanged[facts[0][1]])
+        begin, exchange = ((one - usually) / step for one, usually in zip(held(facts), usual, strict=True))
         mark = ", joins" if committed == joined else ""
         lines.append(
             f"round {committed}: {facts[0][1]} workers{mark}; begin {begin:+.2f} steps, exchange {exchange:+.2f} steps; "

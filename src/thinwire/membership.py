@@ -136,9 +136,12 @@ class State:
         Raises:
             ValueError: it is of another algorithm or of other tensors.
         """
-        saved_kinds = {name: kind for name, kind in kinds(self).items() if kind.is_saved}
-        require_names(saved_kinds, saved, type(self).__name__)
-        for name, kind in saved_kinds.items():
+        require_names([name for name, kind in kinds(self).items() if kind.is_saved], saved, type(self).__name__)
+        self.load_fields(saved)
+
+    def load_fields(self, saved: Mapping[str, Any]) -> None:
+        """Restore these fields alone. What is pending is forgotten."""
+        for name, kind in ((name, kind) for name, kind in kinds(self).items() if name in saved):
             value = getattr(self, name)
             loaded = kind.form.load(self, value, saved[name]) if kind.form else _loaded(value, saved[name], name)
             setattr(self, name, loaded)
@@ -189,9 +192,13 @@ def shared_part(state: State, without: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-def load_shared(state: State, part: Mapping[str, Any]) -> None:
+def load_shared(state: State, part: Mapping[str, Any], without: Collection[str] = ()) -> None:
     """Take over what `shared_part` returned on a live worker. What is this worker's own starts at zero."""
-    rewind(state, _continued(state, [part], None))
+    continued = _continued(state, [part], None, without)
+    if without:
+        state.load_fields(continued)
+    else:
+        rewind(state, continued)
 
 
 def own_norm(state: State) -> float:
@@ -215,7 +222,9 @@ def rewind(state: State, saved: Mapping[str, Any]) -> None:
     state.load_state_dict(saved)
 
 
-def _continued(state: State, saved: Sequence[Mapping[str, Any]], place: tuple[int, int] | None) -> dict[str, Any]:
+def _continued(
+    state: State, saved: Sequence[Mapping[str, Any]], place: tuple[int, int] | None, without: Collection[str] = ()
+) -> dict[str, Any]:
     """The saved state of this worker: of this rank and number of workers, from all before; or None, it joins a live one."""
     if place is not None:
         state.make_room(saved[0], *place)
@@ -238,7 +247,7 @@ def _continued(state: State, saved: Sequence[Mapping[str, Any]], place: tuple[in
     if place is None:
         for name in _of_kind(state, "agreed"):
             setattr(state, name, saved[0][name])
-    return {name: part(name, kind) for name, kind in kinds(state).items() if kind.is_saved}
+    return {name: part(name, kind) for name, kind in kinds(state).items() if kind.is_saved and name not in without}
 
 
 def _restarted(value: Any, made: Any) -> Any:

@@ -130,9 +130,18 @@ def test_a_source_that_lies_is_named_and_nothing_of_it_is_taken(lie, caplog):
     assert line in caplog.text and "worker 0" not in caplog.text and "worker 2" not in caplog.text
 
 
-def test_sources_that_differ_without_a_majority_heal_nobody():
-    with pytest.raises(CommunicationError, match="no majority says which is right .worker 0: .*; worker 1: "):
-        Healed(Worker(0), Worker(1, state(1))).heal()
+@pytest.mark.parametrize(
+    ("workers", "line"),
+    [
+        (((0, None), (1, state(1))), "no majority says which is right .worker 0: .*; worker 1: "),
+        (((0, None, flipped),), "no source sends the chunks of 'x' that it has announced"),
+    ],
+)
+def test_a_worker_whose_sources_are_not_to_be_believed_is_left_out_after_some_tries(workers, line):
+    healed = Healed(*(Worker(*worker) for worker in workers))
+    for error in [CommunicationError] * (TRIES - 1) + [LeftOut]:
+        with pytest.raises(error, match=line):
+            healed.heal()
 
 
 def test_what_differs_between_workers_comes_from_one_of_them():

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from .forming import TRIES
 from .handle import CommunicationError, reason_of
 from .history import History
 from .members import LeftOut, LostRounds, Members, Shared
-from .snapshot import Manifest, Snapshots, root_of
+from .snapshot import Manifest, Section, Snapshots, root_of
 from .state_bytes import packed, unpacked
 from .tls import Listener
 from .transfer import Source, Transfer
@@ -98,9 +99,15 @@ class Healing:
                 "thinwire: worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error)
             )
 
-    def _sections(self, history: History) -> dict[str, Tensor]:
+    def _sections(self, history: History) -> dict[str, Section]:
         rounds = packed({"committed": history.committed, "digests": history.digests})
-        return {ROUNDS: rounds} | {name: packed(shared.save()) for name, shared in self.shared.items()}
+        sections: dict[str, Section] = {ROUNDS: rounds}
+        for name, shared in self.shared.items():
+            # What is late and common does not change within the round, so the training need not wait for a copy.
+            is_constant = shared.is_late and shared.is_common
+            make = partial(_packed, shared.save)
+            sections[name] = make if is_constant else make()
+        return sections
 
     # ---- a worker that is healed ----
 
@@ -212,6 +219,10 @@ class Healing:
                 f"worker {self._number} is left out of the run: it could not be healed in {TRIES} tries: {reason}"
             )
         raise CommunicationError(f"worker {self._number} could not be healed: {reason}")
+
+
+def _packed(save: Callable[[], Any]) -> Tensor:
+    return packed(save())
 
 
 def _refuse_loss(own: History, theirs: History, number: int, source: int) -> None:

@@ -40,7 +40,8 @@ class Rounds:
             load: restores them; called on the worker that joins, in the order in which parts were shared.
             is_common: whether it is the same on all workers when a round begins: then it is compared, and comes from several
                 workers. Otherwise the joiner takes over that of one of them.
-            is_late: whether it may be loaded after the round has begun, while the others train.
+            is_late: whether it may be loaded after the round has begun, while the others train. What is common besides must
+                not change within a round, because it is read when a joiner asks for it.
         """
         raise NotImplementedError(f"{type(self).__name__} has the same workers all the time")
 

@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -112,6 +112,9 @@ def root_of(manifests: Mapping[str, Manifest], names: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+Section: TypeAlias = "Tensor | Callable[[], Tensor]"
+
+
 class Snapshots:
     """Serves the snapshot of the present round, if somebody is healed in it.
 
@@ -124,17 +127,17 @@ class Snapshots:
 
     def __init__(self, record: Callable[[int], None]):
         self._record, self._lock = record, threading.Lock()
-        self._key, self._sections = b"", dict[str, Tensor]()
+        self._key, self._sections = b"", dict[str, Section]()
         self._manifests: dict[str, Manifest] = {}
         self._ended: deque[bytes] = deque(maxlen=MAX_KEYS)
         self.steps = 0
 
-    def offer(self, key: str, sections: Mapping[str, Tensor]) -> None:
+    def offer(self, key: str, sections: Mapping[str, Section]) -> None:
         """Serve these sections, whatever was served before.
 
         Args:
             key: name of the round, which no other round has.
-            sections: by name; none if this worker cannot save its state.
+            sections: by name, or what makes one when it is asked for; none if this worker cannot save its state.
         """
         self.drop()
         with self._lock:
@@ -162,7 +165,8 @@ class Snapshots:
             if what == b"manifests":  # the training does not wait for the hashes
                 names = [name.decode() for name in rest]
                 for name in (name for name in names if name in sections and name not in self._manifests):
-                    self._manifests[name] = Manifest.of(sections[name])
+                    section = self._section(name)
+                    self._manifests[name] = Manifest.of(section)
                 answer += [self._manifests[name].data() if name in sections else b"" for name in names]
             elif what == b"steps":
                 answer.append(str(self.steps).encode())
@@ -170,8 +174,14 @@ class Snapshots:
                 name, number = rest[0].decode(), int(rest[1])
                 if name not in self._manifests or not 0 <= number < self._manifests[name].num_chunks:
                     raise ValueError(f"no chunk {number} of {name[:80]!r}")
-                answer.append(sections[name][self._manifests[name].place(number)].numpy().tobytes())
+                answer.append(self._section(name)[self._manifests[name].place(number)].numpy().tobytes())
             else:
                 raise ValueError(f"unknown question {what[:80]!r}")
         self._record(sum(map(len, answer)))
         return answer
+
+    def _section(self, name: str) -> Tensor:
+        section = self._sections[name]
+        if not isinstance(section, Tensor):
+            self._sections[name] = section = section()
+        return section

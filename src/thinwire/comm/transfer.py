@@ -96,7 +96,8 @@ class Transfer:
         """The manifests of these sections, but for those that the sources lack. Sources that do not say the same are left out.
 
         Raises:
-            CommunicationError: no source answers, or they differ and no majority says the same.
+            CommunicationError: no source answers.
+            ValueError: they differ, and no majority says the same.
         """
         reasons, deadline = dict[Source, str](), time.monotonic() + self._limit_seconds
         self._told = {}
@@ -145,7 +146,7 @@ class Transfer:
         (root, most), *_ = Counter(roots.values()).most_common()
         if 2 * most <= len(roots):
             said = "; ".join(f"worker {source.number}: {root[:12]}" for source, root in sorted(roots.items()))
-            raise CommunicationError(f"the sources have different states, and no majority says which is right ({said})")
+            raise ValueError(f"the sources have different states, and no majority says which is right ({said})")
         for source in (source for source, other in roots.items() if other != root):
             log.warning(
                 "thinwire: worker %d announced another state than %d others; worker %d takes nothing from it",
@@ -171,15 +172,16 @@ class Transfer:
         """A section of the state, (n,) uint8.
 
         Raises:
-            CommunicationError: the sources are gone, or none sends what it has announced.
+            CommunicationError: the sources are gone.
+            ValueError: none sends what it has announced.
         """
         if name not in self._differing:
             return self._fetched(name, self.sources, self._told[self.sources[0]][name])
         for source in [*self.sources]:
             try:
                 return self._fetched(name, [source], self._told[source][name])
-            except CommunicationError:
-                if source is self.sources[-1]:
+            except (CommunicationError, ValueError):
+                if source == (self.sources or [source])[-1]:
                     raise
         raise CommunicationError("no source is left")
 
@@ -196,6 +198,8 @@ class Transfer:
         while not fetch.wait(4 * PAUSE_SECONDS) and any(thread.is_alive() for thread in threads):
             self._tick()
         if not fetch.wait(0):
+            if not any(source in self.sources for source in sources):
+                raise ValueError(f"no source sends the chunks of {name!r} that it has announced")
             raise CommunicationError(f"{name!r} is not whole: {fetch.reason}")
         return section
 

@@ -60,7 +60,6 @@ from ...membership import (
     load_shared,
     load_tensors,
     nested,
-    saved_field,
     shared,
     shared_part,
 )
@@ -615,7 +614,7 @@ class LocalUpdates(OwnModelAttachment):
         record, is_common = self._record, self.averager.gives_one_mean
 
         def load_position(part: dict[str, Any]) -> None:
-            load_shared(record, part | {name: saved_field(record, name) for name in LATE})
+            load_shared(record, part, LATE)
 
         def load_anchors(part: dict[str, Any]) -> None:
             load_tensors(record.anchor, part["anchor"], "anchors")
