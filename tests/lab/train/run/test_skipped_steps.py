@@ -40,8 +40,8 @@ from thinwire.lab.train.data import Digits, Images
 class Spoilt(Images):
     """Some batches of worker 1 are NaN; which ones is in `spoilt`."""
 
-    def batches(self, plan, seed, rank, epoch, first=0):
-        for i, batch in enumerate(super().batches(plan, seed, rank, epoch, first), first):
+    def batches(self, plan, seed, rank, epoch, numbers):
+        for i, batch in zip(numbers, super().batches(plan, seed, rank, epoch, numbers)):
             if rank == 1 and i in self.spoilt:
                 batch.inputs[0].fill_(float("nan"))
             yield batch

@@ -74,6 +74,6 @@ def test_mistakes_are_named(changes, expected):
         replace(CONFIG, **changes)
 
 
-def test_averagers_without_rounds_have_no_virtual_seconds():
-    with pytest.raises(ValueError, match="no rounds"):
+def test_workers_of_unequal_numbers_of_steps_have_no_virtual_seconds():
+    with pytest.raises(ValueError, match="unequal numbers of steps"):
         replace(CONFIG, strategy="Asynchronous()").parsed_strategy()

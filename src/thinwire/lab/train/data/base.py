@@ -4,7 +4,7 @@ The configuration of a data set is a frozen dataclass; its `load()` returns a `D
 a worker consists of *examples*: images with their classes, windows of text, or prepared batches of sentence pairs.
 
     plan = data.plan(share, batch_size)                    (num_batches, batch_size) indices of examples
-    for batch in data.batches(plan, seed, rank, epoch):    from `first` on, if an epoch is resumed
+    for batch in data.batches(plan, seed, rank, epoch):    of some `numbers` alone, if an epoch is resumed
         scores, state = apply(module, batch.inputs, state)
         row_sums += data.sums(scores, batch.labels)
     data.metrics(comm.all_reduce(row_sums).wait())         {"loss": ..., "accuracy": ..., ...}
