@@ -115,7 +115,7 @@ class ElasticCommunicator(Communicator):
         check_every: int = 100,
     ):
         require(
-            isinstance(check_every, int) and check_every >= 0,
+            type(check_every) is int and check_every >= 0,
             f"worker {number}: check_every must be an integer, 0 or more, got {check_every!r}",
         )
         require(

@@ -117,6 +117,9 @@ class RunConfig:
     None starts one for this run."""
     first_worker: int = 0
     """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
+    check_every: int = 100
+    """With elastic: after so many rounds workers compare a hash of what they have in common, see `ElasticCommunicator`. Give 0,
+    which never compares, if machines compute differently."""
 
     network: str | None = None
     """Also count virtual seconds: those of the steps on a modelled network of RATE,LATENCY, such as "1gbit,0.5ms"."""
@@ -211,6 +214,7 @@ class RunConfig:
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
         require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
         require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
+        require(self.check_every >= 0, f"check_every must be 0 or more, got {self.check_every}")
         alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
         require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
         wrong = {
@@ -224,7 +228,7 @@ class RunConfig:
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(
-            not named, f"elastic runs go over Gloo or NCCL with data that is split anew; leave out {', '.join(named)}"
+            not named, f"elastic runs go over Gloo or NCCL, and deal their data evenly; leave out {', '.join(named)}"
         )
 
     @property

@@ -81,5 +81,13 @@ def communicator(
     seconds = max(120.0, 2 * config.timeout)
     on_gpus: Literal["gloo", "nccl"] = "nccl" if config.transport == "nccl" else "gloo"
     return ElasticCommunicator(
-        lighthouse, number, config.min_workers, config.timeout, seconds, on_gpus, is_late, credentials
+        lighthouse,
+        number,
+        config.min_workers,
+        config.timeout,
+        seconds,
+        on_gpus,
+        is_late,
+        credentials,
+        config.check_every,
     )
