@@ -21,7 +21,6 @@ from helpers import fake_driver
 from helpers.on_triton import DEVICE, gaussian
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import GridExecutor
 
 import thinwire as tw
 from thinwire import kernels
@@ -185,18 +184,6 @@ STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A rou
 }
 
 
-@pytest.fixture
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs the kernels of one thread only."""
-    lock, call = threading.RLock(), GridExecutor.__call__
-
-    def locked(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return call(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
-
-
 def waits(comm: tw.comm.Communicator, together: threading.Barrier, text: str, reads: Reads, num_steps: int) -> None:
     """Train, and count what both workers read after the first steps, which make what is kept."""
     torch.manual_seed(0)
@@ -220,14 +207,14 @@ def waits(comm: tw.comm.Communicator, together: threading.Barrier, text: str, re
 
 
 @pytest.mark.parametrize("text", STEPS)
-def test_waits_of_a_step(text, reads, one_at_a_time):
+def test_waits_of_a_step(text, reads):
     """Of two workers, in all of their threads."""
     with kernels.use_backend("triton"):
         tw.LocalWorld(2).run(waits, threading.Barrier(2, timeout=300), text, reads, 4)
     assert reads.by_file(2 * 4) == STEPS[text], reads.lines
 
 
-def test_waits_of_an_elastic_step(reads, one_at_a_time):
+def test_waits_of_an_elastic_step(reads):
     """Votes are read in main memory, once a round."""
     pytest.importorskip("torchft")
     lighthouse, together = tw.comm.Lighthouse(2, "127.0.0.1"), threading.Barrier(2, timeout=300)

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"  # read by Triton when it is imported
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+_LAUNCHING = threading.Lock()
+"""A first launch parses its kernel, and syntax trees cannot be made in two threads at once in Python 3.11 (SystemError)."""
 
 
 def launch(function: Any, num_programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -52,7 +54,7 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
             "variable TRITON_INTERPRET=1 is set before the first import"
         )
     if num_programs:
-        with torch.cuda.device(device if device.type == "cuda" else -1):  # -1 changes nothing
+        with _LAUNCHING, torch.cuda.device(device if device.type == "cuda" else -1):  # -1 changes nothing
             function[(num_programs,)](*arguments, **constants, **OPTIONS)
 
 
