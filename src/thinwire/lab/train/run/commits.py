@@ -41,7 +41,9 @@ class Commits:
 
     def merged(self, ahead: Course) -> list[int]:
         """The steps of the run after each round that was merged since the last call."""
-        found = [self._done + (examples - self._examples) // ahead.per_step for examples in self._merged]
+        rest = self._examples - self._done * ahead.per_step  # of a step that had begun when the run was saved
+        before = self._examples - (rest if 0 <= rest < ahead.per_step else 0)  # else by another number of workers
+        found = [self._done + (examples - before) // ahead.per_step for examples in self._merged]
         self._merged.clear()
         return found
 
