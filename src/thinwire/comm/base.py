@@ -234,9 +234,12 @@ class Communicator(Rounds, ABC):
     @abstractmethod
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]: ...
 
-    @abstractmethod
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        """`gathered[r]` receives the bytes of worker r; the own entry holds the bytes to send."""
+        """`gathered[r]` receives the bytes of worker r; the own entry holds the bytes to send. Nothing empty is sent."""
+        own, others = gathered[self.rank], self._others(gathered)
+        return self._start_exchange(
+            {peer: own for peer in others if own.numel()}, {peer: part for peer, part in others.items() if part.numel()}
+        )
 
     def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
         """What every worker sends to each other one in an `all_gather` of messages of so many bytes, a multiple of 16.
@@ -289,13 +292,6 @@ class Communicator(Rounds, ABC):
         messages = self.size - 1 if num_bytes else 0
         traffic = (messages, messages * num_bytes, received)
         return self._submit(operation, gathered, start, gathered, traffic, [tensor])
-
-    def _gather_by_exchange(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        """`_start_all_gather` as one exchange with all others; nothing empty is sent."""
-        own, others = gathered[self.rank], self._others(gathered)
-        return self._start_exchange(
-            {peer: own for peer in others if own.numel()}, {peer: part for peer, part in others.items() if part.numel()}
-        )
 
     def _gather_variable(self, tensor: Tensor, sizes: list[int] | None, limit: int) -> Handle:
         """Sizes, then tensors: two messages to each worker, started as one operation to keep the order."""

@@ -421,9 +421,6 @@ class ElasticCommunicator(Communicator):
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
         return self._groups.all_reduce(tensor) if self.size > 1 and tensor.numel() else _nothing
 
-    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        return self._gather_by_exchange(gathered)
-
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else _nothing
 

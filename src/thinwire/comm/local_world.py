@@ -215,9 +215,6 @@ class LocalCommunicator(Communicator):
         for rank in range(1, self.size):
             tensor += contributions[rank]
 
-    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        return self._gather_by_exchange(gathered)
-
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         # A mailbox takes messages of any size, so that the call need not wait for sizes.
         others = self._others([tensor.clone()] * self.size)

@@ -156,9 +156,6 @@ class ProcessGroupCommunicator(Communicator):
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         return partial(_wait, [("", work)], [(tensor, sent)])
 
-    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        return self._gather_by_exchange(gathered)
-
     def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
         slot = -(-max(sizes) // SLOT_MULTIPLE) * SLOT_MULTIPLE
         padding = self.size * slot - sum(sizes)

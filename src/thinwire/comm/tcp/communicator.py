@@ -396,9 +396,6 @@ class TcpCommunicator(Communicator):
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         return self._post(self._sending(sends), self._receiving(receives))
 
-    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
-        return self._gather_by_exchange(gathered)
-
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         length = torch.tensor([tensor.numel()], device="cpu")
         lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
