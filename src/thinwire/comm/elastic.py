@@ -220,7 +220,7 @@ class ElasticCommunicator(Communicator):
                 members = members_of(claims)
             for number in differing(claims, members):
                 log.warning(
-                    "thinwire: after %d rounds worker %d differs from the others in what all have in common; it is healed",
+                    "after %d rounds worker %d differs from the others in what all have in common; it is healed",
                     *(members.version.committed, number),
                 )
             return None if self._known_place == self._forming.place and not members.healed else members

@@ -95,9 +95,7 @@ class Healing:
         except Exception as error:
             self.can_heal = False
             self.snapshots.offer(key, {})
-            log.warning(
-                "thinwire: worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error)
-            )
+            log.warning("worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error))
 
     def _sections(self, history: History) -> dict[str, Section]:
         rounds = packed({"committed": history.committed, "digests": history.digests})

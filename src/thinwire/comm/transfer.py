@@ -149,7 +149,7 @@ class Transfer:
             raise ValueError(f"the sources have different states, and no majority says which is right ({said})")
         for source in (source for source, other in roots.items() if other != root):
             log.warning(
-                "thinwire: worker %d announced another state than %d others; worker %d takes nothing from it",
+                "worker %d announced another state than %d others; worker %d takes nothing from it",
                 *(source.number, most, self._number),
             )
         self.sources = [source for source in self.sources if roots.get(source) == root]
@@ -225,7 +225,7 @@ class Transfer:
                 if source in self.sources:
                     self.sources.remove(source)
                     log.warning(
-                        "thinwire: worker %d sent a wrong chunk %d of %r; worker %d takes nothing more from it",
+                        "worker %d sent a wrong chunk %d of %r; worker %d takes nothing more from it",
                         *(source.number, number, name, self._number),
                     )
                 return
