@@ -43,7 +43,7 @@ FREE = (
         "requeue",
         "timeout",
     ),
-    *("elastic", "min_workers", "lighthouse", "first_worker", "credentials", "no_listen", "relay"),
+    *("elastic", "min_workers", "lighthouse", "first_worker", "check_every", "credentials", "no_listen", "relay"),
     "data.num_loaders",
 )
 """Fields that may change in a resumed run, because they change its result only by rounding."""
