@@ -14,7 +14,7 @@ from thinwire.comm.claims import Claim
 from thinwire.comm.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.history import History
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
-from thinwire.comm.snapshot import CHUNK_BYTES, GONE, Manifest, Snapshots
+from thinwire.comm.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
 from thinwire.comm.state_bytes import packed, unpacked
 from thinwire.comm.tls import Listener
 
@@ -339,3 +339,12 @@ def test_bytes_that_are_no_state_are_a_value_error_and_take_no_memory():
     for text in (deep, b'["list",' * 500 + b"1" + b"]" * 500):
         with pytest.raises(ValueError):
             unpacked(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+
+
+def test_a_round_that_has_ended_is_known_however_many_rounds_without_a_joiner_follow():
+    snapshots = Snapshots(lambda num_bytes: None)
+    snapshots.offer("round", {"x": packed(state())})
+    assert snapshots.answer([b"steps", b"round"]) == [b"ok", b"0"]
+    for _ in range(2 * MAX_KEYS):
+        snapshots.drop()
+    assert snapshots.answer([b"steps", b"round"]) == [GONE]

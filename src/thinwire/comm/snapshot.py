@@ -146,7 +146,8 @@ class Snapshots:
     def drop(self) -> None:
         """Serve nothing more."""
         with self._lock:
-            self._ended.append(self._key)
+            if self._key:
+                self._ended.append(self._key)
             self._key, self._sections, self._manifests = b"", {}, {}
 
     def answer(self, question: list[bytes]) -> list[bytes]:
