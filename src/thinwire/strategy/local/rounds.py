@@ -613,9 +613,6 @@ class LocalUpdates(OwnModelAttachment):
         """
         record, is_common = self._record, self.averager.gives_one_mean
 
-        def load_position(part: dict[str, Any]) -> None:
-            load_shared(record, part, LATE)
-
         def load_anchors(part: dict[str, Any]) -> None:
             load_tensors(record.anchor, part["anchor"], "anchors")
             _loaded_outer(record, record.outer, part["outer"])
@@ -629,7 +626,12 @@ class LocalUpdates(OwnModelAttachment):
             load_tensors(dict(self._model.named_buffers()), part["buffers"], "buffers")
 
         weighs_own = self.strategy.weights is not None  # each worker by statistics of its own norms
-        comm.share("position", lambda: shared_part(record, LATE), load_position, is_common and not weighs_own)
+        comm.share(
+            "position",
+            lambda: shared_part(record, LATE),
+            lambda part: load_shared(record, part, LATE),
+            is_common and not weighs_own,
+        )
         comm.share(
             "anchors",
             lambda: {"anchor": dict(record.anchor), "outer": _saved_outer(record, record.outer)},

@@ -228,7 +228,7 @@ def name_of(step: int) -> str:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers`, `origin` and `rounds`.
+    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers`, `origin`, `rounds` and `position`.
 
     Raises:
         ValueError: it is missing or damaged.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -78,16 +77,14 @@ def communicator(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     warn_if_open(credentials, is_first=number == config.first_worker and not is_late)
-    seconds = max(120.0, 2 * config.timeout)
-    on_gpus: Literal["gloo", "nccl"] = "nccl" if config.transport == "nccl" else "gloo"
     return ElasticCommunicator(
         lighthouse,
         number,
         config.min_workers,
         config.timeout,
-        seconds,
-        on_gpus,
-        is_late,
-        credentials,
-        config.check_every,
+        quorum_seconds=max(120.0, 2 * config.timeout),
+        backend="nccl" if config.transport == "nccl" else "gloo",
+        is_late=is_late,
+        credentials=credentials,
+        check_every=config.check_every,
     )
