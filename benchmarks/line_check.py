@@ -200,7 +200,11 @@ def fill(address: tuple[str, int], connections: int, seconds: float) -> None:
                 connection.send(data)
         connection.close()
 
-    at_once(send_for, [connect(address) for _ in range(connections)])
+    opened = []
+    for _ in range(connections):
+        opened.append(connect(address))
+        opened[-1].recv(1)
+    at_once(send_for, opened)
 
 
 def drain(server: socket.socket, connections: int, seconds: float) -> float:
@@ -216,7 +220,11 @@ def drain(server: socket.socket, connections: int, seconds: float) -> float:
         received.append(count)
         connection.close()
 
-    at_once(drain_one, [server.accept()[0] for _ in range(connections)])
+    accepted = []
+    for _ in range(connections):
+        accepted.append(server.accept()[0])
+        accepted[-1].send(b"!")  # the other host waits for it: if it ended before it is accepted, this one would wait for ever
+    at_once(drain_one, accepted)
     return 8 * sum(received) / seconds
 
 
