@@ -223,7 +223,7 @@ def drain(server: socket.socket, connections: int, seconds: float) -> float:
     accepted = []
     for _ in range(connections):
         accepted.append(server.accept()[0])
-        accepted[-1].send(b"!")  # the other host waits for it: if it ended before it is accepted, this one would wait for ever
+        accepted[-1].send(b"!")  # the other host waits for it, or it could end before it is accepted
     at_once(drain_one, accepted)
     return 8 * sum(received) / seconds
 

@@ -85,7 +85,7 @@ def test_a_number_that_a_living_worker_has_is_refused(place):
 
 @pytest.mark.parametrize(("ails", "numbers"), [("stuck", (1, 2)), ("descriptors", (1,))])
 def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_path, ails, numbers):
-    """Two of four are stuck in Python, or one has no descriptors left when another one joins; time limits are 60 seconds."""
+    """Two of four are stuck in Python, or one has no descriptors left when another one dies; time limits are 60 seconds."""
     programs = {
         n: Program(ailing, place, n, ails if n in numbers else "", 10, 4, 5, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
         for n in range(4)
@@ -101,7 +101,7 @@ def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_p
         if ails == "descriptors":
             wait_until(lambda: "error" in programs[1].stdout, "the line of the worker that was left out", 30)
             found = json.loads(programs[1].stdout.splitlines()[-1])["error"]
-            assert found.startswith("LeftOut: worker 1 is left out of the run: "), found
+            assert found.startswith("LeftOut: worker 1 leaves the run: it cannot open the sockets of a round"), found
     finally:
         for program in programs.values():
             program.kill()

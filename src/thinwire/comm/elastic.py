@@ -96,7 +96,8 @@ class ElasticCommunicator(Communicator):
         ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
             forms: the number is taken, the configuration differs from that of the others, or healing would lose rounds that
             it has committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
-        LeftOut: when a round forms: this worker and another one do not reach each other, or it could not be healed.
+        LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
+            not be healed.
         CommunicationError: the Lighthouse does not answer.
     """
 
@@ -208,7 +209,8 @@ class ElasticCommunicator(Communicator):
                 self._asker.close()
                 raise
             try:
-                self.rank, self.size = self._forming.connect(claims), len(claims)
+                with self._left_out_closes():
+                    self.rank, self.size = self._forming.connect(claims), len(claims)
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:
                     raise

@@ -5,7 +5,9 @@ A worker whose number or configuration is wrong, or that the others cannot reach
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -18,7 +20,17 @@ from .connect import own_address
 from .credentials import Credentials
 from .elastic_groups import Groups
 from .handle import CommunicationError, reason_of
-from .lighthouse import HEARTBEAT_SECONDS, RESTART_SECONDS, Asker, Missing, client_of, meet, reach, store_at
+from .lighthouse import (
+    HEARTBEAT_SECONDS,
+    RESTART_SECONDS,
+    Asker,
+    Missing,
+    client_of,
+    meet,
+    reach,
+    store_at,
+    try_sockets,
+)
 from .members import LeftOut, Version
 from .store import listening_store
 from .tls import Refused
@@ -32,6 +44,7 @@ LEFT_OUT_SECONDS = 60.0
 """Until the others try again to reach a worker that was left out."""
 RETRY_SECONDS = 0.2
 """Before a worker asks a Lighthouse again that did not answer."""
+NO_DESCRIPTORS = os.strerror(errno.EMFILE)
 
 
 class Forming:
@@ -122,6 +135,7 @@ class Forming:
 
         Raises:
             CommunicationError: a worker did not come, there are too few, or the Lighthouse restarts.
+            LeftOut: this process cannot open the sockets that the round needs.
         """
         size = len(claims)
         if self.asker.is_partial or size < self._min_workers:
@@ -211,11 +225,17 @@ class Forming:
         place, self.place, self._size = place_of(claims), "", len(claims)
         limit = timedelta(seconds=CONNECT_SECONDS * (1 + self._failures // 2))
         try:
+            try_sockets(2 * len(claims) + 8)
             meet(claims[0].store, place, rank, len(claims), limit, self._credentials)
             if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
                 reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
             self._groups.connect(f"{claims[0].store}/{place}", rank, len(claims), limit)
         except Exception as error:
+            if NO_DESCRIPTORS in str(error):  # others do not learn it, and would wait for it in each round
+                raise LeftOut(
+                    f"worker {self._number} leaves the run: it cannot open the sockets of a round with {len(claims)} workers "
+                    f"({NO_DESCRIPTORS}); raise the limit of open files (ulimit -n), and start it again"
+                ) from error
             missing = {claims[rank].number for rank in error.ranks} if isinstance(error, Missing) else set[int]()
             self._count_failure(missing - {self._number})
             raise CommunicationError(

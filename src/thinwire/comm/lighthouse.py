@@ -308,6 +308,17 @@ def meet(
             raise Missing([0]) from error
 
 
+def try_sockets(count: int) -> None:
+    """Open so many sockets at once, and close them.
+
+    Raises:
+        OSError: this process may not open so many.
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.socket())
+
+
 def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
     """Try to connect with the stores of some workers, all at once.
 
