@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --faults 200 --seed 0            # processes on this machine
     python benchmarks/chaos.py --faults 40 --seed 0 --lab       # hosts of netlab.py, whose links can fail (root)
+    python benchmarks/chaos.py --lab 100mbit,round_trip=100ms,loss=5% --kinds kill NaN "stop for 10 s"
 
 Four workers train a small model, for each configuration in a run of its own. The seed chooses what happens, to whom and in
 which phase of a round. After each fault, the victim is started again and the next one waits until all workers have committed
@@ -27,7 +28,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -85,7 +85,10 @@ FAULTS = {  # name -> how often, relative to the others
     "two join, one dies healing": 1,
     "returns with another averager": 1,
     "returns with another seed": 1,
+    "returns with other code": 1,
+    "returns with other data": 1,
 }
+CHANGES: dict[str, dict[str, Any]] = {"seed": {"seed": 1}, "code": {"version": "0.0.1"}, "data": {"data": "other"}}
 LAB_FAULTS = {"kill": 2, "link down for 8 s": 3, "link down for ever": 3}
 
 
@@ -135,10 +138,10 @@ class Run:
         self.address = parent.recv()
         self.port = int(self.address.rsplit(":", 1)[1])
 
-    def start(self, number: int, strategy: str | None = None, seed: int = 0) -> None:
+    def start(self, number: int, strategy: str | None = None, **changed: Any) -> None:
         parent, child = self.context.Pipe()
         namespace = None if self.lab is None else self.lab.namespaces[number]
-        arguments = (child, self.address, number, strategy or self.strategy, namespace, seed)
+        arguments = (child, self.address, number, strategy or self.strategy, namespace, changed)
         process = self.context.Process(target=worker, args=arguments, daemon=True)
         process.start()
         child.close()
@@ -215,12 +218,12 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         run.start(victim)
         survivors = everyone
     elif fault.name.startswith("link"):
-        set_link(run, victim, "down")
+        assert run.lab is not None, "links fail in the lab"
+        run.lab.cut(victim)
         survivors = everyone - {victim}
     elif fault.name.startswith("returns"):
         run.kill(victim)
-        changes: dict[str, Any] = {"seed": 1} if "seed" in fault.name else {"strategy": other_than(run.strategy)}
-        run.start(victim, **changes)
+        run.start(victim, **CHANGES.get(fault.name.split()[-1], {"strategy": other_than(run.strategy)}))
         process = run.processes[victim]
         if not run.wait_until(lambda: not process.is_alive(), 60):
             return Outcome(configuration, fault, None, None, None, "the victim was let in, or waits")
@@ -270,8 +273,8 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     victim = fault.number
     if fault.name.endswith(("10 s", "8 s")):
         time.sleep(max(0.0, at + float(fault.name.split()[-2]) - time.monotonic()))
-    if fault.name.startswith("link"):
-        set_link(run, victim, "up")
+    if fault.name.startswith("link") and run.lab is not None:
+        run.lab.mend(victim)
     if fault.name == "stop for 10 s":
         os.kill(run.processes[victim].pid, signal.SIGCONT)
     if fault.name.endswith(("for ever", "kill another", "of memory")) and victim in run.processes:
@@ -297,16 +300,14 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     return "" if run.wait_until(lambda: run.together(everyone, came_back), 90) else "the victim did not come back"
 
 
-def set_link(run: Run, number: int, state: str) -> None:
-    assert run.lab is not None
-    subprocess.run(["ip", "-n", run.lab.switch, "link", "set", f"port{number}", state], check=True)
-
-
 def other_than(strategy: str) -> str:
     """A strategy of the same kind with another averager."""
-    return {"Gr": "Gradients(Mean(TopK(0.3)))", "Go": "Gossip(Mix(Ring()))", "Lo": "Local(Mean(), every=2)"}[
-        strategy[:2]
-    ]
+    changed = {
+        tw.Gradients: "Gradients(Mean(TopK(0.3)))",
+        tw.Gossip: "Gossip(Mix(Ring()))",
+        tw.Local: "Local(Mean(), every=2)",
+    }
+    return changed[type(tw.parse(strategy.removeprefix(IN_DDP)))]
 
 
 # ---- the table ----
@@ -338,7 +339,7 @@ def chaos(
             if outcome.failure:  # begin anew
                 run.close()
                 if lab is not None:
-                    set_link(run, fault.number, "up")
+                    lab.mend(fault.number)
                 run = Run(strategy, lab)
     finally:
         run.close()
@@ -398,9 +399,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=40.0, help="seconds within which the others must commit")
     parser.add_argument("--only", choices=CONFIGURATIONS, nargs="+", help="these configurations alone")
-    parser.add_argument("--kinds", nargs="*", help="these faults alone, such as kill NaN")
+    every_kind = [*FAULTS, *(name for name in LAB_FAULTS if name not in FAULTS)]
+    parser.add_argument("--kinds", nargs="+", choices=every_kind, help="these faults alone, such as kill NaN")
     parser.add_argument("--at-once", type=int, default=1, help="configurations that run at the same time")
-    parser.add_argument("--lab", action="store_true", help="on hosts of netlab.py, whose links fail; needs root")
+    parser.add_argument(
+        "--lab", nargs="?", const="100mbit", metavar="LINE", help="on hosts of netlab.py, whose links fail; needs root"
+    )
     parser.add_argument(
         "--scale", action="store_true", help="4 -> 2 -> 6 workers, for the first configuration with memory"
     )
@@ -422,12 +426,13 @@ def main() -> int:
         print(scale(CONFIGURATIONS["error feedback"]))
         return 0
     kinds = LAB_FAULTS if options.lab else FAULTS
-    kinds = {name: weight for name, weight in kinds.items() if options.kinds is None or name in options.kinds}
+    if options.kinds is not None:
+        kinds = {name: (FAULTS | LAB_FAULTS)[name] for name in options.kinds}
     configurations = options.only or list(CONFIGURATIONS)
     draws = random.Random(options.seed)
     drawn = [(configurations[i % len(configurations)], draw_fault(draws, kinds)) for i in range(options.faults)]
     outcomes: list[Outcome] = []
-    with Lab(WORKERS + 2, "100mbit") if options.lab else contextlib.nullcontext() as lab:
+    with Lab(WORKERS + 2, options.lab) if options.lab else contextlib.nullcontext() as lab:
         if lab is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         shares = {c: [fault for name, fault in drawn if name == c] for c in configurations}

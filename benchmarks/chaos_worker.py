@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Credentials, ElasticCommunicator
+from thinwire.strategy import strategy as declared
 
 PERIOD = 10  # rounds between two checkpoints
 ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
@@ -50,8 +51,15 @@ def enter(namespace: str | None) -> None:
         assert ctypes.CDLL(None, use_errno=True).setns(file, 0) == 0, "setns failed"
 
 
-def worker(pipe: Connection, address: str, number: int, strategy: str, namespace: str | None, seed: int = 0) -> None:
-    """Train until told to stop; send events, and do to itself what the parent orders. All have the same seed, if they may."""
+def worker(
+    pipe: Connection, address: str, number: int, strategy: str, namespace: str | None, changed: dict[str, Any]
+) -> None:
+    """Train until told to stop; send events, and do to itself what the parent orders.
+
+    Args:
+        changed: what is not as in other workers: "seed", "version" of thinwire, "data".
+    """
+    seed = changed.get("seed", 0)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -59,6 +67,9 @@ def worker(pipe: Connection, address: str, number: int, strategy: str, namespace
     torch.manual_seed(number)
     credentials = Credentials.from_environment()
     comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials)
+    comm.check_agreement({"training data": changed.get("data", "random")})
+    if "version" in changed:
+        declared.__version__ = changed["version"]
     model: nn.Module = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
     parsed = tw.parse(strategy.removeprefix(IN_DDP))
     if strategy.startswith(IN_DDP):

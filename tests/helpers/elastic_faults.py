@@ -16,9 +16,14 @@ import thinwire as tw
 from thinwire.comm import ElasticCommunicator, forming, patience
 
 
-def train(comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, **options):
+def train(
+    comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, version="", **options
+):
     """Train a small model until so many rounds are committed among at least `among` workers; return the facts."""
     warnings.simplefilter("ignore")
+    if version:
+        check = comm.check_agreement
+        comm.check_agreement = lambda what: check(what | ({"thinwire": version} if "thinwire" in what else {}))
     model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if local:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from .. import __version__
 from ..algorithm import Algorithm, require
 from ..average.base import Averager, averager_hint
 from ..average.gossip.pairwise import Pairwise
@@ -112,8 +113,8 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
         """The strategy at work."""
 
     def options(self) -> dict[str, Any]:
-        """All fields by name, as workers compare them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """All fields by name and the version of thinwire, as workers compare them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"thinwire": __version__}
 
     # ---- what a derived class uses ----
 

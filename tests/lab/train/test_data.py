@@ -462,6 +462,24 @@ def test_words_are_numbered_by_first_appearance_and_unknown_ones_are_unk(tmp_pat
     assert batch.inputs[0].tolist() == [[a, eos], [a, b]] and batch.labels.tolist() == [[eos, eos], [b, a]]
 
 
+def test_the_digest_tells_other_data_apart(tmp_path):
+    train, test = Digits().splits()
+    write_text(tmp_path, train="a b a c " * 9, copy="a b a c " * 9, other="a b b c " * 9, longer="a b a c " * 11)
+    texts = {
+        n: PlainText(tmp_path / n, tmp_path / n, context=4).load().digest()
+        for n in ("train", "copy", "other", "longer")
+    }
+    assert texts.pop("copy") == texts["train"]
+    same, swapped = Images(train, test, num_classes=10), train._replace(labels=train.labels.flip(0))
+    images = {
+        same.digest(),
+        Images(swapped, test, num_classes=10).digest(),
+        Images(train, test, num_classes=11).digest(),
+    }
+    assert Digits().load().digest() == same.digest()
+    assert len(images | set(texts.values())) == 6
+
+
 def test_bytes_are_the_file(tmp_path):
     write_text(tmp_path, train="Käse\n" * 9, test="Brot\n")
     data = PlainText(tmp_path / "train", tmp_path / "test", "byte", context=4).load()

@@ -20,6 +20,7 @@ contiguous, ascending range, and the state for the first batch of an epoch is No
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,18 @@ class Dataset(ABC):
         Both lists are empty if examples are not images.
         """
         return [], []
+
+    def digest(self) -> str:
+        """Of all labels, or of 64 examples of text. Pixels are left out: machines may decode them differently."""
+        tensors: tuple[Tensor, ...] = () if self.labels is None else (self.labels,)
+        if not tensors:
+            places = torch.linspace(0, self.num_examples - 1, min(64, self.num_examples), dtype=torch.float64).long()
+            inputs, labels = self.batch(places, torch.Generator().manual_seed(0), 0)
+            tensors = (*inputs, labels)
+        found = hashlib.sha256(f"{self.num_examples} {self.num_classes}".encode())
+        for tensor in tensors:
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
 
     @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:

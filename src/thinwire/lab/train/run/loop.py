@@ -107,6 +107,7 @@ def run(
     device = run_on_all(comm, lambda: choose_device(config))
     layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
+        comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
         training = prepare(config, data, device, elastic, comm, layout)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
