@@ -60,7 +60,7 @@ def joined(place, number, joiner, **usual):
         ({"averager": "Mean(TopK(0.2))"}, {"averager": "Mean(TopK(0.1))"}, "averager: Mean(TopK(ratio=0.1)) here, "),
         ({"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 9}, "bucket_bytes: 512 here, 1048576 there"),
         ({"local": 2}, {"local": 3}, "every: 3 here, 2 there"),
-        ({}, {"version": "0.0.1"}, f"thinwire: 0.0.1 here, {tw.__version__} there"),
+        ({}, {"version": "0.0.1"}, f"thinwire: '0.0.1' here, '{tw.__version__}' there"),
     ],
 )
 def test_a_joiner_of_another_configuration_is_told_what_differs_and_the_others_go_on(place, usual, joiner, line):
