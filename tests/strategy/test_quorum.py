@@ -49,7 +49,7 @@ def train(comm, strategy, steps, tokens=None):
 )
 def test_all_workers_in_each_round_are_local_updates_bit_for_bit(world, averager):
     text = f"Local({averager}, every=5, outer=OuterSGD(), fragments=2"
-    quorum = "Quorum(workers=3, stale=PlainWeights(), follow_speed=False)"
+    quorum = "Quorum(workers=3, stale=PlainWeights(), follow_speed=False, rule=None)"
     expected = run_threads(3, train, tw.parse(text + ")"), 22)
     results = WORLDS[world](3, train, tw.parse(f"{text}, quorum={quorum})"), 22)
     for (before, after, committed, _), (as_before, as_after, _, _) in zip(results, expected, strict=True):
@@ -89,7 +89,7 @@ def test_equal_speeds_keep_every_and_so_the_bits(monkeypatch):
     text = "Local(Mean(exchange='all_gather'), every=4, outer=OuterSGD()"
     expected = run_threads(3, train, tw.parse(text + ")"), 20)
     results = run_threads(
-        3, paced, tw.parse(f"{text}, quorum=Quorum(workers=3, stale=PlainWeights()))"), [20] * 3, clocks
+        3, paced, tw.parse(f"{text}, quorum=Quorum(workers=3, stale=PlainWeights(), rule=None))"), [20] * 3, clocks
     )
     for (x, every, _, _), (_, after, _, _) in zip(results, expected, strict=True):
         assert every == 4 and torch.equal(x, after)
@@ -154,21 +154,43 @@ def recorded(comm, strategy, steps, log):
     return start
 
 
-@pytest.mark.parametrize("stale", ["DelayedNesterov()", "CosineGate(cutoff=2)", "PlainWeights()", "Drop()"])
-def test_rounds_are_their_equations_in_float64(stale):
-    """Whichever changes a round merges, weights, gates and outer steps are those of a plain simulation."""
+def clipped_to_median_norm(vectors, numels):
+    """Each tensor of each vector times min(1, median norm / own norm)."""
+    parts = []
+    for tensors in zip(*(vector.split(numels) for vector in vectors), strict=True):
+        median = sorted(t.norm() for t in tensors)[(len(tensors) - 1) // 2]
+        parts.append([t * min(1.0, float(median / t.norm())) for t in tensors])
+    return [torch.cat(own) for own in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("stale", "workers"),
+    [
+        ("DelayedNesterov()", 1),
+        ("DelayedNesterov()", 3),
+        ("CosineGate(cutoff=2)", 1),
+        ("PlainWeights()", 3),
+        ("Drop()", 1),
+    ],
+)
+def test_rounds_are_their_equations_in_float64(stale, workers):
+    """Whichever changes a round merges, clipping, weights, gates and outer steps are those of a plain simulation."""
     rule, log = tw.parse(stale), []
     strategy = tw.parse(
-        f"Local(Mean(), every=4, outer=OuterSGD(lr=0.5, momentum=0.8), delay=2, quorum=Quorum(workers=1, stale={stale}, "
-        "follow_speed=False))"
+        "Local(Mean(), every=4, outer=OuterSGD(lr=0.5, momentum=0.8), delay=2, "
+        f"quorum=Quorum(workers={workers}, stale={stale}, follow_speed=False))"
     )
-    x = run_threads(3, recorded, strategy, [40, 24, 32], log)[0]
+    x = run_threads(3, recorded, strategy, [40, 24, 32] if workers == 1 else [40] * 3, log)[0]
+    numels = [p.numel() for p in make_model().parameters()]
+    assert workers == 1 or any(len(one.shares) == 3 for one, _ in log)
     v, b, changes = torch.zeros_like(x), torch.zeros_like(x), 0
     assert len(log) >= 10
     for one, anchor in log:
         vectors = [s.message.view(torch.float32).double() for s in one.shares]
         factors = [rule.factor(one.version - 1 - s.base) for s in one.shares]
         total = sum(s.tokens for s, f in zip(one.shares, factors, strict=True) if f > 0)
+        if sum(f > 0 for f in factors) > 2:
+            vectors = clipped_to_median_norm(vectors, numels)
         weighted = [f * s.tokens / total * d for f, s, d in zip(factors, one.shares, vectors, strict=True) if f > 0]
         if not weighted:
             pass
@@ -250,6 +272,46 @@ def test_a_change_that_is_not_finite_is_its_own_worker_s_loss():
         results = run_threads(3, spoiled, strategy)
     assert all(torch.equal(x, results[0][0]) and x.isfinite().all() for x, _ in results)
     assert results[0][1].tokens == 2 * 8 + 8 - 2
+
+
+def lying(comm, strategy, lie):
+    """Rank 1 sends changes times `lie`, as if they were finite."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = tw.attach(model, optimizer, strategy, comm=comm)
+    if comm.rank == 1:
+        send = handle._asynchronous.send
+
+        def send_more(fragment, parts, is_finite):
+            for change in fragment.changes:
+                change.mul_(lie)
+            send(fragment, parts, True)
+
+        handle._asynchronous.send = send_more
+    for step in range(24):
+        backward(model, comm.rank, step)
+        optimizer.step()
+    handle.synchronize()
+    handle.detach()
+    return flat(model), handle.committed
+
+
+@pytest.mark.parametrize(("lie", "why"), [(-1e4, "clipped to less than half"), (float("nan"), "not finite")])
+def test_a_worker_that_lies_moves_the_others_little_and_is_set_aside(lie, why):
+    quorum = "quorum=Quorum(workers=4, stale=PlainWeights(), follow_speed=False, rule={})"
+    text = "Local(Mean(), every=2, delay=1, " + quorum + ")"
+    honest = run_threads(4, lying, tw.parse(text.format("MedianNorm()")), 1.0)[0][0]
+    with pytest.warns(RuntimeWarning, match=f"rank 1 is set aside: its messages were {why} for 5 rounds"):
+        results = run_threads(4, lying, tw.parse(text.format("MedianNorm(patience=5)")), lie)
+    assert all(torch.equal(x, results[0][0]) and committed == results[0][1] for x, committed in results)
+    x, committed = results[0]
+    start = flat(make_model())
+    assert (x - honest).norm() < (honest - start).norm()
+    assert committed.rule.set_aside == [1] and committed.num_merged + committed.num_dropped == 4 * committed.rounds
+    assert committed.num_dropped == committed.rounds - (5 if why.startswith("clipped") else 0)
+    assert (committed.clipped > 1e3) == why.startswith("clipped")
+    spoilt = run_threads(4, lying, tw.parse(text.format("None")), lie)[0][0]
+    assert not (spoilt - honest).norm() < 10 * (honest - start).norm() or torch.equal(spoilt, start)
 
 
 # ---- workers that are stuck or dead ----

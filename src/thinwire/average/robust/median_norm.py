@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .base import Combined, Messages, Rule, clip_factors, norms_of, weighted_sum
 
@@ -31,12 +32,20 @@ class MedianNorm(Rule):
     """
 
     def combine(self, messages: Messages) -> Combined:
-        parts, norms, dropped = [], [], []
-        for segment in messages.rows.split(messages.numels, -1):
-            length = norms_of(segment)
-            factors = clip_factors(length, length.sort().values[(len(length) - 1) // 2])
-            parts.append(weighted_sum(segment, factors / len(segment)))
-            norms.append(length)
-            dropped.append(length * (1 - factors))
-        whole = [torch.stack(each, -1).square().sum(-1).sqrt() for each in (norms, dropped)]
-        return Combined(torch.cat(parts), *whole)
+        factors, norms, dropped = self.factors(messages)
+        return Combined(weighted(messages, factors / len(messages.rows)), norms, dropped)
+
+    def factors(self, messages: Messages) -> tuple[Tensor, Tensor, Tensor]:
+        """What clipping multiplies each tensor of each row by, (k, tensors); the rows' norms, and those of what it drops, (k).
+
+        All are float64.
+        """
+        norms = torch.stack([norms_of(segment) for segment in messages.rows.split(messages.numels, -1)], -1)
+        factors = clip_factors(norms, norms.sort(0).values[(len(norms) - 1) // 2])
+        return factors, norms.square().sum(-1).sqrt(), (norms * (1 - factors)).square().sum(-1).sqrt()
+
+
+def weighted(messages: Messages, factors: Tensor) -> Tensor:
+    """The sum of the rows, each tensor of each times its factor, (k, tensors)."""
+    segments = messages.rows.split(messages.numels, -1)
+    return torch.cat([weighted_sum(segment, each) for segment, each in zip(segments, factors.T, strict=True)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ class Judgement:
         not_finite: workers whose messages were not finite, or could not be decoded.
         clipped: worker -> norm of what clipping dropped of its message.
         wrong: workers that count as wrong in this round.
+        absent: workers that sent nothing.
     """
 
     center: dict[str, Tensor]
     not_finite: list[int]
     clipped: dict[int, float]
     wrong: list[int]
+    absent: Collection[int] = ()
 
 
 @dataclass
@@ -80,16 +82,36 @@ class RuleState(State):
         center = torch.cat([self.center[name] for name in names]) if rule.has_center else None
         kept = rows if len(present) == size else rows[present]
         result, norms, dropped = rule.combine(Messages(kept, numels, size - len(present), center, seed))
+        parts = dict(zip(names, result.split(numels), strict=True)) if rule.has_center else {}
         not_finite = [rank for rank in range(size) if not finite[rank]]
+        self.judgement = replace(self.judged(present, not_finite, norms, dropped, is_scaled), center=parts)
+        return result
+
+    def judged(
+        self,
+        present: Sequence[int],
+        not_finite: list[int],
+        norms: Tensor | None,
+        dropped: Tensor | None,
+        is_scaled: bool = False,
+    ) -> Judgement:
+        """Who was wrong in a round.
+
+        Args:
+            present: workers that a result was made from.
+            not_finite: workers whose messages were not finite.
+            norms, dropped: of those present; see `Combined`.
+            is_scaled: whether there is a loss scale.
+        """
         clipped, wrong = {}, [] if is_scaled else list(not_finite)
         if norms is not None and dropped is not None:
             clipped = {rank: lost for rank, lost in zip(present, dropped.tolist(), strict=True) if lost > 0}
             heavily = [rank for rank, heavy in zip(present, (dropped > HEAVY * norms).tolist(), strict=True) if heavy]
             # Where clipping hits most workers, it is the bound that is wrong.
             wrong += heavily if 2 * len(heavily) < len(present) else []
-        parts = dict(zip(names, result.split(numels), strict=True)) if rule.has_center else {}
-        self.judgement = Judgement(parts, not_finite, clipped, wrong)
-        return result
+        heard = {*present, *not_finite}
+        absent = [rank for rank in range(len(self.wrong_rounds)) if rank not in heard]
+        return Judgement({}, not_finite, clipped, wrong, absent)
 
     def commit(self, rule: Rule) -> None:
         """Keep the result of the round, and set aside those who were wrong for too long."""
@@ -98,7 +120,9 @@ class RuleState(State):
             return
         for name, part in found.center.items():
             self.center[name].copy_(part)
-        self.wrong_rounds = [(n + 1) * (rank in found.wrong) for rank, n in enumerate(self.wrong_rounds)]
+        self.wrong_rounds = [
+            n if rank in found.absent else (n + 1) * (rank in found.wrong) for rank, n in enumerate(self.wrong_rounds)
+        ]
         for rank, rounds in enumerate(self.wrong_rounds):
             if rule.patience is not None and rounds >= rule.patience and rank not in self.set_aside:
                 self._set_aside(rule, rank, found)

@@ -12,22 +12,29 @@ A worker's anchor stays where its change was measured from until it merges. Roun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ... import kernels
+from ...average.robust.base import Messages
+from ...average.robust.median_norm import MedianNorm, weighted
+from ...average.robust.record import RuleState
 from ...clock import Clock
 from ...comm import Communicator
-from ...membership import State, shared
+from ...membership import State, nested, shared
 from .agreement import Agreement, Round
 from .fragments import Fragment, offset
 from .quorum import Pace, Quorum, steps_of
 
 if TYPE_CHECKING:
     from .local import Local
+
+Merge = Callable[[Sequence[int], Sequence[float]], kernels.flags.Flag]
+"""Given numbers of shares and their weights, sets a fragment's changes; returns whether they are finite."""
 
 
 @dataclass
@@ -42,6 +49,8 @@ class Committed(State):
         num_late: those of them that missed a round.
         late_rounds: how many rounds these missed, added up.
         num_dropped: changes that came too late.
+        clipped: norms of what clipping dropped of the merged changes, added up.
+        rule: who was wrong for how long, and is set aside.
     """
 
     rounds: int = shared(default=0)
@@ -51,6 +60,32 @@ class Committed(State):
     num_late: int = shared(default=0)
     late_rounds: int = shared(default=0)
     num_dropped: int = shared(default=0)
+    clipped: float = shared(default=0.0)
+    rule: RuleState = nested(default_factory=lambda: RuleState({}))
+
+
+@dataclass
+class Clipped:
+    """Changes of a round that are clipped to their median norm.
+
+    Attributes:
+        places: share's number -> row.
+        rows: (k, n) float32, not yet clipped.
+        factors: what clipping multiplies each tensor of each row by, (k, tensors).
+    """
+
+    places: dict[int, int] = field(default_factory=dict)
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    factors: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+
+    def merge(self, changes: list[Tensor], group: Sequence[int], weights: Sequence[float]) -> kernels.flags.Flag:
+        """Set `changes` to a weighted sum of some shares; returns whether it is finite."""
+        own = [self.places[i] for i in group]
+        factors = self.factors[own] * torch.tensor(weights, dtype=torch.float64, device=self.factors.device)[:, None]
+        summed = weighted(Messages(self.rows[own], [t.numel() for t in changes]), factors)
+        for target, part in zip(changes, summed.split([t.numel() for t in changes]), strict=True):
+            target.copy_(part.view_as(target))
+        return kernels.all_finite(changes)
 
 
 class AsynchronousRounds:
@@ -168,18 +203,17 @@ class AsynchronousRounds:
         """Merge the changes of one round, and end the round of this worker's own."""
         stale, shares = self._quorum.stale, one.shares
         late = [max(0, one.version - 1 - share.base) for share in shares]
-        weights = self._quorum.weights([share.tokens for share in shares], late)
-        counted = [i for i, weight in enumerate(weights) if weight > 0]
-        device, is_finite = fragment.changes[0].device, True
+        tokens = [share.tokens for share in shares]
+        weights = self._quorum.weights(tokens, late)
+        counted, merge = [i for i, weight in enumerate(weights) if weight > 0], self._added(fragment, one)
+        if self._quorum.rule is not None and len(counted) > 2:
+            clipped = self._clipped(fragment, [(i, shares[i].worker) for i in counted], merge, self._quorum.rule)
+            weights = self._quorum.weights([n * (i in clipped.places) for i, n in enumerate(tokens)], late)
+            counted, merge = list(clipped.places), partial(clipped.merge, fragment.changes)
+        is_finite = True
         for group in [[i] for i in counted] if stale.steps_by_change else [counted] if counted else []:
             factor = len(counted) if stale.steps_by_change else 1
-            finite = self._averager.merge(
-                fragment.state,
-                [shares[i].message.to(device) for i in group],
-                [factor * weights[i] for i in group],
-                fragment.named_changes(),
-                self._comm,
-            )
+            finite = merge(group, [factor * weights[i] for i in group])
             is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
         for share, weight, staleness in zip(shares, weights, late, strict=True):
             self._count(share.tokens, weight, staleness)
@@ -191,6 +225,33 @@ class AsynchronousRounds:
         if fragment is self._fragments[0]:
             self.on_commit(fragment.committed_tokens)
         return is_finite
+
+    def _added(self, fragment: Fragment, one: Round) -> Merge:
+        """Sets the fragment's changes to a weighted sum of some shares."""
+        messages, device = [share.message for share in one.shares], fragment.changes[0].device
+        return lambda group, weights: self._averager.merge(
+            fragment.state, [messages[i].to(device) for i in group], weights, fragment.named_changes(), self._comm
+        )
+
+    def _clipped(self, fragment: Fragment, shares: Sequence[tuple[int, int]], add: Merge, rule: MedianNorm) -> Clipped:
+        """Shares, by their number and worker, without those that are not finite or of workers that are set aside."""
+        known, rows, not_finite = self.committed.rule, dict[int, Tensor](), list[int]()
+        if not known.wrong_rounds:
+            known.regroup(None, self._comm.size)
+        for i, worker in shares:
+            if not kernels.flags.read(add([i], [1.0])):
+                not_finite.append(worker)
+            elif worker not in known.set_aside:
+                rows[i] = torch.cat([t.float().flatten() for t in fragment.changes])
+        if not rows:
+            return Clipped()
+        clipped = Clipped({i: row for row, i in enumerate(rows)}, torch.stack(list(rows.values())))
+        messages = Messages(clipped.rows, [t.numel() for t in fragment.changes])
+        clipped.factors, norms, dropped = rule.factors(messages)
+        known.judgement = known.judged([worker for i, worker in shares if i in rows], not_finite, norms, dropped)
+        known.commit(rule)
+        self.committed.clipped += dropped.sum().item()
+        return clipped
 
     def _count(self, tokens: int, weight: float, staleness: int) -> None:
         committed = self.committed

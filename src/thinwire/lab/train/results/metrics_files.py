@@ -56,6 +56,7 @@ COLUMNS = {
     "merged_changes": "with a quorum: changes that rounds have merged so far, each of one worker and fragment",
     "late_changes": "with a quorum: those of them that missed a round",
     "staleness": "with a quorum: rounds that a merged change has missed, mean so far",
+    "clipped": "with a quorum: norms of what clipping dropped so far, added up",
     "dropped_changes": "with a quorum: changes so far that came too late",
     "dropped_examples": "with a quorum: training examples that these were made from; they do not count in step and epoch",
     "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",

@@ -55,6 +55,7 @@ class Commits:
             "merged_changes": committed.num_merged,
             "late_changes": committed.num_late,
             "staleness": committed.late_rounds / max(1, committed.num_merged),
+            "clipped": committed.clipped,
             "dropped_changes": committed.num_dropped,
             "dropped_examples": committed.dropped_tokens / self._strategy.num_fragments,
         }
