@@ -178,7 +178,7 @@ def test_rounds_are_their_equations_in_float64(stale, workers):
     rule, log = tw.parse(stale), []
     strategy = tw.parse(
         "Local(Mean(), every=4, outer=OuterSGD(lr=0.5, momentum=0.8), delay=2, "
-        f"quorum=Quorum(workers={workers}, stale={stale}, follow_speed=False))"
+        f"quorum=Quorum(workers={workers}, stale={stale}, follow_speed=False, rule=MedianNorm()))"
     )
     x = run_threads(3, recorded, strategy, [40, 24, 32] if workers == 1 else [40] * 3, log)[0]
     numels = [p.numel() for p in make_model().parameters()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...algorithm import require
 from .base import Combined, Messages, Rule, clip_factors, norms_of, weighted_sum
 
 
@@ -14,14 +15,18 @@ from .base import Combined, Messages, Rule, clip_factors, norms_of, weighted_sum
 class MedianNorm(Rule):
     """The mean of messages that are clipped, tensor by tensor, to the median norm of the workers.
 
-    Equation, for each tensor: `1/k sum_i x_i min(1, m / |x_i|)`, m the median of `|x_1| ... |x_k|`, the lower one of two. It
-    bounds how far one worker can move the mean, and changes little where all norms are alike. It does not notice a wrong
-    direction. Where most workers send zeros of a tensor, it becomes zero.
+    Equation, for each tensor: `1/k sum_i x_i min(1, factor m / |x_i|)`, m the median of `|x_1| ... |x_k|`, the lower one of
+    two. It bounds how far one worker can move the mean, and changes little where all norms are alike. It does not notice a
+    wrong direction. Where most workers send zeros of a tensor, it becomes zero.
 
     Args:
+        factor: how many median norms pass. Higher => less is lost of honest messages, a wrong one moves the mean further.
         patience: as of `Rule`.
 
-    Source: the released code of templar, which always applies it before its outer step.
+    Raises:
+        ValueError: factor is not a finite number, 1 or more.
+
+    Source: the released code of templar, which always applies it before its outer step, with a factor of 1.
 
     Example:
         >>> import torch, thinwire as tw
@@ -30,6 +35,13 @@ class MedianNorm(Rule):
         >>> tw.average.MedianNorm().combine(Messages(rows, numels=[2])).result
         tensor([0.3333, 0.6667])
     """
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = isinstance(self.factor, (int, float)) and 1 <= self.factor < float("inf")
+        require(ok, f"MedianNorm: factor must be a finite number, 1 or more, got {self.factor!r}")
 
     def combine(self, messages: Messages) -> Combined:
         factors, norms, dropped = self.factors(messages)
@@ -41,7 +53,7 @@ class MedianNorm(Rule):
         All are float64.
         """
         norms = torch.stack([norms_of(segment) for segment in messages.rows.split(messages.numels, -1)], -1)
-        factors = clip_factors(norms, norms.sort(0).values[(len(norms) - 1) // 2])
+        factors = clip_factors(norms, self.factor * norms.sort(0).values[(len(norms) - 1) // 2])
         return factors, norms.square().sum(-1).sqrt(), (norms * (1 - factors)).square().sum(-1).sqrt()
 
 

@@ -39,10 +39,11 @@ class Quorum(Algorithm):
             same time: `H_i = round(H v_i / max v)`, v the 90th percentile of its last steps per second (DyLU). Its delay is
             scaled in the same way. Speeds are told within the first period, and then with each change.
         patience_seconds: after so long a round is committed with fewer than K.
-        rule: clips the changes of a round to their median norm, tensor by tensor, so that one worker cannot move the anchor
-            much further than the others do; changes that are not finite are left out. A worker that is clipped to less than
-            half, or not finite, for `patience` rounds in a row is set aside and named. It takes as much memory as the
-            changes of a round, in float32; None => changes are added as they come, and one that is not finite spoils its round.
+        rule: clips the changes of a round to a multiple of their median norm, tensor by tensor, so that one worker cannot move
+            the anchor much further than the others do; changes that are not finite are left out. A worker that is clipped to
+            less than half, or not finite, for `patience` rounds in a row is set aside and named. It takes as much memory as
+            the changes of a round, in float32; None => changes are added as they come, and one that is not finite spoils its
+            round.
 
     Raises:
         ValueError: a value out of range.
@@ -62,7 +63,7 @@ class Quorum(Algorithm):
     max_grace_seconds: float = 60.0
     follow_speed: bool = True
     patience_seconds: float = 60.0
-    rule: MedianNorm | None = MedianNorm()
+    rule: MedianNorm | None = MedianNorm(factor=2.0)
 
     def __post_init__(self) -> None:
         require(
