@@ -102,6 +102,7 @@ void def_record(nb::module_& m, const char* name) {
 void def_records(nb::module_& m) {
     def_record<Buckets, int, size_t, bool>(m, "Buckets");
     def_record<Quantizer, Buckets, int>(m, "Quantizer");
+    def_record<Quantizers, std::vector<Quantizer>, std::vector<size_t>>(m, "Quantizers");
     def_record<Levels, Buckets, std::vector<float>>(m, "Levels");
     def_record<Ternary, int, size_t>(m, "Ternary");
     nb::class_<Momentum>(m, "Momentum").def("__init__", [](Momentum* self, float momentum, float factor, bool nesterov) {
@@ -110,9 +111,9 @@ void def_records(nb::module_& m) {
 }
 
 void def_quantizers(nb::module_& m) {
-    m.def("quantize_encode", &quantize_encode, "xs"_a, "out"_a, "keys"_a, "quantizer"_a, "residuals"_a, Unlocked());
-    m.def("quantize_decode_add", &quantize_decode_add, "payload"_a, "outs"_a, "weight"_a, "quantizer"_a, Unlocked());
-    m.def("quantize_decode_sum", &quantize_decode_sum, "payloads"_a, "outs"_a, "weight"_a, "quantizer"_a, Unlocked());
+    m.def("quantize_encode", &quantize_encode, "xs"_a, "out"_a, "keys"_a, "quantizers"_a, "residuals"_a, Unlocked());
+    m.def("quantize_decode_add", &quantize_decode_add, "payload"_a, "outs"_a, "weight"_a, "quantizers"_a, Unlocked());
+    m.def("quantize_decode_sum", &quantize_decode_sum, "payloads"_a, "outs"_a, "weight"_a, "quantizers"_a, Unlocked());
     m.def("levels_encode", &levels_encode, "xs"_a, "out"_a, "keys"_a, "levels"_a, "residuals"_a, Unlocked());
     m.def("levels_decode_add", &levels_decode_add, "payload"_a, "outs"_a, "weight"_a, "levels"_a, Unlocked());
     m.def("sign_encode", &sign_encode, "xs"_a, "out"_a, "residuals"_a, "fixed_scale"_a.none(), Unlocked());

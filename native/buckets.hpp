@@ -74,19 +74,45 @@ size_t checked_scales_nbytes(const std::vector<Segment>& segments, size_t nbytes
     return scales;
 }
 
+// Groups of segments that share their buckets. The payload of a group is that of its segments alone; those of all groups follow
+// one another. `group(s)` is that of a segment, and `groups[g]` has its buckets.
+struct OneGroup {
+    const Buckets& buckets;
+
+    size_t size() const { return 1; }
+    size_t group(size_t) const { return 0; }
+    const Buckets& operator[](size_t) const { return buckets; }
+};
+
 // Where a segment's scales and codes begin in the payload.
 struct Place {
     size_t scales, codes;
 };
 
-template <typename Scale, typename Segment>
-std::vector<Place> checked_places(const std::vector<Segment>& segments, size_t nbytes, const Buckets& buckets) {
-    Place at{0, checked_scales_nbytes(segments, nbytes, buckets, sizeof(Scale))};
-    std::vector<Place> places;
-    for (const Segment& segment : segments) {
+template <typename Scale, typename Segment, typename Groups>
+std::vector<Place> checked_places(const std::vector<Segment>& segments, size_t nbytes, const Groups& groups) {
+    std::vector<Place> next(groups.size()), places;  // the bytes of each group, and then where its next segment begins
+    const auto grow = [&](Place& at, size_t s) {
+        const Buckets& buckets = groups[groups.group(s)];
+        at.scales += sizeof(Scale) * num_buckets(segments[s].numel, buckets.size);
+        at.codes += code_nbytes(segments[s].numel, buckets.bits);
+    };
+    for (size_t g = 0; g < groups.size(); ++g) {
+        require(groups[g].bits >= 1 && groups[g].bits <= 16, "bits: expected 1 to 16");
+        require(groups[g].size >= 1, "bucket_size: expected at least 1");
+    }
+    for (size_t s = 0; s < segments.size(); ++s) grow(next[groups.group(s)], s);
+    size_t end = 0;
+    for (Place& group : next) {
+        const size_t begin = end, codes = begin + group.scales;
+        end = codes + group.codes;
+        group = {begin, codes};
+    }
+    require(nbytes == end, "payload: its size does not fit the segments");
+    for (size_t s = 0; s < segments.size(); ++s) {
+        Place& at = next[groups.group(s)];
         places.push_back(at);
-        at.scales += sizeof(Scale) * num_buckets(segment.numel, buckets.size);
-        at.codes += code_nbytes(segment.numel, buckets.bits);
+        grow(at, s);
     }
     return places;
 }
@@ -196,43 +222,46 @@ THINWIRE_INLINE bool sum_range(const Rule& rule, const std::vector<Part>& parts,
     return finite;
 }
 
-// Calls `encode(x, n, residual, key, scales, codes)` for pieces of segments; each starts a bucket.
-template <typename Scale = float, typename Encode>
-void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Buckets& buckets, const Outputs& residuals,
+// Calls `encode(group, x, n, residual, key, scales, codes)` for pieces of segments; each starts a bucket.
+template <typename Scale = float, typename Groups, typename Encode>
+void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Groups& groups, const Outputs& residuals,
                       Encode encode) {
-    const std::vector<Place> places = checked_places<Scale>(xs, out.numel, buckets);
+    const std::vector<Place> places = checked_places<Scale>(xs, out.numel, groups);
     require(keys.size() == xs.size(), "keys: expected one per segment");
     require_fitting(residuals, xs);
-    for_each_piece(xs, encoded_unit(buckets), [&](size_t s, size_t begin, size_t end) {
-        uint8_t* scales = out.data + places[s].scales + sizeof(Scale) * (begin / buckets.size);
-        uint8_t* codes = out.data + places[s].codes + code_nbytes(begin, buckets.bits);
+    const auto unit = [&](size_t s) { return encoded_unit(groups[groups.group(s)]); };
+    for_each_piece(xs, unit, [&](size_t s, size_t begin, size_t end) {
+        const size_t group = groups.group(s);
+        uint8_t* scales = out.data + places[s].scales + sizeof(Scale) * (begin / groups[group].size);
+        uint8_t* codes = out.data + places[s].codes + code_nbytes(begin, groups[group].bits);
         float* residual = residuals.empty() ? nullptr : residuals[s].data + begin;
-        encode(xs[s].data + begin, end - begin, residual, key_from(Key(keys[s]), begin), scales, codes);
+        encode(group, xs[s].data + begin, end - begin, residual, key_from(Key(keys[s]), begin), scales, codes);
     });
 }
 
-// Calls `decode(scales, codes, out, begin, end)` for ranges of segments; the pointers are to the segments' starts.
-template <typename Scale = float, typename Decode>
-void for_each_decoded(Payload payload, const Outputs& outs, const Buckets& buckets, Decode decode) {
-    const std::vector<Place> places = checked_places<Scale>(outs, payload.numel, buckets);
+// Calls `decode(group, scales, codes, out, begin, end)` for ranges of segments; the pointers are to the segments' starts.
+template <typename Scale = float, typename Groups, typename Decode>
+void for_each_decoded(Payload payload, const Outputs& outs, const Groups& groups, Decode decode) {
+    const std::vector<Place> places = checked_places<Scale>(outs, payload.numel, groups);
     for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
-        decode(payload.data + places[s].scales, payload.data + places[s].codes, outs[s].data, begin, end);
+        const uint8_t *scales = payload.data + places[s].scales, *codes = payload.data + places[s].codes;
+        decode(groups.group(s), scales, codes, outs[s].data, begin, end);
     });
 }
 
-// Calls `sum(parts, out, begin, end)` for ranges of segments with the segment's parts of all payloads; returns whether all
-// calls return true.
-template <typename Scale = float, typename Sum>
-bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Buckets& buckets, Sum sum) {
+// Calls `sum(group, parts, out, begin, end)` for ranges of segments with the segment's parts of all payloads; returns whether
+// all calls return true.
+template <typename Groups, typename Sum>
+bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Groups& groups, Sum sum) {
     require(!payloads.empty(), "payloads: expected at least one");
-    const std::vector<Place> places = checked_places<Scale>(outs, payloads[0].numel, buckets);
+    const std::vector<Place> places = checked_places<float>(outs, payloads[0].numel, groups);
     for (const Payload& p : payloads)
         require(p.numel == payloads[0].numel, "payload: its size does not fit the segments");
     std::atomic<bool> finite{true};
     for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
         std::vector<Part> parts;
         for (const Payload& p : payloads) parts.push_back({p.data + places[s].scales, p.data + places[s].codes});
-        if (!sum(parts, outs[s].data, begin, end)) finite = false;
+        if (!sum(groups.group(s), parts, outs[s].data, begin, end)) finite = false;
     });
     return finite;
 }

@@ -141,6 +141,7 @@ std::vector<double> difference_encode(const Inputs& xs, const Outputs& ys, bool 
     const Buckets& buckets = quantizer.buckets;
     require(ys.size() == xs.size() && keys.size() == xs.size(), "expected one per segment");
     uint8_t* scales = out.data;
+    const Quantizers alone{{quantizer}, {}};
     uint8_t* codes = scales + checked_scales_nbytes(xs, out.numel, buckets, sizeof(float));
     require(quantizer.num_steps >= 1 && quantizer.num_steps < 1 << buckets.bits, "num_steps: expected 1 to 2**bits - 1");
     std::vector<double> totals(3);
@@ -179,7 +180,7 @@ std::vector<double> difference_encode(const Inputs& xs, const Outputs& ys, bool 
             // The generator's counter starts `at` elements later.
             key[0] = (keys[s] & ~uint64_t{0xffffffff}) | counter_at(Key(keys[s]), static_cast<uint32_t>(at));
             if (payload.size() < num_scales + num_codes) payload.resize(num_scales + num_codes);
-            quantize_encode(input, {payload.data(), num_scales + num_codes}, key, quantizer, residual);
+            quantize_encode(input, {payload.data(), num_scales + num_codes}, key, alone, residual);
             std::memcpy(scales, payload.data(), num_scales);
             std::memcpy(codes, payload.data() + num_scales, num_codes);
             scales += num_scales, codes += num_codes;

@@ -239,7 +239,7 @@ std::vector<std::vector<float>> decoded(const Payloads& payloads, const std::vec
         Outputs parts;
         for (size_t i = 0, at = 0; i < segments.size(); at += segments[i++].numel)
             parts.push_back({vector.data() + at, segments[i].numel});
-        quantize_decode_sum({payloads[k]}, parts, factors[k], quantizer);
+        quantize_decode_sum({payloads[k]}, parts, factors[k], {{quantizer}, {}});
     }
     return vectors;
 }

@@ -53,11 +53,18 @@ struct Quantizer {
     int num_steps;  // 1 to 2^bits - 1
 };
 
-void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizer& quantizer,
+// Segment s has distinct[which[s]], or the first one if `which` is empty. A payload is that of each distinct quantizer, for all
+// its segments, in this order.
+struct Quantizers {
+    std::vector<Quantizer> distinct;
+    std::vector<size_t> which;
+};
+
+void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizers& quantizers,
                      const Outputs& residuals);
-void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizer& quantizer);
+void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizers& quantizers);
 // Writes `weight` times the sum of the payloads, in their order; returns whether all of it is finite.
-bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizer& quantizer);
+bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizers& quantizers);
 
 // ---- levels ----
 

@@ -125,16 +125,16 @@ THINWIRE_CLONES void decode_part(const Table* table, const uint8_t* scales, cons
 
 void levels_encode(const Inputs& xs, Bytes out, const Keys& keys, const Levels& levels, const Outputs& residuals) {
     const Table table(levels.values, levels.buckets, true);
-    for_each_encoded(xs, out, keys, levels.buckets, residuals,
-                     [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
+    for_each_encoded(xs, out, keys, OneGroup{levels.buckets}, residuals,
+                     [&](size_t, const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
                          encode_part(&table, x, n, residual, key, &levels.buckets, scales, codes);
                      });
 }
 
 void levels_decode_add(Payload payload, const Outputs& outs, float weight, const Levels& levels) {
     const Table table(levels.values, levels.buckets, false);
-    for_each_decoded(payload, outs, levels.buckets,
-                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+    for_each_decoded(payload, outs, OneGroup{levels.buckets},
+                     [&](size_t, const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
                          decode_part(&table, scales, codes, out, begin, end, weight, &levels.buckets);
                      });
 }

@@ -58,16 +58,16 @@ THINWIRE_CLONES void decode_part(const uint8_t* scales, const uint8_t* codes, fl
 
 void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Outputs& residuals) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_encoded<Means>(xs, out, Keys(xs.size()), buckets, residuals,
-                            [&](const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
+    for_each_encoded<Means>(xs, out, Keys(xs.size()), OneGroup{buckets}, residuals,
+                            [&](size_t, const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
                                 encode_part(x, n, residual, &buckets, scales, codes);
                             });
 }
 
 void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_decoded<Means>(payload, outs, buckets,
-                            [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+    for_each_decoded<Means>(payload, outs, OneGroup{buckets},
+                            [&](size_t, const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
                                 decode_part(scales, codes, out, begin, end, weight, &buckets);
                             });
 }

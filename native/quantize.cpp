@@ -96,36 +96,50 @@ THINWIRE_CLONES void fill_uniform(Key key, float* out, size_t n) {
     for (size_t i = 0; i < n; ++i, counter += kCounterStep) out[i] = uniform_of(key, counter);
 }
 
-void check_steps(const Quantizer& q) {
-    require(q.num_steps >= 1 && q.num_steps < 1 << q.buckets.bits, "num_steps: expected 1 to 2**bits - 1");
-}
+// See OneGroup in buckets.hpp.
+class Groups {
+public:
+    Groups(const Quantizers& quantizers, size_t num_segments) : all_(quantizers) {
+        require(!all_.distinct.empty(), "quantizers: expected at least one");
+        for (const Quantizer& q : all_.distinct)
+            require(q.num_steps >= 1 && q.num_steps < 1 << q.buckets.bits, "num_steps: expected 1 to 2**bits - 1");
+        require(all_.which.empty() || all_.which.size() == num_segments, "quantizers: expected one per segment");
+        for (const size_t group : all_.which) require(group < size(), "quantizers: there is no such quantizer");
+    }
+
+    size_t size() const { return all_.distinct.size(); }
+    size_t group(size_t segment) const { return all_.which.empty() ? 0 : all_.which[segment]; }
+    const Buckets& operator[](size_t group) const { return all_.distinct[group].buckets; }
+    const Quantizer* quantizer(size_t group) const { return &all_.distinct[group]; }
+
+private:
+    const Quantizers& all_;
+};
 
 }  // namespace
 
 void uniform(uint64_t key, Output out) { fill_uniform(Key(key), out.data, out.numel); }
 
-void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizer& quantizer,
+void quantize_encode(const Inputs& xs, Bytes out, const Keys& keys, const Quantizers& quantizers,
                      const Outputs& residuals) {
-    check_steps(quantizer);
-    for_each_encoded(xs, out, keys, quantizer.buckets, residuals,
-                     [&](const float* x, size_t n, float* residual, Key key, uint8_t* scales, uint8_t* codes) {
-                         encode_part(x, n, residual, key, &quantizer, scales, codes);
-                     });
+    const Groups groups(quantizers, xs.size());
+    for_each_encoded(xs, out, keys, groups, residuals,
+                     [&](size_t group, const float* x, size_t n, float* residual, Key key, uint8_t* scales,
+                         uint8_t* codes) { encode_part(x, n, residual, key, groups.quantizer(group), scales, codes); });
 }
 
-void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizer& quantizer) {
-    check_steps(quantizer);
-    for_each_decoded(payload, outs, quantizer.buckets,
-                     [&](const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
-                         decode_part(scales, codes, out, begin, end, weight, &quantizer);
-                     });
+void quantize_decode_add(Payload payload, const Outputs& outs, float weight, const Quantizers& quantizers) {
+    const Groups groups(quantizers, outs.size());
+    for_each_decoded(payload, outs, groups,
+                     [&](size_t group, const uint8_t* scales, const uint8_t* codes, float* out, size_t begin,
+                         size_t end) { decode_part(scales, codes, out, begin, end, weight, groups.quantizer(group)); });
 }
 
-bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizer& quantizer) {
-    check_steps(quantizer);
-    return for_each_summed(payloads, outs, quantizer.buckets,
-                           [&](const std::vector<Part>& parts, float* out, size_t begin, size_t end) {
-                               return sum_part(parts, out, begin, end, weight, &quantizer);
+bool quantize_decode_sum(const Payloads& payloads, const Outputs& outs, float weight, const Quantizers& quantizers) {
+    const Groups groups(quantizers, outs.size());
+    return for_each_summed(payloads, outs, groups,
+                           [&](size_t group, const std::vector<Part>& parts, float* out, size_t begin, size_t end) {
+                               return sum_part(parts, out, begin, end, weight, groups.quantizer(group));
                            });
 }
 

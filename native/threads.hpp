@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <type_traits>
 
 #include "kernels.hpp"
 
@@ -24,9 +25,10 @@ inline bool splits(size_t numel) { return numel >= 2 * kPiece && threads() > 1; 
 
 inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Calls work(segment, begin, end) for ranges of elements that make up all segments. Ranges begin at multiples of `unit`.
-template <typename Segment, typename Work>
-void for_each_piece(const std::vector<Segment>& segments, size_t unit, const Work& work) {
+// Calls work(segment, begin, end) for ranges of elements that make up all segments. Ranges begin at multiples of `unit`: a
+// number, or a function of the segment.
+template <typename Segment, typename Unit, typename Work>
+void for_each_piece(const std::vector<Segment>& segments, const Unit& unit, const Work& work) {
     size_t numel = 0;
     for (const Segment& segment : segments) numel += segment.numel;
     if (!splits(numel)) {
@@ -37,10 +39,15 @@ void for_each_piece(const std::vector<Segment>& segments, size_t unit, const Wor
         size_t segment, begin, end;
     };
     std::vector<Piece> pieces;
-    const size_t size = round_up(kPiece, unit);
-    for (size_t s = 0; s < segments.size(); ++s)
+    for (size_t s = 0; s < segments.size(); ++s) {
+        size_t size = kPiece;
+        if constexpr (std::is_convertible_v<Unit, size_t>)
+            size = round_up(size, unit);
+        else
+            size = round_up(size, unit(s));
         for (size_t begin = 0; begin < segments[s].numel; begin += size)
             pieces.push_back({s, begin, std::min(segments[s].numel, begin + size)});
+    }
     run_parallel(pieces.size(), [&](size_t i) { work(pieces[i].segment, pieces[i].begin, pieces[i].end); });
 }
 

@@ -90,9 +90,9 @@ size_t num_buckets(size_t size, const Counts& numels = kNumels) {
     return count;
 }
 
-size_t codes_nbytes(const Buckets& buckets, size_t scale_nbytes = sizeof(float)) {
-    size_t nbytes = scale_nbytes * num_buckets(buckets.size);
-    for (const int64_t n : kNumels) nbytes += (static_cast<size_t>(n) * buckets.bits + 7) / 8;
+size_t codes_nbytes(const Buckets& buckets, size_t scale_nbytes = sizeof(float), const Counts& numels = kNumels) {
+    size_t nbytes = scale_nbytes * num_buckets(buckets.size, numels);
+    for (const int64_t n : numels) nbytes += (static_cast<size_t>(n) * buckets.bits + 7) / 8;
     return nbytes;
 }
 

@@ -42,12 +42,17 @@ Data round_trip(size_t nbytes, Encode encode, Decode decode) {
     return joined(message, plain, residuals, decoded);
 }
 
-Data quantized(const Quantizer& q) {
+Data quantized(const Quantizers& q) {
     const Inputs xs = kGradients.inputs();
+    size_t nbytes = 0;
+    for (size_t s = 0; s < xs.size(); ++s) {
+        const Buckets& buckets = q.distinct[q.which.empty() ? 0 : q.which[s]].buckets;
+        nbytes += codes_nbytes(buckets, sizeof(float), {kNumels[s]});
+    }
     Data all = round_trip(
-        codes_nbytes(q.buckets), [&](Bytes out, const Outputs& rest) { quantize_encode(xs, out, kKeys, q, rest); },
+        nbytes, [&](Bytes out, const Outputs& rest) { quantize_encode(xs, out, kKeys, q, rest); },
         [&](Payload payload, const Outputs& outs) { quantize_decode_add(payload, outs, kWeight, q); });
-    Message first(codes_nbytes(q.buckets)), second(first);
+    Message first(nbytes), second(first);
     quantize_encode(xs, first.bytes(), kKeys, q, {});
     quantize_encode(kMomenta.inputs(), second.bytes(), kKeys, q, {});
     Floats total(kNumels);
@@ -128,7 +133,7 @@ Data ternary(int base, size_t bucket_size, float clip) {
 Data entropy_coded(int bits) {
     const Buckets buckets{bits, 512, false};
     Message coded(codes_nbytes(buckets));
-    quantize_encode(kGradients.inputs(), coded.bytes(), kKeys, {buckets, (1 << bits) - 1}, {});
+    quantize_encode(kGradients.inputs(), coded.bytes(), kKeys, {{{buckets, (1 << bits) - 1}}, {}}, {});
     const size_t scales = sizeof(float) * num_buckets(buckets.size);
     const Payload packed{coded.payload().data + scales, coded.payload().numel - scales};
     Message room(packed.numel + 9), back(packed.numel);
@@ -243,9 +248,11 @@ std::vector<Named> cases() {
     for (const int bits : {1, 2, 3, 4, 8, 11, 16})
         for (const bool l2 : {false, true}) {
             const std::string name = std::to_string(bits) + (l2 ? " bits, l2" : " bits, max");
-            all.push_back({"quantize " + name, [=] { return quantized({{bits, 512, l2}, (1 << bits) - 1}); }});
+            all.push_back({"quantize " + name, [=] { return quantized({{{{bits, 512, l2}, (1 << bits) - 1}}, {}}); }});
             if (bits <= 8) all.push_back({"levels " + name, [=] { return levelled(even_levels(bits, l2)); }});
         }
+    const Quantizers mixed{{{{4, 512, false}, 14}, {{2, 100, true}, 3}, {{12, 64, false}, 4000}}, {0, 1, 0, 2, 1}};
+    all.push_back({"quantize, by segment", [=] { return quantized(mixed); }});
     for (const int bits : {3, 5, 8})
         all.push_back({"levels, powers of two", [=] { return levelled(powers_of_two(bits)); }});
     for (const int bits : {2, 4, 8}) all.push_back({"huffman", [=] { return entropy_coded(bits); }});

@@ -89,7 +89,7 @@ Floats gradients(const Shape& shape, Random& random) {
 
 void add_quantizers(Targets& targets, const Shape& shape, const Floats& xs) {
     for (const int bits : {1, 4, 8, 12}) {
-        const Quantizer q{{bits, 100, false}, (1 << bits) - 1};
+        const Quantizers q{{{{bits, 100, false}, (1 << bits) - 1}}, {}};
         Message message(4 * num_buckets(shape, 100) + codes_nbytes(shape, bits));
         quantize_encode(xs.inputs(), message.bytes(), shape.keys, q, {});
         targets.push_back({"quantize", bytes_of(message), [=](Payload payload) {
@@ -166,7 +166,7 @@ void add_huffman(Targets& targets, const Shape& shape, const Floats& xs) {
     for (const int bits : {1, 4, 8}) {
         const size_t scales = 4 * num_buckets(shape, 512), nbytes = codes_nbytes(shape, bits);
         Message quantized(scales + nbytes), room(nbytes + 9);
-        quantize_encode(xs.inputs(), quantized.bytes(), shape.keys, {{bits, 512, false}, (1 << bits) - 1}, {});
+        quantize_encode(xs.inputs(), quantized.bytes(), shape.keys, {{{{bits, 512, false}, (1 << bits) - 1}}, {}}, {});
         const size_t size =
             huffman_encode({quantized.payload().data + scales, nbytes}, shape.numels, bits, room.bytes());
         const uint8_t* coded = room.payload().data;

@@ -36,7 +36,7 @@ Data differences(const Quantizer& q, bool sum) {
     Message own(codes_nbytes(q.buckets)), theirs(own);
     Floats ys = kMomenta;
     const std::vector<double> sums = difference_encode(kGradients.inputs(), ys.outputs(), sum, own.bytes(), kKeys, q, true);
-    quantize_encode(kVelocities.inputs(), theirs.bytes(), kKeys, q, {});
+    quantize_encode(kVelocities.inputs(), theirs.bytes(), kKeys, {{q}, {}}, {});
     damage(theirs);
     const Payloads payloads = {own.payload(), theirs.payload()};
     Floats xs(kNumels), hs = kMomenta, squeezed(kNumels), lost = kMomenta;

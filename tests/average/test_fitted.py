@@ -222,13 +222,13 @@ def test_relative_errors_do_not_depend_on_the_scale_of_a_layer(uniform):
 
 
 def test_a_codec_for_each_layer_is_its_parts_by_hand():
-    codecs = (tw.QSGD(bits=3), SPARSE[0], tw.QSGD(bits=3), tw.codec.Identity())
-    codec, xs = PerLayer(codecs), [x for _, x in gradients(0, 0)[:4]]
-    keys, residuals = [Key(1, i, 2) for i in range(4)], [torch.empty_like(x) for x in xs]
+    codecs = (tw.QSGD(bits=3), SPARSE[0], tw.QSGD(bits=5), tw.codec.Identity(), tw.QSGD(bits=3))
+    codec, xs = PerLayer(codecs), [x for _, x in gradients(0, 0)]
+    keys, residuals = [Key(1, i, 2) for i in range(5)], [torch.empty_like(x) for x in xs]
     payload = codec.encode(xs, keys, residuals)
     by_hand = [part.encode(x, key) for part, x, key in zip(codecs, xs, keys, strict=True)]
-    both = codecs[0].encode([xs[0], xs[2]], [keys[0], keys[2]])
-    assert torch.equal(payload, torch.cat([both, by_hand[1], by_hand[3]]))
+    both = codecs[0].encode([xs[0], xs[4]], [keys[0], keys[4]])
+    assert torch.equal(payload, torch.cat([both, by_hand[2], by_hand[1], by_hand[3]]))  # quantizers share one call
     decoded = codec.decode(payload, [x.shape for x in xs])
     for part, x, sent, got, residual in zip(codecs, xs, by_hand, decoded, residuals, strict=True):
         assert torch.equal(got, part.decode(sent, x.shape))
@@ -237,9 +237,9 @@ def test_a_codec_for_each_layer_is_its_parts_by_hand():
     codec.decode_sum([payload, payload], summed, 0.5)
     assert all(map(torch.allclose, summed, decoded))
     kept = codec.support(payload, [x.shape for x in xs])
-    assert kept.counts == [xs[0].numel(), SPARSE[0].sparsifier.count(xs[1].numel()), xs[2].numel(), xs[3].numel()]
+    assert kept.counts == [SPARSE[0].sparsifier.count(x.numel()) if i == 1 else x.numel() for i, x in enumerate(xs)]
     assert codec.pick([3, 1]) == PerLayer((codecs[3], codecs[1]))
-    with pytest.raises(ValueError, match="expected 4 segments, got 1"):
+    with pytest.raises(ValueError, match="expected 5 segments, got 1"):
         codec.encode(xs[0])
 
 

@@ -18,7 +18,7 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.kernels import _native
 from thinwire.kernels.levels import Levels
-from thinwire.kernels.quantize import Quantizer
+from thinwire.kernels.quantize import Quantizer, Quantizers
 
 
 @settings(max_examples=75)
@@ -43,6 +43,41 @@ def test_quantize(xs, data):
         return [payload, *residuals, *outs]
 
     assert_backends_agree(compute)
+
+
+@settings(max_examples=30)
+@given(segments().filter(len), st.data())
+def test_a_quantizer_for_each_segment(xs, data):
+    """The payload is that of each distinct quantizer alone, on every backend."""
+    bits = data.draw(st.lists(st.integers(1, 12), min_size=len(xs), max_size=len(xs)))
+    norm, bucket_size = data.draw(st.sampled_from(["max", "l2"])), data.draw(st.sampled_from([3, 512, 5000]))
+    each = [Quantizer(b, 2**b - 1, bucket_size + b, norm) for b in bits]
+    quantizers, numels = Quantizers.of(each), [x.numel() for x in xs]
+
+    def compute():
+        residuals, outs, sums = clones(xs), clones(xs), clones(xs)
+        payload = torch.empty(quantizers.nbytes(numels), dtype=torch.uint8)
+        kernels.quantize.encode(xs, payload, list(range(len(xs))), quantizers, residuals)
+        kernels.quantize.decode_add(payload, outs, 0.5, quantizers)
+        kernels.quantize.decode_sum([payload, payload], sums, 0.5, quantizers)
+        return [payload, *residuals, *outs, *sums]
+
+    assert_backends_agree(compute)
+    payload, *others = compute()
+    start = 0
+    for quantizer in dict.fromkeys(each):
+        at = [i for i, q in enumerate(each) if q == quantizer]
+        alone = torch.empty(quantizer.nbytes([numels[i] for i in at]), dtype=torch.uint8)
+        residuals, outs, sums = ([clones(xs)[i] for i in at] for _ in range(3))
+        kernels.quantize.encode([xs[i] for i in at], alone, at, quantizer, residuals)
+        kernels.quantize.decode_add(alone, outs, 0.5, quantizer)
+        kernels.quantize.decode_sum([alone, alone], sums, 0.5, quantizer)
+        assert torch.equal(payload[start : start + alone.numel()], alone)
+        start += alone.numel()
+        expected = [*residuals, *outs, *sums]
+        found = [others[part * len(xs) + i] for part in range(3) for i in at]
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True))
+    assert start == payload.numel()
 
 
 def level_sets(data):
@@ -299,7 +334,7 @@ def test_norm_is_the_smallest_float32_whose_square_is_at_least_the_sum():
 def test_native_module_guards_itself():
     """Its own checks hold even where `thinwire.kernels` is bypassed."""
     x, out = torch.ones(8).numpy(), torch.empty(7, dtype=torch.uint8).numpy()
-    quantizer = _native.Quantizer(_native.Buckets(4, 512, False), 14)
+    quantizer = _native.Quantizers([_native.Quantizer(_native.Buckets(4, 512, False), 14)], [])
     with pytest.raises(ValueError, match="size"):
         _native.quantize_encode([x], out, [1], quantizer, [])
     with pytest.raises(TypeError):

@@ -6,7 +6,7 @@ Importing this module fails where the extension `_native` is not installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:
     return _native.Quantizer(_native.Buckets(q.bits, q.bucket_size, q.norm == "l2"), q.num_steps)
 
 
+@lru_cache(maxsize=1024)
+def _quantizers(q: quantize.Quantizers) -> _native.Quantizers:
+    return _native.Quantizers(list(map(_quantizer, q.distinct)), list(q.which))
+
+
 def _levels(x: levels.Levels) -> _native.Levels:
     return _native.Levels(_native.Buckets(x.bits, x.bucket_size, x.norm == "l2"), x.values)
 
@@ -70,6 +75,7 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     type(None): _arrays,
     str: list(cast.WIDTHS).index,  # a float type
     quantize.Quantizer: _quantizer,
+    quantize.Quantizers: _quantizers,
     levels.Levels: _levels,
     ternary.Ternary: lambda t: _native.Ternary(t.base, t.size),
     momentum.Momentum: lambda rule: _native.Momentum(rule.momentum, rule.factor, rule.nesterov),

@@ -6,8 +6,9 @@ Source: QSGD, Alistarh et al., arXiv 1610.02132.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,11 +71,72 @@ class Quantizer:
         return codes_nbytes(numels, self.bits, self.bucket_size)
 
 
+@dataclass(frozen=True, eq=False)
+class Quantizers:
+    """A quantizer for each segment. Their payload is that of each distinct quantizer, for all its segments, in this order.
+
+    Two of them are equal only if they are the same object, so that what follows from one is cheap to cache.
+
+    Args:
+        distinct: the quantizers.
+        which: the position of each segment's quantizer in `distinct`; empty if all segments have the first one.
+    """
+
+    distinct: tuple[Quantizer, ...]
+    which: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, each: Sequence[Quantizer]) -> Quantizers:
+        """For segments with these quantizers.
+
+        Example:
+            >>> two, four = Quantizer(2, 2, 512), Quantizer(4, 14, 512)
+            >>> Quantizers.of([four, two, four]).which
+            (0, 1, 0)
+        """
+        positions: dict[Quantizer, int] = {}
+        which = [positions.setdefault(quantizer, len(positions)) for quantizer in each]
+        return cls(tuple(positions), tuple(which))
+
+    def nbytes(self, numels: Sequence[int]) -> int:
+        """Size of the payload in bytes.
+
+        Raises:
+            ValueError: if a segment's size is out of range, or there are more or fewer segments.
+        """
+        return _nbytes(self, tuple(numels))
+
+    def groups(self, num_segments: int) -> list[tuple[Quantizer, list[int]]]:
+        """Each distinct quantizer with the positions of its segments."""
+        if not self.which:
+            return [(self.distinct[0], list(range(num_segments)))]
+        check_length("quantizers", self.which, num_segments)
+        positions: list[list[int]] = [[] for _ in self.distinct]
+        for i, group in enumerate(self.which):
+            positions[group].append(i)
+        return list(zip(self.distinct, positions, strict=True))
+
+    def split(
+        self, segments: Sequence[Tensor], payloads: Sequence[Tensor]
+    ) -> Iterator[tuple[Quantizer, list[int], list[Tensor]]]:
+        """Each distinct quantizer, the positions of its segments, and its part of every payload."""
+        start = 0
+        for quantizer, positions in self.groups(len(segments)):
+            end = start + quantizer.nbytes([segments[i].numel() for i in positions])
+            yield quantizer, positions, [payload[start:end] for payload in payloads]
+            start = end
+
+
+@lru_cache(maxsize=1024)
+def _nbytes(quantizers: Quantizers, numels: tuple[int, ...]) -> int:
+    return sum(q.nbytes([numels[i] for i in positions]) for q, positions in quantizers.groups(len(numels)))
+
+
 def encode(
     xs: Sequence[Tensor],
     out: Tensor,
     keys: Sequence[int],
-    quantizer: Quantizer,
+    quantizer: Quantizer | Quantizers,
     residuals: Sequence[Tensor] | None = None,
 ) -> None:
     """Quantize each segment stochastically to evenly spaced levels; unbiased.
@@ -86,7 +148,7 @@ def encode(
         xs: segments of float32.
         out: uint8 of `quantizer.nbytes(...)` bytes, written: all scales, then all codes.
         keys: one 64-bit key per segment; the element's position in its segment is the counter.
-        quantizer: the levels and the buckets.
+        quantizer: the levels and the buckets; of all segments, or one for each.
         residuals: where given, `x - value` is written here; may be `xs` itself.
 
     A non-finite element makes its whole bucket decode to non-finite values, and so does, with one step, a scale above
@@ -107,10 +169,14 @@ def encode(
     """
     xs, out, residuals = checked_encoder(xs, out, quantizer.nbytes(numels_of(xs)), residuals)
     check_length("keys", keys, len(xs))
-    _encode.on[out.device.type](xs, out, list(keys), quantizer, residuals)
+    _encode.on[out.device.type](xs, out, list(keys), _all(quantizer), residuals)
 
 
-def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> None:
+def _all(quantizer: Quantizer | Quantizers) -> Quantizers:
+    return Quantizers((quantizer,)) if isinstance(quantizer, Quantizer) else quantizer
+
+
+def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer: Quantizer | Quantizers) -> None:
     """Add `weight` times the values of a payload: `outs[i] += (2 code - m) * (scale / m * weight)`.
 
     Args:
@@ -123,10 +189,12 @@ def decode_add(payload: Tensor, outs: Sequence[Tensor], weight: float, quantizer
         ValueError: if the payload's size does not fit the segments.
     """
     payload, outs = checked_payload(payload, outs, quantizer.nbytes(numels_of(outs)))
-    _decode_add.on[payload.device.type](payload, outs, weight, quantizer)
+    _decode_add.on[payload.device.type](payload, outs, weight, _all(quantizer))
 
 
-def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer) -> Flag:
+def decode_sum(
+    payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float, quantizer: Quantizer | Quantizers
+) -> Flag:
     """Overwrite `outs` with `weight` times the sum of payloads, added in their order; one pass over memory.
 
     Args:
@@ -142,7 +210,7 @@ def decode_sum(payloads: Sequence[Tensor], outs: Sequence[Tensor], weight: float
         ValueError: if a payload's size does not fit the segments, or there is no payload.
     """
     checked, outs = checked_payloads(payloads, outs, quantizer.nbytes(numels_of(outs)))
-    return _decode_sum.on[checked[0].device.type](checked, outs, weight, quantizer)
+    return _decode_sum.on[checked[0].device.type](checked, outs, weight, _all(quantizer))
 
 
 def check_buckets(bits: int, bucket_size: int, norm: str) -> None:
@@ -165,21 +233,22 @@ def codes_nbytes(numels: Sequence[int], bits: int, bucket_size: int) -> int:
 
 @kernel
 def _encode(
-    xs: list[Tensor], out: Tensor, keys: list[int], quantizer: Quantizer, residuals: list[Tensor] | None
+    xs: list[Tensor], out: Tensor, keys: list[int], quantizers: Quantizers, residuals: list[Tensor] | None
 ) -> None:
-    coded = [_quantize_segment(x, key, quantizer) for x, key in zip(xs, keys, strict=True)]
-    store_codes(coded, xs, out, quantizer.bits, residuals)
+    for quantizer, at, (part,) in quantizers.split(xs, [out]):
+        coded = [_quantize_segment(xs[i], keys[i], quantizer) for i in at]
+        store_codes(coded, [xs[i] for i in at], part, quantizer.bits, residuals and [residuals[i] for i in at])
 
 
 @kernel
-def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer) -> None:
-    _decode(Tensor.add_, payload, outs, weight, quantizer)
+def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizers: Quantizers) -> None:
+    _decode(Tensor.add_, payload, outs, weight, quantizers)
 
 
 @kernel
-def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
+def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizers: Quantizers) -> Flag:
     for i, payload in enumerate(payloads):
-        _decode(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, quantizer)
+        _decode(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, quantizers)
     return finite(outs)
 
 
@@ -198,13 +267,18 @@ def _quantize_segment(x: Tensor, key: int, quantizer: Quantizer) -> Coded:
 
 
 def _decode(
-    put: Callable[[Tensor, Tensor], Tensor], payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer
+    put: Callable[[Tensor, Tensor], Tensor], payload: Tensor, outs: list[Tensor], weight: float, quantizers: Quantizers
 ) -> None:
-    def act(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-        step = scales / torch.full_like(scales, quantizer.num_steps) * float32(weight, out.device)
-        put(out, (2 * codes - quantizer.num_steps).float() * spread(step, quantizer.bucket_size, out))
+    for quantizer, at, (part,) in quantizers.split(outs, [payload]):
+        num_steps, bucket_size = quantizer.num_steps, quantizer.bucket_size
 
-    for_each_coded(act, payload, outs, quantizer.bits, quantizer.bucket_size)
+        def act(
+            out: Tensor, codes: Tensor, scales: Tensor, num_steps: int = num_steps, bucket_size: int = bucket_size
+        ) -> None:
+            step = scales / torch.full_like(scales, num_steps) * float32(weight, out.device)
+            put(out, (2 * codes - num_steps).float() * spread(step, bucket_size, out))
+
+        for_each_coded(act, part, [outs[i] for i in at], quantizer.bits, bucket_size)
 
 
 def store_codes(coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, residuals: list[Tensor] | None) -> None:

@@ -8,7 +8,7 @@ from helpers.backends import clones
 from helpers.on_triton import DEVICE, assert_triton_agrees, hard_segments, payload_of
 
 from thinwire import kernels
-from thinwire.kernels.quantize import Quantizer
+from thinwire.kernels.quantize import Quantizer, Quantizers
 
 CASES = [(4, 14, 512, "max"), (3, 7, 77, "l2"), (8, 255, 1000, "max"), (1, 1, 8, "max"), (11, 2047, 3000, "l2"),
          (16, 65535, 5000, "max")]  # fmt: skip
@@ -29,6 +29,21 @@ def test_quantize(case):
         outs, sums = clones(xs), clones(xs)
         kernels.quantize.decode_add(payload, outs, -1 / 3, quantizer)
         finite = kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizer)
+        return [payload, *residuals, *outs, *sums, finite]
+
+    assert_triton_agrees(compute)
+
+
+def test_a_quantizer_for_each_segment():
+    xs = hard_segments()
+    numels = [x.numel() for x in xs]
+    quantizers = Quantizers.of([Quantizer(*CASES[i % 3]) for i in range(len(xs))])
+
+    def compute():
+        payload, residuals, outs, sums = payload_of(quantizers.nbytes(numels)), clones(xs), clones(xs), clones(xs)
+        kernels.quantize.encode(xs, payload, list(range(len(xs))), quantizers, residuals)
+        kernels.quantize.decode_add(payload, outs, -1 / 3, quantizers)
+        finite = kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizers)
         return [payload, *residuals, *outs, *sums, finite]
 
     assert_triton_agrees(compute)

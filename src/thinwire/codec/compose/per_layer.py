@@ -14,6 +14,7 @@ from ... import kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
+from ..quantize.even_levels import EvenLevelsOfEach
 from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
 
@@ -31,9 +32,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PerLayer(Codec):
-    """Segment i is encoded by `codecs[i]`. The segments of equal codecs are encoded with one call.
+    """Segment i is encoded by `codecs[i]`. One call encodes the segments of equal codecs, and one those of all quantizers to
+    evenly spaced levels.
 
-    Payload: that of each distinct codec, in the order of its first segment, for all its segments together.
+    Payload: that of each group of segments that one call encodes, in the order of their first segments.
 
     Args:
         codecs: one for each segment, of fixed size and without demands.
@@ -105,14 +107,18 @@ class PerLayer(Codec):
 
     @cached_property
     def _groups(self) -> list[Group]:
-        positions: dict[Codec, list[int]] = {}
+        positions: dict[Codec | None, list[int]] = {}
+        quantizers = [codec.traits.quantizer for codec in self.codecs]
         for i, codec in enumerate(self.codecs):
-            positions.setdefault(codec, []).append(i)
-        return [Group(codec, at) for codec, at in positions.items()]
+            positions.setdefault(codec if quantizers[i] is None else None, []).append(i)
+        each = EvenLevelsOfEach(tuple(q for q in quantizers if q is not None))
+        return [Group(codec or each, at) for codec, at in positions.items()]
 
     def _split(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
         """Each group with its part of every payload."""
         self._check_number(outs)
+        if len(self._groups) == 1:
+            return [(self._groups[0], list(payloads))]
         sizes = [group.codec.segments_nbytes([outs[i].numel() for i in group.positions]) for group in self._groups]
         parts = [payload.split(sizes) for payload in payloads]
         return [(group, [part[i] for part in parts]) for i, group in enumerate(self._groups)]

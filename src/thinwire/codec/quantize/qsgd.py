@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
-from ... import debug, kernels
 from ...algorithm import require
-from ...kernels import Flag
 from ...kernels.checks import MAX_SEGMENT_NUMEL
+from ...kernels.quantize import Quantizer, Quantizers
 from ...schedule import Schedule
-from ..base import Codec
 from ..traits import Traits
 from ..types import Symbols, number
 from .checks import check_bucket_size, check_norm
+from .even_levels import EvenLevels
 
 
 @dataclass(frozen=True, repr=False)
-class QSGD(Codec):
+class QSGD(EvenLevels):
     """Stochastic uniform quantization to `bits` bits an element, one scale a bucket.
 
     Each bucket of `bucket_size` consecutive elements of a segment has a float32 scale: its largest magnitude ("max",
@@ -102,30 +97,13 @@ class QSGD(Codec):
     @cached_property
     def traits(self) -> Traits:
         scheduled = isinstance(self.bits, Schedule) or isinstance(self.levels, Schedule)
-        quantizer = None if scheduled else self._quantizer
+        quantizer = None if scheduled else self.quantizers.distinct[0]
         return Traits(unbiased=True, bucket_size=self.bucket_size, quantizer=quantizer)
 
     @cached_property
-    def _quantizer(self) -> kernels.quantize.Quantizer:
+    def quantizers(self) -> Quantizers:
         bucket_size = MAX_SEGMENT_NUMEL if self.bucket_size is None else self.bucket_size
-        return kernels.quantize.Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm)
+        return Quantizers((Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm),))
 
     def symbols(self, numels: list[int]) -> Symbols | None:
         return None if self.code_bits > 8 else Symbols(self.code_bits, numels)
-
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
-        kernels.quantize.encode(segments, payload, keys, self._quantizer, residuals)
-        return payload
-
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        kernels.quantize.decode_add(payload, outs, weight, self._quantizer)
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        return kernels.quantize.decode_sum(payloads, outs, weight, self._quantizer)
-
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return self._quantizer.nbytes(numels)

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import quantize as family
-from ..flags import Flag
-from ..quantize import Quantizer
+from ..flags import Flag, all_of
+from ..quantize import Quantizer, Quantizers
 from ..scales import MAX_SCALE, MIN_SCALE, MIN_SCALE_WIDE
 from .buckets import Coding
 from .device import is_finite
@@ -17,19 +17,27 @@ from .variants import VARIANTS
 
 @family._encode.runs_on("triton")
 def encode(
-    xs: list[Tensor], out: Tensor, keys: list[int], quantizer: Quantizer, residuals: list[Tensor] | None
+    xs: list[Tensor], out: Tensor, keys: list[int], quantizers: Quantizers, residuals: list[Tensor] | None
 ) -> None:
-    _coding(quantizer).encode(xs, out, residuals, keys)
+    for quantizer, at, (part,) in quantizers.split(xs, [out]):
+        lost = None if residuals is None else [residuals[i] for i in at]
+        _coding(quantizer).encode([xs[i] for i in at], part, lost, [keys[i] for i in at])
 
 
 @family._decode_add.runs_on("triton")
-def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizer: Quantizer) -> None:
-    _coding(quantizer).decode([payload], outs, weight, add=True)
+def decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizers: Quantizers) -> None:
+    for quantizer, at, parts in quantizers.split(outs, [payload]):
+        _coding(quantizer).decode(parts, [outs[i] for i in at], weight, add=True)
 
 
 @family._decode_sum.runs_on("triton")
-def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizer: Quantizer) -> Flag:
-    return _coding(quantizer).decode(payloads, outs, weight, add=False)
+def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizers: Quantizers) -> Flag:
+    return all_of(
+        [
+            _coding(quantizer).decode(parts, [outs[i] for i in at], weight, add=False)
+            for quantizer, at, parts in quantizers.split(outs, payloads)
+        ]
+    )
 
 
 @triton.jit
