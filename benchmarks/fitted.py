@@ -3,6 +3,7 @@
     python benchmarks/fitted.py errors DATA     the table of squared errors at equal bytes, by task, codec and phase of training
     python benchmarks/fitted.py train DATA      train what the results lack, and append a line of JSON for each run
     python benchmarks/fitted.py table           the table of these runs
+    python benchmarks/fitted.py cost DATA       encoding beside one codec for all layers; the share of measuring and choosing
     python benchmarks/fitted.py line            a line that gets ten times slower, and fast again (needs root, see netlab.py)
 
 DATA is the folder of WikiText-2. Language models learn the bytes of `valid.txt` and are tested on 32 windows of `test.txt`;
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
+from thinwire.codec.adaptive.base import Pace
+from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.lab.train.data import Digits, PlainText
 from thinwire.lab.train.data.base import IGNORE
 from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageModel, apply
@@ -317,6 +320,92 @@ def errors(options: argparse.Namespace) -> None:
     replace_part(PAGE, "errors", lines)
 
 
+# ---- cost ----
+
+
+def encoding(layers: int, width: int, rounds: int) -> None:
+    """Encode and decode layers of 2 to 8 bits in turn, and all with one number of bits; processor time as ratios of medians."""
+    shapes = [(256, width), *[(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers]
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(math.prod(shape), generator=generator) for shape in shapes]
+    keys, lost, outs = (
+        [tw.codec.Key(1, i) for i in range(len(xs))],
+        [torch.empty_like(x) for x in xs],
+        [torch.empty_like(x) for x in xs],
+    )
+    singles = [tw.QSGD(bits=bits) for bits in range(2, 9)]
+    codecs = [PerLayer(tuple(singles[i % len(singles)] for i in range(len(xs)))), *singles]
+    payloads = [codec.encode(xs, keys) for codec in codecs]
+    for what in ("encode", "decode"):
+        seconds: list[list[float]] = [[] for _ in codecs]
+        for _ in range(rounds):
+            for codec, payload, found in zip(codecs, payloads, seconds, strict=True):
+                began = time.thread_time()
+                if what == "encode":
+                    codec.encode(xs, keys, lost)
+                else:
+                    codec.decode_sum([payload, payload], outs)
+                found.append(time.thread_time() - began)
+        by_layer, *each = map(median, seconds)
+        numel = sum(x.numel() for x in xs)
+        print(
+            f"{what} {numel / 1e6:.1f} million elements in {len(xs)} layers, 2 to 8 bits in turn: {by_layer / mean(each):.2f} "
+            f"times the mean of these bits for all layers, {by_layer / each[2]:.2f} times 4 bits"
+        )
+
+
+def step_seconds(
+    comm: Any, task: Task, strategy: str, data: Any, initial: nn.Module
+) -> tuple[float, dict[str, Tensor]]:
+    """Processor time of a step that measures nothing, and the last gradients."""
+    model = copy.deepcopy(initial)
+    handle = tw.attach(model, None, strategy, comm=comm)
+    seen: list[float] = []
+    steps_of(task, model, batches_of(task, data, 0), comm.rank, lambda step: seen.append(time.process_time()))
+    handle.detach()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.ndim > 1}
+    return (seen[-1] - seen[20]) / (len(seen) - 21), gradients
+
+
+def fit_seconds(fitted: Any, gradients: dict[str, Tensor], rounds: int = 10) -> tuple[float, float]:
+    """Processor time of one measurement with its choice, and of one agreement on what the line carries."""
+    state = fitted.init_state({name: g.numel() for name, g in gradients.items()})
+    keys = [tw.codec.Key.of(1, name, 0, 0) for name in gradients]
+    spent: list[list[float]] = [[], []]
+    for i in range(rounds):
+        for what, step in enumerate((fitted.measure_every, fitted.measure_every + 1)):
+            began = time.thread_time()
+            if what == 0:
+                fitted.observe(state, list(gradients.values()), keys)
+            copy.deepcopy(state)  # as a round keeps it
+            pace = Pace(1e8, (0.5 + i % 2) / 1e8)  # fits half or one and a half times as much
+            fitted.update(state, fitted.learn(state, [fitted.statistics(state, step, pace)]), step)
+            spent[what].append(time.thread_time() - began)
+    return median(spent[0]), median(spent[1])
+
+
+def cost(options: argparse.Namespace) -> None:
+    """Print what fitting costs, in processor time."""
+    torch.set_num_threads(1)
+    encoding(layers=2, width=128, rounds=200)
+    encoding(layers=4, width=128, rounds=200)
+    encoding(layers=6, width=512, rounds=20)
+    task = replace(TASKS["GPT, AdamW"], steps=60)
+    data = loaded(task, options.data)
+    torch.manual_seed(0)
+    initial = task.build(data.num_classes)
+    strategy = "Gradients(Mean(Fitted(3.0), ErrorFeedback(), exchange='all_gather'))"
+    step, gradients = tw.LocalWorld(1, timeout_seconds=3600).run(step_seconds, task, strategy, data, initial)[0]
+    fitted = tw.Fitted("line")
+    measuring, following = fit_seconds(fitted, gradients)
+    share = measuring / fitted.measure_every / step
+    print(
+        f"a step of a GPT takes {1e3 * step:.1f} ms, a measurement {1e3 * measuring:.1f} ms: {share:.2%} of the steps"
+    )
+    share += following / fitted.follow_every / step
+    print(f"an agreement on the line takes {1e3 * following:.2f} ms: {share:.2%} of the steps with measuring")
+
+
 # ---- following a line ----
 
 LAYERS, LAYER = 32, (256, 512)
@@ -432,7 +521,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["errors", "train", "table", "line", "work"])
+    parser.add_argument("what", choices=["errors", "train", "table", "cost", "line", "work"])
     parser.add_argument("data", type=Path, nargs="?", default=Path("data/wikitext-2"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--rows", type=Path, default=RESULTS.with_name("line.jsonl"), help="of the line")
@@ -440,7 +529,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", default=list(SINGLE), choices=SINGLE)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     options = parser.parse_args()
-    {"errors": errors, "train": train, "table": table, "line": line, "work": work}[options.what](options)
+    {"errors": errors, "train": train, "table": table, "cost": cost, "line": line, "work": work}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,15 @@ def semantics_worker(comm):
         assert handle.num_skipped == 1 and fingerprint(thin) == before
         assert all(torch.equal(held[name], m) for name, m in memory_of(handle).items())
 
+    # The layers of each shard get codecs of their own: the workers that hold this shard choose them together.
+    fitted = tw.Mean(tw.Fitted(4.0, measure_steps=(1, 3)), tw.ErrorFeedback())
+    with tw.compress_gradients(thin, fitted, replicas=replicas) as handle:
+        train(thin, comm.rank, steps=5)
+        assert replicas_are_equal(comm, mesh, thin)
+        chosen = comm.gather_objects(handle.diagnostics())
+        assert chosen[0] == chosen[2] and chosen[1] == chosen[3]  # replicas of shard 0 and of shard 1
+        assert all(found["bits"] <= 4 and "error" in found for found in chosen)
+
     # The same for parameters and their changes; a worker's own step is skipped on all of its shards.
     for attach in (
         lambda optimizer: tw.local_updates(thin, optimizer, SPARSE, every=2, replicas=replicas),

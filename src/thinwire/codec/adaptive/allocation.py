@@ -5,11 +5,12 @@
 For the least error under a budget of bytes, values are errors and weights are bytes. For the fewest bytes under a bound
 on the error, they change places.
 
-Method. A price p on weight turns the problem into one choice for each layer, the least `value + p weight`. Bisection finds
-the price at which the choices just fit. That gives a choice that fits, and a bound that no choice beats. What costs more
-than the gap between the two is left out. Dynamic programming over the rest finds the best choice: after each layer it keeps the
-sums that no other sum beats in both value and weight. `MAX_SUMS` limits how many; only then may the result fall
-short of the best, and it is never worse than the best single candidate for all layers.
+Method. A price p on weight turns the problem into one choice for each layer, the least `value + p weight`. The price at which
+a choice within the budget and one above it cost the same gives a choice between the two, until there is none. That gives a
+choice that fits, and a bound that no choice beats. What costs more than the gap between the two is left out. Dynamic
+programming over the rest finds the best choice: after each layer it keeps the sums that no other sum beats in both value and
+weight. `MAX_SUMS` limits how many; only then may the result fall short of the best, and it is never worse than the best
+single candidate for all layers.
 
 Source: Markov et al. 2022, L-GreCo, arXiv 2210.17357; Kellerer et al. 2004, Knapsack Problems, chapter 11.
 """
@@ -27,7 +28,6 @@ Matrix = NDArray[np.float64]
 Choice = NDArray[np.int64]
 
 MAX_SUMS = 4096
-_BISECTIONS = 60
 _ROUNDING = 1e-12  # of sums in float64, relative
 
 
@@ -78,24 +78,22 @@ def _at(values: Matrix, weights: Matrix, price: float) -> Choice:
 
 
 def _priced(values: Matrix, weights: Matrix, budget: float) -> tuple[float, Choice]:
-    """The lowest price at which the choice fits, and this choice."""
-    free = _at(values, weights, 0.0)
-    if _fits(weights, free, budget):
-        return 0.0, free
-    high = 1.0
-    while not _fits(weights, _at(values, weights, high), budget):
-        high *= 4.0
-        if not np.isfinite(high):
-            return 0.0, weights.argmin(1)
-    low = 0.0
-    for _ in range(_BISECTIONS):
-        # Prices differ by orders of magnitude, so the middle is the geometric one once the lower end is known.
-        middle = (low * high) ** 0.5 if low else high / 16
-        if _fits(weights, _at(values, weights, middle), budget):
-            high = middle
+    """The lowest price at which a choice fits, and this choice."""
+    above, price = _at(values, weights, 0.0), 0.0  # a choice that exceeds the budget
+    if _fits(weights, above, budget):
+        return price, above
+    within = np.where(weights <= weights.min(1, keepdims=True), values, np.inf).argmin(1)
+    while True:
+        # The price at which both cost the same. If nothing costs less there, no choice between them is best at any price.
+        price = (_total(values, within) - _total(values, above)) / (_total(weights, above) - _total(weights, within))
+        middle = _at(values, weights, price)
+        least = _total(values, within) + price * _total(weights, within)
+        if _total(values, middle) + price * _total(weights, middle) >= least * (1 - _ROUNDING):
+            return price, within
+        if _fits(weights, middle, budget):
+            within = middle
         else:
-            low = middle
-    return high, _at(values, weights, high)
+            above = middle
 
 
 def _filled(values: Matrix, weights: Matrix, budget: float, choice: Choice) -> Choice:

@@ -106,13 +106,15 @@ class Job:
             keys: the key of each part.
             masked: empty, or for each part a buffer to be zeroed wherever something was sent.
         """
+        if not parts:
+            return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
         with self.clock("encode"):
-            if not parts:
-                return torch.empty(0, dtype=torch.uint8, device=self.dense.device)
             segments = [flatten(parts, self.dense.device)] if self.merged else list(parts)
             keys = keys[: len(segments)]
-            if self.observe is not None:
+        if self.observe is not None:
+            with self.clock("adapt"):
                 self.observe(self.codec, segments, keys)
+        with self.clock("encode"):
             residuals = segments if self.keep_residual else None
             sparse = None if self.selection is None else self.codec.traits.sparse
             if self.selection is None or sparse is None:
