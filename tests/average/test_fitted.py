@@ -12,6 +12,7 @@ import torch
 import thinwire as tw
 from thinwire.average.mean.line_meter import LineMeter, Message
 from thinwire.codec import Key
+from thinwire.codec.adaptive.base import Pace
 from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.membership import load_shared, redistribute, shared_part
 from thinwire.testing import check_averager
@@ -313,6 +314,16 @@ def test_waiting_for_a_slow_worker_is_not_waiting_for_the_line():
     before = line.state.budget
     line.run(1e12, 10, late=(0.0, 0.5))
     assert line.state.budget >= before
+
+
+@pytest.mark.parametrize(("factor", "changes"), [(1.01, False), (1.5, True), (0.5, True)])
+def test_a_budget_that_hardly_changes_leaves_the_choice(factor, changes):
+    state = Line(LINE, MANY).state
+    state.budget, state.rate = float(LINE.nbytes_at(state)), 1e6
+    before = state.budget, dict(state.choice)
+    pace = Pace(1e6, factor / 1e6)
+    LINE.update(state, LINE.learn(state, [LINE.statistics(state, 1, pace)]), 1)
+    assert ((state.budget, state.choice) != before) == changes
 
 
 def test_workers_agree_on_what_the_line_carries():
