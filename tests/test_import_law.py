@@ -20,6 +20,7 @@ FLOORS = {
     "debug": 0,
     "streams": 0,
     "schedule": 1,
+    "options": 1,
     "membership": 1,
     "kernels": 1,
     "codec": 2,
@@ -47,7 +48,7 @@ FLOORS = {
     "__main__": 16,
 }
 LIBRARY = {name for name, floor in FLOORS.items() if floor < 10}
-SAME_FLOOR = {("memory", "codec"), ("membership", "schedule")}
+SAME_FLOOR = {("memory", "codec"), ("membership", "schedule"), ("options", "schedule")}
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 
 

@@ -25,6 +25,7 @@ import torch
 from .algorithm import require
 from .comm import ElasticCommunicator
 from .kernels import mix_key
+from .options import require_integer
 
 if TYPE_CHECKING:
     from .strategy.base import AveragerAttachment
@@ -80,14 +81,8 @@ class ElasticSampler:
 
     def __init__(self, num_blocks: int, handle: AveragerAttachment, per_step: int | None = None, seed: int = 0):
         comm = handle.comm
-        require(
-            isinstance(num_blocks, int) and 1 <= num_blocks <= MAX_BLOCKS,
-            f"ElasticSampler: num_blocks must be an integer, 1 or more, got {num_blocks!r}",
-        )
-        require(
-            per_step is None or (isinstance(per_step, int) and per_step >= 1),
-            f"ElasticSampler: per_step must be an integer, 1 or more, or None, got {per_step!r}",
-        )
+        require_integer("ElasticSampler: num_blocks", num_blocks, 1, MAX_BLOCKS)
+        require_integer("ElasticSampler: per_step", per_step, 1, or_none=True)
         require(
             handle.strategy.has_common_steps,
             f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "

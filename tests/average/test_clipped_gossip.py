@@ -98,7 +98,7 @@ def test_a_liar_that_never_moves_cannot_pull_the_others_away():
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: ClippedGossip(tau=0.0), "tau must be a positive number or None"),
+        (lambda: ClippedGossip(tau=0.0), "tau must be above 0, or None"),
         (lambda: ClippedGossip(faulty=-1), "faulty must be an integer, 0 or more"),
         (lambda: ClippedGossip(tw.topology.Hierarchical(tw.Ring(), workers_per_node=2)), "plain mean"),
         (lambda: ClippedGossip().check_topology(2), "a worker has 1 neighbours among 2 workers"),

@@ -573,7 +573,7 @@ def test_auto_needs_more_than_the_size_of_one_node(monkeypatch):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: tw.Mean(workers_per_node=0), "workers_per_node must be a positive integer or None, got 0"),
+        (lambda: tw.Mean(workers_per_node=0), "workers_per_node must be an integer, 1 or more, or None, got 0"),
         (lambda: tw.Mean(exchange="all_gather", workers_per_node=2), "does not use workers_per_node=2"),
         (lambda: tw.Mean(exchange="scatter"), "exchange must be one of auto, all_reduce, all_gather, scatter_reduce"),
     ],

@@ -311,7 +311,7 @@ def test_a_state_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("rank", [0, -1, 2.5, "4", None])
 def test_mistakes(rank):
-    with pytest.raises(ValueError, match="rank must be a positive integer"):
+    with pytest.raises(ValueError, match="rank must be an integer, 1 or more"):
         tw.PowerSGD(rank=rank)
 
 

@@ -182,14 +182,14 @@ def test_notation(rule):
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: CenteredClipping(tau=0), "tau must be a positive number, got 0"),
+        (lambda: CenteredClipping(tau=0), "tau must be above 0, got 0"),
         (lambda: CenteredClipping(iterations=0), "iterations must be an integer, 1 or more, got 0"),
         (lambda: TrimmedMean(faulty=-1), "faulty must be an integer, 0 or more, got -1"),
-        (lambda: GeometricMedian(nu=0.0), "nu must be a positive number, got 0.0"),
+        (lambda: GeometricMedian(nu=0.0), "nu must be above 0 and finite, got 0.0"),
         (lambda: Krum(selected=0), "selected must be an integer, 1 or more, got 0"),
         (lambda: Bucketing("median"), "rule must be a rule such as TrimmedMean"),
         (lambda: Bucketing(Median(), s=0), "s must be an integer, 1 or more, got 0"),
-        (lambda: Median(patience=0), "patience must be a positive integer or None, got 0"),
+        (lambda: Median(patience=0), "patience must be an integer, 1 or more, or None, got 0"),
     ],
 )
 def test_wrong_options_are_refused(make, line):

@@ -113,8 +113,8 @@ def test_rank_may_follow_a_schedule():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: tw.codec.SVD(rank=0), "rank must be a positive integer, got 0"),
-        (lambda: tw.codec.SVD(rank=1.5), "rank must be a positive integer, got 1.5"),
+        (lambda: tw.codec.SVD(rank=0), "rank must be an integer, 1 or more, got 0"),
+        (lambda: tw.codec.SVD(rank=1.5), "rank must be an integer, 1 or more, got 1.5"),
         (lambda: tw.chain(tw.TopK(0.1), tw.codec.SVD(rank=1)), "second link"),
         (
             lambda: tw.codec.SVD(rank=1).decode(torch.zeros(28, dtype=torch.uint8), torch.Size([4, 4])),

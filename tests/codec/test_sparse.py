@@ -478,15 +478,15 @@ def test_the_ledger_of_variable_sizes():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: tw.Threshold(0), "value must be positive"),
-        (lambda: tw.Threshold(math.nan), "value must be positive"),
+        (lambda: tw.Threshold(0), "value must be above 0 and finite"),
+        (lambda: tw.Threshold(math.nan), "value must be above 0 and finite"),
         (lambda: tw.AdaptiveThreshold(1.5), "fraction must be above 0 and at most 1"),
         (lambda: tw.RandomK(0), "RandomK: ratio"),
         (lambda: tw.RandomK(0.1, shared=1), "shared must be True or False"),
         (lambda: tw.TopK(0.1, sample=0), "sample must be"),
         (lambda: tw.TopK(0.1, indices="delta"), "indices must be 'fixed' or 'auto'"),
         (lambda: tw.codec.BlockwiseTopK(0.1, block=4097), "from 1 to 4096"),
-        (lambda: tw.codec.CoarseGrainedTopK(0.1, chunk=0), "positive integer"),
+        (lambda: tw.codec.CoarseGrainedTopK(0.1, chunk=0), "chunk must be an integer, 1 or more, got 0"),
     ],
 )
 def test_mistakes(build, message):

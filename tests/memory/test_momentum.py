@@ -362,9 +362,9 @@ def test_what_travels_dense_is_clipped_after_averaging(clip):
     [
         (lambda: MomentumCorrection(momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
         (lambda: tw.Mean(clip=1.0), "clip must be a clip such as ClipByNorm"),
-        (lambda: tw.average.ClipByNorm(0), "ClipByNorm: max_norm must be a positive number, got 0"),
-        (lambda: tw.average.ClipByValue(-1.0), "ClipByValue: max_value must be a positive number"),
-        (lambda: tw.average.ClipValueByGlobalNorm("x"), "factor must be a positive number, got 'x'"),
+        (lambda: tw.average.ClipByNorm(0), "ClipByNorm: max_norm must be above 0 and finite, got 0"),
+        (lambda: tw.average.ClipByValue(-1.0), "ClipByValue: max_value must be above 0 and finite"),
+        (lambda: tw.average.ClipValueByGlobalNorm("x"), "factor must be above 0 and finite, got 'x'"),
         (
             lambda: tw.Mean(tw.TopK(0.1), MomentumCorrection(), exchange="hierarchical"),
             "does not learn which coordinates its node sent",

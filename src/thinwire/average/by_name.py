@@ -20,6 +20,7 @@ from ..algorithm import require
 from ..clock import Clock
 from ..comm import Communicator, Handle
 from ..membership import State, check_state, config, nested
+from ..options import require_kind
 from ..schedule import Progress
 from .base import Averager, NamedTensors, check_agreement
 
@@ -101,9 +102,8 @@ class ByName(Averager):
 
     def __post_init__(self) -> None:
         given = self.averagers
-        require(
-            isinstance(given, (Mapping, tuple)),
-            f"ByName: averagers must be a dict such as {{'*embed*': Mean(), '*': Mean(QSGD(bits=4))}}, got {given!r}",
+        require_kind(
+            "ByName: averagers", given, (Mapping, tuple), "a dict such as {'*embed*': Mean(), '*': Mean(QSGD(bits=4))}"
         )
         pairs = tuple(given.items()) if isinstance(given, Mapping) else given
         require(len(pairs) > 0, "ByName: give at least one pattern, such as '*'")

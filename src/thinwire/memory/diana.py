@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..algorithm import require
+from ..options import require_number
 from .shift import Shift
 
 
@@ -44,10 +44,7 @@ class DIANA(Shift):
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.alpha, (int, float)) and 0 < self.alpha <= 1,
-            f"DIANA: alpha must be above 0 and at most 1, got {self.alpha!r}",
-        )
+        require_number("DIANA: alpha", self.alpha, above=0, most=1)
 
     @property
     def rate(self) -> float:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..algorithm import require
 from ..codec import Selection
 from ..membership import State, config, own, pending
+from ..options import require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 
 
@@ -61,10 +61,7 @@ class ErrorFeedback(Memory):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.decay, (int, float)) and 0 < self.decay <= 1,
-            f"ErrorFeedback: decay must be above 0 and at most 1, got {self.decay!r}",
-        )
+        require_number("ErrorFeedback: decay", self.decay, above=0, most=1)
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> ErrorFeedbackState:
         return ErrorFeedbackState(residual=zeros_like_flat(tensors), spare=zeros_like_flat(tensors))

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..algorithm import require
 from ..membership import State, config, own, shared
+from ..options import require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 from .momentum import PAIRS, Pair, pairs
 
@@ -61,10 +61,7 @@ class LocalMomentum(Memory):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
-            f"LocalMomentum: momentum must be at least 0 and below 1, got {self.momentum!r}",
-        )
+        require_number("LocalMomentum: momentum", self.momentum, least=0, below=1)
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> LocalMomentumState:
         return LocalMomentumState(pairs(tensors), pairs(dense), zeros_like_flat(tensors))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..algorithm import require
 from ..membership import Form, State, config, load_tensors, own, pending, shared
+from ..options import require_integer, require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 
 
@@ -86,14 +86,8 @@ class LoCo(Memory):
     reset_every: int | None = 512
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.beta, (int, float)) and 0 < self.beta <= 1,
-            f"LoCo: beta must be above 0 and at most 1, got {self.beta!r}",
-        )
-        require(
-            self.reset_every is None or (isinstance(self.reset_every, int) and self.reset_every >= 1),
-            f"LoCo: reset_every must be a positive integer or None, got {self.reset_every!r}",
-        )
+        require_number("LoCo: beta", self.beta, above=0, most=1)
+        require_integer("LoCo: reset_every", self.reset_every, 1, or_none=True)
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> LoCoState:
         codes = {name: t.new_zeros(t.numel(), dtype=torch.int8) for name, t in tensors}

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..algorithm import require
 from ..codec import Selection
 from ..membership import Form, State, load_tensors, own, shared
+from ..options import require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 
 
@@ -118,10 +118,7 @@ class MomentumCorrection(Memory):
     masking: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
-            f"MomentumCorrection: momentum must be at least 0 and below 1, got {self.momentum!r}",
-        )
+        require_number("MomentumCorrection: momentum", self.momentum, least=0, below=1)
 
     @property
     def needs_support(self) -> bool:

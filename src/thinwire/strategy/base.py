@@ -40,6 +40,7 @@ from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
+from ..options import require_integer
 from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
@@ -192,7 +193,7 @@ class AveragerAttachment(Attachment):
             ValueError: on all workers, if their epochs differ.
             CommunicationError: a worker does not call it.
         """
-        require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
+        require_integer("epoch", epoch, 0)
         self._ready()
         if not self.comm.is_elastic:  # there, workers are made equal instead
             self.comm.check_agreement({"epoch": epoch})

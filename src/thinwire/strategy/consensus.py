@@ -18,6 +18,7 @@ from torch import Tensor
 from ..algorithm import require
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator
+from ..options import require_integer
 
 
 class ConsensusRecord(NamedTuple):
@@ -79,8 +80,8 @@ def consensus(
     require(
         isinstance(averager, Averager), f"consensus: averager must have rounds, such as Mix(Ring()), got {averager!r}"
     )
-    require(isinstance(rounds, int) and rounds >= 0, f"consensus: rounds must be 0 or more, got {rounds!r}")
-    require(isinstance(every, int) and every >= 1, f"consensus: every must be 1 or more, got {every!r}")
+    require_integer("consensus: rounds", rounds, 0)
+    require_integer("consensus: every", every, 1)
     comm.check_agreement({"averager": averager, "rounds": rounds, "seed": seed, "every": every})
     state = averager.init(tensors, comm, seed)
     mean = comm.all_reduce(_flat(tensors)).wait() / comm.size

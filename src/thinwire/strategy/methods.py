@@ -6,10 +6,10 @@ function says what its method costs instead.
 
 from __future__ import annotations
 
-from ..algorithm import require
 from ..average import Dion, Mean, Mix
 from ..codec import DCT, QSGD, BinMeans, BlockwiseTopK, Float4, Tiles, chain
 from ..memory import ErrorFeedback, SignDescent
+from ..options import require_integer
 from ..topology import RandomPairs
 from .gradients.gradients import Gradients
 from .local.local import Local
@@ -192,10 +192,7 @@ def demo(frequencies: int = 32, tile: int = 64, decay: float = 0.999) -> Gradien
         >>> averager.codec, averager.divide_by
         (chain(DCT(divisors=True), BlockwiseTopK(ratio=0.015625)), 'senders')
     """
-    require(
-        isinstance(frequencies, int) and 1 <= frequencies <= tile * tile,
-        f"demo: frequencies must be 1 to {tile * tile}, got {frequencies!r}",
-    )
+    require_integer("demo: frequencies", frequencies, 1, tile * tile)
     codec = chain(DCT(tile, divisors=True), BlockwiseTopK(frequencies / tile**2, tile * tile))
     memory = SignDescent(ErrorFeedback(decay))
     return Gradients(Mean(codec, memory, exchange="all_gather", min_ndim=0, divide_by="senders"))

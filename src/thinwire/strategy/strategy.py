@@ -24,6 +24,7 @@ from ..algorithm import Algorithm, require
 from ..average.base import Averager, averager_hint
 from ..average.gossip.pairwise import Pairwise
 from ..comm import Communicator, Group, Layout
+from ..options import require_choice, require_integer
 from .nonfinite import POLICIES
 
 if TYPE_CHECKING:
@@ -77,11 +78,8 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
     max_nonfinite: int = 100
 
     def __post_init__(self) -> None:
-        self._require(
-            self.on_nonfinite in POLICIES,
-            f"on_nonfinite must be one of {', '.join(POLICIES)}, got {self.on_nonfinite!r}",
-        )
-        self._require_integer("max_nonfinite", self.max_nonfinite, 1)
+        require_choice(f"{type(self).__name__}: on_nonfinite", self.on_nonfinite, POLICIES)
+        require_integer(f"{type(self).__name__}: max_nonfinite", self.max_nonfinite, 1)
 
     def attach(
         self,
@@ -120,12 +118,6 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
 
     def _require(self, condition: bool, message: str) -> None:
         require(condition, f"{type(self).__name__}: {message}")
-
-    def _require_integer(self, name: str, value: object, least: int) -> None:
-        self._require(
-            isinstance(value, int) and value >= least,
-            f"{name} must be an integer, {least} or more, got {value!r}",
-        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -43,6 +43,7 @@ from ... import kernels
 from ...algorithm import require
 from ...comm import Communicator, Handle
 from ...membership import check_state
+from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, NamedTensors, Pending, check_agreement
 from .layout import Layout
@@ -66,10 +67,7 @@ class GossipAverager(Averager):
     topology: Topology
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.topology, Topology),
-            f"{type(self).__name__}: topology must be a topology such as Ring(), got {self.topology!r}",
-        )
+        require_kind(f"{type(self).__name__}: topology", self.topology, Topology, "a topology such as Ring()")
 
     @property
     def whole_model(self) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...algorithm import require
 from ...codec import Codec
+from ...options import require_number
 from ...topology.speed import difference_rates
 
 if TYPE_CHECKING:
@@ -55,9 +56,8 @@ def check_fixed_undirected(averager: GossipAverager, size: int) -> None:
 
 def check_step_size(averager: GossipAverager, value: object) -> None:
     """Raise ValueError unless a step size is a positive number."""
-    require(
-        isinstance(value, (int, float)) and 0 < value < float("inf"),
-        f"{type(averager).__name__}: step_size must be above 0, got {value!r}; lower is more stable",
+    require_number(
+        f"{type(averager).__name__}: step_size", value, above=0, below=float("inf"), hint="; lower is more stable"
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...algorithm import require
 from ...comm import Communicator
 from ...membership import State, pending, restart
+from ...options import require_integer, require_number
 from ...topology import Hierarchical, Ring, Topology
 from ..base import NamedTensors
 from ..robust.base import norms_of
@@ -75,10 +76,8 @@ class ClippedGossip(GossipAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = self.tau is None or (isinstance(self.tau, (int, float)) and self.tau > 0)
-        require(ok, f"ClippedGossip: tau must be a positive number or None, got {self.tau!r}")
-        ok = isinstance(self.faulty, int) and self.faulty >= 0
-        require(ok, f"ClippedGossip: faulty must be an integer, 0 or more, got {self.faulty!r}")
+        require_number("ClippedGossip: tau", self.tau, above=0, or_none=True)
+        require_integer("ClippedGossip: faulty", self.faulty, 0)
         require(
             not isinstance(self.topology, Hierarchical),
             f"ClippedGossip: the workers of a node take their plain mean under {self.topology}; use another topology",

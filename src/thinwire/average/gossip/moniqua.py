@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import require
 from ...comm import Communicator
+from ...options import require_integer, require_number
 from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
@@ -79,14 +80,8 @@ class Moniqua(GossipAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.theta is None or isinstance(self.theta, (int, float)) and 0 < self.theta < float("inf"),
-            f"Moniqua: theta must be positive and finite, got {self.theta!r}",
-        )
-        require(
-            isinstance(self.bits, int) and 2 <= self.bits <= 8,
-            f"Moniqua: bits must be an integer from 2 to 8, got {self.bits!r}; at 1 bit rounding exceeds the modulus",
-        )
+        require_number("Moniqua: theta", self.theta, above=0, below=float("inf"), or_none=True)
+        require_integer("Moniqua: bits", self.bits, 2, 8, hint="; at 1 bit rounding exceeds the modulus")
         if self.step_size is not None:
             check_step_size(self, self.step_size)
 

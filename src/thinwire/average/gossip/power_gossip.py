@@ -13,6 +13,7 @@ from ... import kernels
 from ...algorithm import require
 from ...comm import Communicator
 from ...membership import WHOLE, State, config, restart, shared
+from ...options import require_integer
 from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
@@ -106,7 +107,7 @@ class PowerGossip(GossipAverager):
         super().__post_init__()
         for name in ("rank", "iterations"):
             value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, f"PowerGossip: {name} must be 1 or more, got {value!r}")
+            require_integer(f"PowerGossip: {name}", value, 1)
         require(
             not (self.shared_p and self.warm_start),
             "PowerGossip: warm-started directions belong to one edge; add warm_start=False to share p",

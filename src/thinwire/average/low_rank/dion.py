@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...algorithm import require
 from ...clock import Clock
 from ...comm import Communicator, Handle
 from ...membership import State, config, own, pending, shared
+from ...options import require_integer, require_number
 from ...schedule import Progress
 from ..base import Averager, NamedTensors, check_agreement
 from .matrices import all_reduce_parts, columns, gains, warm_start
@@ -92,13 +92,8 @@ class Dion(Averager):
     mu: float = 0.95
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.rank, int) and self.rank >= 1, f"Dion: rank must be a positive integer, got {self.rank!r}"
-        )
-        require(
-            isinstance(self.mu, (int, float)) and 0 <= self.mu < 1,
-            f"Dion: mu must be at least 0 and below 1, got {self.mu!r}",
-        )
+        require_integer("Dion: rank", self.rank, 1)
+        require_number("Dion: mu", self.mu, least=0, below=1)
 
     @property
     def has_momentum(self) -> bool:

@@ -32,6 +32,7 @@ from ...clock import Clock
 from ...comm import Communicator, Handle
 from ...membership import Form, State, check_state, config, copied, nested, pending, require_names, shared
 from ...memory import ErrorFeedback, Memory
+from ...options import require_integer
 from ...schedule import Progress, Schedule, resolve
 from ..base import Averager, NamedTensors, check_agreement
 from .matrices import all_reduce_parts, columns, gains, warm_start
@@ -150,10 +151,7 @@ class PowerSGD(Averager):
     memory: Memory | None = field(default_factory=ErrorFeedback)
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
-            f"PowerSGD: rank must be a positive integer, got {self.rank!r}",
-        )
+        require_integer("PowerSGD: rank", self.rank, 1, or_schedule=True)
         require(
             self.memory is None or (isinstance(self.memory, Memory) and not self.memory.has_momentum),
             f"PowerSGD: memory must be a memory without momentum, such as ErrorFeedback(), or None, got {self.memory!r}",

@@ -15,8 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...algorithm import Algorithm, require
+from ...algorithm import Algorithm
 from ...comm import Communicator
+from ...options import require_number
 from ..base import NamedTensors
 
 
@@ -167,8 +168,4 @@ def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:
 
 
 def _check_positive(clip: Clip, name: str) -> None:
-    value = getattr(clip, name)
-    require(
-        isinstance(value, (int, float)) and 0 < value < math.inf,
-        f"{type(clip).__name__}: {name} must be a positive number, got {value!r}",
-    )
+    require_number(f"{type(clip).__name__}: {name}", getattr(clip, name), above=0, below=math.inf)

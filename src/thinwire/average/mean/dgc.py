@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...algorithm import require
 from ...codec import QSGD, Cast, TopK, chain
 from ...memory import MomentumCorrection
+from ...options import require_integer
 from ...schedule import GeometricWarmup, Schedule
 from .clip import Clip
 from .mean import Mean
@@ -74,10 +75,7 @@ def dgc(
         >>> tw.LocalWorld(2).run(worker)  # in epoch 1 a worker sends 0.01^(2/6) of 200 coordinates
         [44, 44]
     """
-    require(
-        isinstance(warmup_epochs, int) and warmup_epochs >= 0,
-        f"dgc: warmup_epochs must be an integer, 0 or more, got {warmup_epochs!r}",
-    )
+    require_integer("dgc: warmup_epochs", warmup_epochs, 0)
     require(bits is None or values is None, f"dgc: give bits or values, got bits={bits!r} and values={values!r}")
     if not isinstance(ratio, Schedule) and ratio > 1:
         ratio = 1 / ratio

@@ -32,6 +32,7 @@ from ...comm import Communicator, Handle
 from ...kernels import Flag
 from ...membership import check_state
 from ...memory import Memory
+from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
 from ..base import Averager, NamedTensors, check_agreement, copy_changed
 from ..robust.base import Rule
@@ -114,30 +115,18 @@ class Mean(Averager):
     rule: Rule | None = None
 
     def __post_init__(self) -> None:
-        require(isinstance(self.codec, Codec), f"Mean: codec must be a codec such as TopK(0.01), got {self.codec!r}")
-        require(
-            self.memory is None or isinstance(self.memory, Memory),
-            f"Mean: memory must be a memory such as ErrorFeedback() or None, got {self.memory!r}",
-        )
-        require(
-            self.clip is None or isinstance(self.clip, Clip),
-            f"Mean: clip must be a clip such as ClipByNorm(1.0) or None, got {self.clip!r}",
-        )
+        require_kind("Mean: codec", self.codec, Codec, "a codec such as TopK(0.01)")
+        require_kind("Mean: memory", self.memory, Memory, "a memory such as ErrorFeedback()", or_none=True)
+        require_kind("Mean: clip", self.clip, Clip, "a clip such as ClipByNorm(1.0)", or_none=True)
         for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
             value = getattr(self, name)
-            require(value in allowed, f"Mean: {name} must be one of {', '.join(allowed)}, got {value!r}")
+            require_choice(f"Mean: {name}", value, allowed)
         exchange = EXCHANGES.get(self.exchange)  # None for "auto"
         if exchange is not None:
             exchange.check(self.codec)
-        require(
-            isinstance(self.min_ndim, int) and self.min_ndim >= 0,
-            f"Mean: min_ndim must be an integer, 0 or more, got {self.min_ndim!r}",
-        )
+        require_integer("Mean: min_ndim", self.min_ndim, 0)
         nodes = self.workers_per_node
-        require(
-            nodes is None or (isinstance(nodes, int) and nodes >= 1),
-            f"Mean: workers_per_node must be a positive integer or None, got {nodes!r}",
-        )
+        require_integer("Mean: workers_per_node", nodes, 1, or_none=True)
         require(
             nodes is None or exchange is None or exchange.needs_nodes,
             f"Mean: exchange={self.exchange!r} does not use workers_per_node={nodes}; use 'hierarchical' or 'auto'",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...algorithm import require
 from ...codec import QSGD, TopK, chain
 from ...memory import ErrorFeedback
+from ...options import require_integer
 from ...schedule import GeometricWarmup, Schedule
 from .mean import Mean
 
@@ -44,10 +44,7 @@ def sparse(
         >>> [round(ratio.at(tw.schedule.Progress(step=step)), 3) for step in (0, 50, 100)]
         [0.242, 0.049, 0.01]
     """
-    require(
-        isinstance(warmup_steps, int) and warmup_steps >= 0,
-        f"sparse: warmup_steps must be an integer, 0 or more, got {warmup_steps!r}",
-    )
+    require_integer("sparse: warmup_steps", warmup_steps, 0)
     if warmup_steps > 0 and not isinstance(ratio, Schedule):
         ratio = GeometricWarmup(ratio, warmup_steps, start=max(ratio, 0.25), unit="step")
     codec = TopK(ratio) if bits is None else chain(TopK(ratio), QSGD(bits=bits))

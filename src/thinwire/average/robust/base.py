@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...algorithm import Algorithm, require
 from ...codec import Codec
+from ...options import require_integer
 
 WIDTH = 1 << 14  # columns that `dots` takes at once; these many float64 values of a few rows fit into a cache
 
@@ -83,8 +84,7 @@ class Rule(Algorithm, ABC):
     patience: int | None = field(default=100, kw_only=True)
 
     def __post_init__(self) -> None:
-        ok = self.patience is None or (isinstance(self.patience, int) and self.patience >= 1)
-        require(ok, f"{type(self).__name__}: patience must be a positive integer or None, got {self.patience!r}")
+        require_integer(f"{type(self).__name__}: patience", self.patience, 1, or_none=True)
 
     @property
     def has_center(self) -> bool:
@@ -181,11 +181,3 @@ def mean_of_rows(rows: Tensor) -> Tensor:
 def clip_factors(norms: Tensor, tau: float | Tensor) -> Tensor:
     """`min(1, tau / norm)`, and 1 for a norm of 0."""
     return torch.where(norms > tau, tau / norms, torch.ones_like(norms))
-
-
-def check_positive_integers(rule: Rule, *names: str, least: int = 1) -> None:
-    """Raise ValueError unless these fields are integers of at least `least`."""
-    for name in names:
-        value = getattr(rule, name)
-        ok = isinstance(value, int) and value >= least
-        require(ok, f"{type(rule).__name__}: {name} must be an integer, {least} or more, got {value!r}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algorithm import require
 from ...codec import Codec
-from .base import Combined, Messages, Rule, check_positive_integers, mean_of_rows
+from ...options import require_integer, require_kind
+from .base import Combined, Messages, Rule, mean_of_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,9 +44,8 @@ class Bucketing(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = isinstance(self.rule, Rule)
-        require(ok, f"Bucketing: rule must be a rule such as TrimmedMean(faulty=1), got {self.rule!r}")
-        check_positive_integers(self, "s")
+        require_kind("Bucketing: rule", self.rule, Rule, "a rule such as TrimmedMean(faulty=1)")
+        require_integer("Bucketing: s", self.s, 1)
 
     @property
     def has_center(self) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...algorithm import require
-from .base import Combined, Messages, Rule, check_positive_integers, clip_factors, norms_of
+from ...options import require_integer, require_number
+from .base import Combined, Messages, Rule, clip_factors, norms_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,9 +43,8 @@ class CenteredClipping(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = isinstance(self.tau, (int, float)) and self.tau > 0
-        require(ok, f"CenteredClipping: tau must be a positive number, got {self.tau!r}")
-        check_positive_integers(self, "iterations")
+        require_number("CenteredClipping: tau", self.tau, above=0)
+        require_integer("CenteredClipping: iterations", self.iterations, 1)
 
     @property
     def has_center(self) -> bool:

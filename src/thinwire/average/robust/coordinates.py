@@ -9,8 +9,9 @@ import torch
 
 from ...algorithm import require
 from ...codec import Codec, Key
+from ...options import require_integer
 from ...schedule import Progress, resolve
-from .base import Combined, Messages, Rule, check_positive_integers, mean_of_rows
+from .base import Combined, Messages, Rule, mean_of_rows
 
 _SORTED = 1 << 22  # elements that are sorted at once, which takes five times their memory
 
@@ -107,7 +108,7 @@ class TrimmedMean(CoordinateRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive_integers(self, "faulty", least=0)
+        require_integer("TrimmedMean: faulty", self.faulty, 0)
 
     @property
     def min_workers(self) -> int:

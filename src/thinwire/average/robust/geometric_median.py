@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...algorithm import require
-from .base import Combined, Messages, Rule, check_positive_integers, gram, weighted_sum
+from ...options import require_integer, require_number
+from .base import Combined, Messages, Rule, gram, weighted_sum
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,9 +43,8 @@ class GeometricMedian(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive_integers(self, "iterations")
-        ok = isinstance(self.nu, (int, float)) and 0 < self.nu < float("inf")
-        require(ok, f"GeometricMedian: nu must be a positive number, got {self.nu!r}")
+        require_integer("GeometricMedian: iterations", self.iterations, 1)
+        require_number("GeometricMedian: nu", self.nu, above=0, below=math.inf)
 
     def combine(self, messages: Messages) -> Combined:
         products = gram(messages.rows)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Combined, Messages, Rule, check_positive_integers, gram, weighted_sum
+from ...options import require_integer
+from .base import Combined, Messages, Rule, gram, weighted_sum
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,8 +40,8 @@ class Krum(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive_integers(self, "faulty", least=0)
-        check_positive_integers(self, "selected")
+        require_integer("Krum: faulty", self.faulty, 0)
+        require_integer("Krum: selected", self.selected, 1)
 
     @property
     def min_workers(self) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ...membership import Form, State, shared
+from ...options import require_choice, require_integer, require_number
 from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
 from ..traits import Traits
@@ -69,18 +70,12 @@ class AdaptiveLevels(AdaptiveCodec):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require(
-            isinstance(self.bits, int) and 2 <= self.bits <= 8,
-            f"{name}: bits must be an integer from 2 to 8, got {self.bits!r}; levels are fitted for one number of bits",
-        )
+        require_integer(f"{name}: bits", self.bits, 2, 8, hint="; levels are fitted for one number of bits")
         check_buckets(name, self.bucket_size, self.norm)
         for option, allowed in (("distribution", ("mixture", "pooled")), ("weighting", ("norm", "norm2"))):
             value = getattr(self, option)
-            require(value in allowed, f"{name}: {option} must be one of {', '.join(allowed)}, got {value!r}")
-        require(
-            isinstance(self.num_buckets, int) and self.num_buckets >= 1,
-            f"{name}: num_buckets must be a positive integer, got {self.num_buckets!r}",
-        )
+            require_choice(f"{name}: {option}", value, allowed)
+        require_integer(f"{name}: num_buckets", self.num_buckets, 1)
         object.__setattr__(self, "update_steps", tuple(self.update_steps))
         every = [] if self.update_every is None else [self.update_every]
         require(
@@ -219,10 +214,7 @@ class ALQ(AdaptiveLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.search in ("coordinate", "gradient"),
-            f"ALQ: search must be one of coordinate, gradient, got {self.search!r}",
-        )
+        require_choice("ALQ: search", self.search, ("coordinate", "gradient"))
 
     def _start(self) -> Tensor:
         return exponential_levels(self.bits, self._start_multiplier(), self.zero)
@@ -262,10 +254,7 @@ class AMQ(AdaptiveLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.multiplier is None or (isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1),
-            f"AMQ: multiplier must be between 0 and 1, or None, got {self.multiplier!r}",
-        )
+        require_number("AMQ: multiplier", self.multiplier, above=0, below=1, or_none=True)
         self.at(self.init_state())  # refuses levels that are not distinct
 
     def _start(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...algorithm import Algorithm, require
 from ...kernels import Flag
+from ...options import require_kind
 from ..base import Codec
 from ..sparse.base import Sparsifier
 from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
@@ -133,7 +134,7 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
         codec, *coders = links
         assert isinstance(codec, Codec)
         return Transformed(chain(codec, *coders) if coders else codec, first)
-    require(isinstance(first, Codec), f"chain: the first link must be a codec such as TopK(0.01), got {first!r}")
+    require_kind("chain: the first link", first, Codec, "a codec such as TopK(0.01)")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
     *others, last = links
     if isinstance(last, Rice):

@@ -27,6 +27,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import Algorithm, require
 from ...kernels import Flag
+from ...options import require_integer
 from ..base import Codec
 from ..traits import Traits
 from ..types import Key, as_list
@@ -309,4 +310,4 @@ def _as_matrix(x: Tensor) -> Tensor:
 def _check_size(transform: Transform) -> None:
     size = transform.size
     name = type(transform).__name__
-    require(isinstance(size, int) and size >= 1, f"{name}: size must be a positive integer, got {size!r}")
+    require_integer(f"{name}: size", size, 1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
 from ...kernels import Flag
+from ...options import require_choice
 from ..base import Codec
 from ..traits import Traits
 
@@ -71,7 +71,7 @@ class Cast(Codec):
 
     def __post_init__(self) -> None:
         names = list(kernels.cast.WIDTHS)
-        require(self.dtype in names, f"Cast: dtype must be one of {names}, got {self.dtype!r}")
+        require_choice("Cast: dtype", self.dtype, names)
 
     @cached_property
     def traits(self) -> Traits:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...algorithm import require
+from ...options import require_integer
 from ...schedule import Schedule
 from ..base import Codec
 from ..traits import Traits
@@ -54,10 +54,7 @@ class SVD(Codec):
     traits = Traits(needs_shape=True)
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.rank, Schedule) or (isinstance(self.rank, int) and self.rank >= 1),
-            f"SVD: rank must be a positive integer, got {self.rank!r}",
-        )
+        require_integer("SVD: rank", self.rank, 1, or_schedule=True)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         values = torch.cat([self._encode_one(x) for x in segments])

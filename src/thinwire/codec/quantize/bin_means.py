@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
+from ...options import require_integer
 from ..base import Codec
 from ..traits import Traits
-from .checks import check_bucket_size
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,11 +49,8 @@ class BinMeans(Codec):
     bucket_size: int | None = 4096
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.bits, int) and 1 <= self.bits <= 8,
-            f"BinMeans: bits must be an integer from 1 to 8, got {self.bits!r}",
-        )
-        check_bucket_size("BinMeans", self.bucket_size)
+        require_integer("BinMeans: bits", self.bits, 1, 8)
+        require_integer("BinMeans: bucket_size", self.bucket_size, 1, or_none=True)
 
     @cached_property
     def traits(self) -> Traits:

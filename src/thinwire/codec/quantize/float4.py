@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...algorithm import require
+from ...options import require_choice
 from .checks import check_buckets
 from .levels import LevelCodec
 
@@ -50,9 +50,7 @@ class Float4(LevelCodec):
     norm: str = "max"
 
     def __post_init__(self) -> None:
-        require(
-            self.format in _MAGNITUDES, f"Float4: format must be one of {', '.join(_MAGNITUDES)}, got {self.format!r}"
-        )
+        require_choice("Float4: format", self.format, _MAGNITUDES)
         check_buckets("Float4", self.bucket_size, self.norm)
 
     @property

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
 from ...kernels import Flag
+from ...options import require_integer, require_number
 from ...schedule import Schedule
 from ..base import Codec
 from ..traits import Traits
@@ -155,14 +155,8 @@ class NUQSGD(LevelCodec):
     zero: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.bits, Schedule) or (isinstance(self.bits, int) and 2 <= self.bits <= 8),
-            f"NUQSGD: bits must be an integer from 2 to 8, got {self.bits!r}",
-        )
-        require(
-            isinstance(self.multiplier, (int, float)) and 0 < self.multiplier < 1,
-            f"NUQSGD: multiplier must be between 0 and 1, got {self.multiplier!r}",
-        )
+        require_integer("NUQSGD: bits", self.bits, 2, 8, or_schedule=True)
+        require_number("NUQSGD: multiplier", self.multiplier, above=0, below=1)
         check_buckets("NUQSGD", self.bucket_size, self.norm)
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)

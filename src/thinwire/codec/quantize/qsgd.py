@@ -8,10 +8,11 @@ from functools import cached_property
 from ...algorithm import require
 from ...kernels.checks import MAX_SEGMENT_NUMEL
 from ...kernels.quantize import Quantizer, Quantizers
+from ...options import require_integer
 from ...schedule import Schedule
 from ..traits import Traits
 from ..types import Symbols, number
-from .checks import check_bucket_size, check_norm
+from .checks import check_buckets
 from .even_levels import EvenLevels
 
 
@@ -69,13 +70,9 @@ class QSGD(EvenLevels):
             f"QSGD: give either bits or levels, got bits={self.bits!r} and levels={self.levels!r}",
         )
         for name, most in (("bits", 8), ("levels", 2**15 - 1)):
-            value = getattr(self, name)
-            require(
-                value is None or isinstance(value, Schedule) or (isinstance(value, int) and 1 <= value <= most),
-                f"QSGD: {name} must be an integer from 1 to {most}, got {value!r}",
-            )
-        check_bucket_size("QSGD", self.bucket_size)
-        check_norm("QSGD", self.norm)
+            if getattr(self, name) is not None:
+                require_integer(f"QSGD: {name}", getattr(self, name), 1, most, or_schedule=True)
+        check_buckets("QSGD", self.bucket_size, self.norm, or_none=True)
         require(self.bits != 1 or not self.zero, "QSGD: one bit has no room for a zero level; add zero=False")
         require(
             self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
 from ...kernels import Flag
+from ...options import require_integer, require_number
 from ..base import Codec
 from ..traits import Traits
-from .checks import check_bucket_size
 
 
 class _SignCodec(Codec):
@@ -91,10 +90,7 @@ class SignSGD(_SignCodec):
     traits = Traits(votes=True)
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.scale, (int, float)) and 2.0**-100 <= self.scale <= 2.0**100,
-            f"SignSGD: scale must be a positive number, from 2^-100 to 2^100, got {self.scale!r}",
-        )
+        require_number("SignSGD: scale", self.scale, least=2.0**-100, most=2.0**100)
 
     def combine(self, totals: list[Tensor]) -> None:
         """The sign of each sum, times the scale.
@@ -139,7 +135,7 @@ class OneBit(Codec):
     bucket_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_bucket_size("OneBit", self.bucket_size)
+        require_integer("OneBit: bucket_size", self.bucket_size, 1, or_none=True)
 
     @cached_property
     def traits(self) -> Traits:

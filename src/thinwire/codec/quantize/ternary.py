@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
 from ...kernels import Flag
+from ...options import require_integer, require_number
 from ..agreed import AgreedCodec
 from ..base import Codec
 from ..traits import Traits
 from ..types import Symbols
-from .checks import check_bucket_size
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,11 +58,8 @@ class TernGrad(AgreedCodec):
     shared: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            self.clip is None or (isinstance(self.clip, (int, float)) and self.clip > 0),
-            f"TernGrad: clip must be a positive number of standard deviations or None, got {self.clip!r}",
-        )
-        check_bucket_size("TernGrad", self.bucket_size)
+        require_number("TernGrad: clip", self.clip, above=0, or_none=True)
+        require_integer("TernGrad: bucket_size", self.bucket_size, 1, or_none=True)
 
     combined_by = "max"
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
 from ...kernels import Flag
+from ...options import require_number
 from ...schedule import Schedule
 from ..base import Codec
 from ..dense.cast import Identity
@@ -150,7 +150,6 @@ class Sparsifier(Codec):
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:
     """Raise ValueError unless `ratio` is a fraction, or a schedule of fractions."""
     name = type(codec).__name__
-    require(
-        isinstance(ratio, Schedule) or (isinstance(ratio, (int, float)) and 0 < ratio <= 1),
-        f"{name}: ratio must be above 0 and at most 1, got {ratio!r}; 0.01 keeps one coordinate in a hundred",
+    require_number(
+        f"{name}: ratio", ratio, above=0, most=1, or_schedule=True, hint="; 0.01 keeps one coordinate in a hundred"
     )

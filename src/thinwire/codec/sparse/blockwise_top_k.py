@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
+from ...options import require_integer
 from ...schedule import Schedule
 from ...streams import uploaded
 from ..dense.cast import Identity
@@ -55,10 +55,7 @@ class BlockwiseTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
-        require(
-            isinstance(self.block, int) and 1 <= self.block <= _MAX_BLOCK,
-            f"BlockwiseTopK: block must be an integer from 1 to {_MAX_BLOCK}, got {self.block!r}",
-        )
+        require_integer("BlockwiseTopK: block", self.block, 1, _MAX_BLOCK)
 
     def count(self, numel: int) -> int:
         return numel // self.block * num_kept(self.ratio, self.block) + num_kept(self.ratio, numel % self.block)

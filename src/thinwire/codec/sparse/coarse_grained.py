@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
+from ...options import require_integer
 from ...schedule import Schedule
 from ..agreed import AgreedCodec
 from ..base import Codec
@@ -60,10 +60,7 @@ class CoarseGrainedTopK(AgreedCodec):
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
-        require(
-            isinstance(self.chunk, int) and self.chunk >= 1,
-            f"CoarseGrainedTopK: chunk must be a positive integer, got {self.chunk!r}",
-        )
+        require_integer("CoarseGrainedTopK: chunk", self.chunk, 1)
 
     combined_by = "sum"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ... import kernels
-from ...algorithm import require
+from ...options import require_number
 from ...schedule import Schedule
 from ..types import Selection, number
 from .base import Sparsifier
@@ -69,10 +69,7 @@ class Threshold(_ByMagnitude):
     value: float | Schedule = 0.001
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.value, Schedule) or (isinstance(self.value, (int, float)) and 0 < self.value < math.inf),
-            f"Threshold: value must be positive and finite, got {self.value!r}",
-        )
+        require_number("Threshold: value", self.value, above=0, below=math.inf, or_schedule=True)
 
     def thresholds(self, segments: list[Tensor]) -> list[float]:
         return [max(number(self.value), _SMALLEST)] * len(segments)
@@ -103,10 +100,7 @@ class AdaptiveThreshold(_ByMagnitude):
     fraction: float | Schedule = 0.5
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.fraction, Schedule) or (isinstance(self.fraction, (int, float)) and 0 < self.fraction <= 1),
-            f"AdaptiveThreshold: fraction must be above 0 and at most 1, got {self.fraction!r}",
-        )
+        require_number("AdaptiveThreshold: fraction", self.fraction, above=0, most=1, or_schedule=True)
 
     def thresholds(self, segments: list[Tensor]) -> list[float]:
         largest = kernels.select.largest(segments)

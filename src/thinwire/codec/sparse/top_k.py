@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
+from ...options import require_number
 from ...schedule import Schedule
 from ..dense.cast import Identity
 from ..traits import Traits
@@ -65,9 +66,8 @@ class TopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
-        require(
-            self.sample is None or (isinstance(self.sample, (int, float)) and 0 < self.sample <= 1),
-            f"TopK: sample must be above 0 and at most 1, or None, got {self.sample!r}; 0.01 samples one in a hundred",
+        require_number(
+            "TopK: sample", self.sample, above=0, most=1, or_none=True, hint="; 0.01 samples one in a hundred"
         )
         require(self.indices in ("fixed", "auto"), f"TopK: indices must be 'fixed' or 'auto', got {self.indices!r}")
 

@@ -18,10 +18,10 @@ from weakref import finalize
 import torch
 from torch import nn
 
-from ...algorithm import require
 from ...average.base import NamedTensors
 from ...average.gossip.pairwise import Pairwise
 from ...comm import Communicator
+from ...options import require_integer, require_kind
 from ..model.live_parameters import LiveParameters
 from ..model.models import make_equal, refuse_ddp, refuse_ddp_around, refuse_shards, updated_by
 from ..model.optimizer_step import Arguments, stepping_optimizer
@@ -85,7 +85,7 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def set_epoch(self, epoch: int) -> None:
         """Check the epoch, and do nothing else: averaging in pairs has no schedules. Workers need not call it together."""
-        require(isinstance(epoch, int) and epoch >= 0, f"epoch must be an integer, 0 or more, got {epoch!r}")
+        require_integer("epoch", epoch, 0)
 
     def synchronize(self) -> None:
         """Wait until all workers have called it, and absorb the messages in flight. Averaging goes on during the wait.
@@ -222,10 +222,8 @@ class Asynchronous(Averaging[AsynchronousGossip]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(
-            isinstance(self.averager, Pairwise),
-            f"averager must be Pairwise(...), got {self.averager!r}; averagers with rounds are for Gossip",
-        )
+        hint = "; averagers with rounds are for Gossip"
+        require_kind("Asynchronous: averager", self.averager, Pairwise, "Pairwise(...)", hint=hint)
 
     @property
     def rhythm(self) -> Rhythm:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...average.base import Averager
 from ...comm import Communicator, Group
+from ...options import require_choice, require_integer
 from ..strategy import Averaging, Rhythm, Runtime
 from .steps import ParameterGossip
 
@@ -98,8 +99,8 @@ class Gossip(Averaging[ParameterGossip]):
             f"{self.averager!r} compresses values themselves, which suits gradients, see Gradients; parameters need a gossip "
             "averager such as Choco(Ring(), TopK(0.01)), or plain Mean()",
         )
-        self._require(self.order in ORDERS, f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
-        self._require_integer("staleness", self.staleness, 0)
+        require_choice("Gossip: order", self.order, ORDERS)
+        require_integer("Gossip: staleness", self.staleness, 0)
         self._require(
             self.overlap or self.staleness == 0,
             f"staleness={self.staleness} needs overlap=True; otherwise a round is never late",

@@ -16,6 +16,7 @@ from ...average.base import Averager
 from ...average.mean.mean import Mean
 from ...codec import QSGD
 from ...comm import Communicator, Group
+from ...options import require_integer
 from ..advice import log_choice
 from ..model.models import refuse_ddp
 from ..model.optimizer_step import unwrapped
@@ -103,7 +104,7 @@ class Gradients(Averaging[GradientCompression]):
             "that gives all workers one mean, such as Mean or PowerSGD",
         )
         if self.bucket_bytes is not None:
-            self._require_integer("bucket_bytes", self.bucket_bytes, 1)
+            require_integer("Gradients: bucket_bytes", self.bucket_bytes, 1)
 
     @property
     def rhythm(self) -> Rhythm:

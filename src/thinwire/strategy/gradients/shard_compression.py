@@ -29,6 +29,7 @@ from ...codec import QSGD, Codec, Key
 from ...comm import Communicator, Ledger, ProcessGroupCommunicator
 from ...comm.check import announced_sizes
 from ...comm.dense import gather_shards, reduce_scatter_shards
+from ...options import require_kind
 from ..attached import register_shards
 from ..base import Attachment
 from ..model.optimizer_step import Arguments
@@ -286,10 +287,7 @@ class Shards(Strategy[ShardCompression]):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, codec in (("gradients", self.gradients), ("parameters", self.parameters)):
-            require(
-                codec is None or isinstance(codec, Codec),
-                f"{CALL}: {name} must be a codec such as QSGD(bits=8), or None, got {codec!r}",
-            )
+            require_kind(f"{CALL}: {name}", codec, Codec, "a codec such as QSGD(bits=8)", or_none=True)
             if codec is not None:
                 codec.traits.check(codec, f"{CALL}({name}=...)", carries=("shared_key",))
         require(

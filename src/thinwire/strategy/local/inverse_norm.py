@@ -9,9 +9,10 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from ...algorithm import Algorithm, require
+from ...algorithm import Algorithm
 from ...comm import Communicator
 from ...membership import State, shared
+from ...options import require_number
 
 _MIN_ROUNDS = 5  # the deviation of fewer norms says little
 
@@ -67,14 +68,8 @@ class InverseNorm(Algorithm):
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        require(
-            self.outlier is None or (isinstance(self.outlier, (int, float)) and self.outlier > 0),
-            f"InverseNorm: outlier must be a positive number of standard deviations or None, got {self.outlier!r}",
-        )
-        require(
-            isinstance(self.decay, (int, float)) and 0 <= self.decay < 1,
-            f"InverseNorm: decay must be at least 0 and below 1, got {self.decay!r}",
-        )
+        require_number("InverseNorm: outlier", self.outlier, above=0, or_none=True)
+        require_number("InverseNorm: decay", self.decay, least=0, below=1)
 
     def scale(self, changes: Sequence[Tensor], statistics: NormStatistics, comm: Communicator) -> None:
         """Multiply this worker's changes by `W w_i`, in place, so that the mean over workers is the weighted mean.

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...average.base import Averager
 from ...comm import Communicator, Group
+from ...options import require_integer, require_kind, require_number
 from ..strategy import Averaging, Rhythm, Runtime
 from .fragments import Fragments
 from .inverse_norm import InverseNorm
@@ -121,52 +122,40 @@ class Local(Averaging[LocalUpdates]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_rounds()
-        self._require_integer("every", self.every, 1)
+        require_integer("Local: every", self.every, 1)
         self._require(
             self.outer is None or callable(self.outer),
             f"outer must be an outer optimizer such as OuterSGD(lr=0.7), got {self.outer!r}",
         )
         if isinstance(self.fragments, int):
-            self._require_integer("fragments", self.fragments, 1)
+            require_integer("Local: fragments", self.fragments, 1)
         else:  # lists of patterns are equal to tuples of them, and have a hash
             patterns = tuple(some if isinstance(some, str) else tuple(some) for some in self.fragments)
             object.__setattr__(self, "fragments", patterns)
-        self._require_integer("delay", self.delay, 0)
+        require_integer("Local: delay", self.delay, 0)
         self._require(
             self.delay < self.every,
             f"delay must be below every={self.every}, so that a round is merged before the next one of its fragment, got "
             f"{self.delay}",
         )
-        self._require(
-            isinstance(self.alpha, (int, float)) and 0 <= self.alpha < 1,
-            f"alpha must be at least 0 and below 1, got {self.alpha!r}",
-        )
-        self._require(
-            self.weights is None or isinstance(self.weights, InverseNorm),
-            f"weights must be InverseNorm() or None, got {self.weights!r}",
-        )
+        require_number("Local: alpha", self.alpha, least=0, below=1)
+        require_kind("Local: weights", self.weights, InverseNorm, "InverseNorm()", or_none=True)
         self._require(
             self.weights is None or self.averager.gives_one_mean,
             f"weights are for averagers with one mean, such as Mean(), got {self.averager!r}",
         )
-        self._require(
-            self.pull is None or (isinstance(self.pull, (int, float)) and self.pull >= 0),
-            f"pull must be 0 or more, or None, got {self.pull!r}",
-        )
+        require_number("Local: pull", self.pull, least=0, or_none=True)
         self._require(
             self.pull is None or self.averager.mixes_plainly,
             f"pull mixes changes and anchors with those of neighbours, as Mix does, and {self.averager!r} does not; use "
             "Mix(RandomPairs()), or leave pull out",
         )
         for key, period in self.state_every.items():
-            self._require_integer(f"state_every[{key!r}]", period, 1)
+            require_integer(f"Local: state_every[{key!r}]", period, 1)
         self._check_quorum()
 
     def _check_quorum(self) -> None:
-        self._require(
-            self.quorum is None or isinstance(self.quorum, Quorum),
-            f"quorum must be Quorum(...) or None, got {self.quorum!r}",
-        )
+        require_kind("Local: quorum", self.quorum, Quorum, "Quorum(...)", or_none=True)
         if self.quorum is None:
             return
         self._require(

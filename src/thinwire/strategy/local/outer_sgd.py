@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...algorithm import Algorithm, require
+from ...algorithm import Algorithm
+from ...options import require_number
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,14 +44,8 @@ class OuterSGD(Algorithm):
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.lr, (int, float)) and self.lr > 0,
-            f"OuterSGD: lr must be a positive number, got {self.lr!r}",
-        )
-        require(
-            isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1,
-            f"OuterSGD: momentum must be at least 0 and below 1, got {self.momentum!r}",
-        )
+        require_number("OuterSGD: lr", self.lr, above=0)
+        require_number("OuterSGD: momentum", self.momentum, least=0, below=1)
 
     def __call__(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over these parameters."""

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...algorithm import Algorithm, require
+from ...algorithm import Algorithm
 from ...average.robust.median_norm import MedianNorm
+from ...options import require_integer, require_kind, require_number
 from .staleness import DelayedNesterov, Staleness
 
 NUM_DURATIONS = 100  # of steps, from which a worker's speed follows
@@ -66,21 +67,13 @@ class Quorum(Algorithm):
     rule: MedianNorm | None = MedianNorm(factor=2.0)
 
     def __post_init__(self) -> None:
-        require(
-            self.workers is None or (isinstance(self.workers, int) and self.workers >= 1),
-            f"Quorum: workers must be an integer, 1 or more, or None, got {self.workers!r}",
-        )
-        require(
-            isinstance(self.stale, Staleness),
-            f"Quorum: stale must be a rule such as DelayedNesterov() or Drop(), got {self.stale!r}",
-        )
-        require(
-            self.rule is None or isinstance(self.rule, MedianNorm),
-            f"Quorum: rule must be MedianNorm() or None, got {self.rule!r}; other rules need the messages of all workers",
-        )
+        require_integer("Quorum: workers", self.workers, 1, or_none=True)
+        require_kind("Quorum: stale", self.stale, Staleness, "a rule such as DelayedNesterov() or Drop()")
+        hint = "; other rules need the messages of all workers"
+        require_kind("Quorum: rule", self.rule, MedianNorm, "MedianNorm()", or_none=True, hint=hint)
         for name in ("grace", "max_grace_seconds", "patience_seconds"):
             value = getattr(self, name)
-            require(isinstance(value, (int, float)) and value >= 0, f"Quorum: {name} must be 0 or more, got {value!r}")
+            require_number(f"Quorum: {name}", value, least=0)
 
     def grace_seconds(self, delay_seconds: float, quorum_seconds: float, send_seconds: float) -> float:
         """How long a round waits for more workers once it has its quorum.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...algorithm import Algorithm, require
+from ...algorithm import Algorithm
+from ...options import require_integer, require_number
 from .outer_sgd import OuterSGD
 
 Outer = Callable[[Iterable[nn.Parameter]], Any]
@@ -88,14 +89,8 @@ class CosineGate(Staleness):
     decay: float = 0.0
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.cutoff, int) and self.cutoff >= 1,
-            f"CosineGate: cutoff must be a number of rounds, 1 or more, got {self.cutoff!r}",
-        )
-        require(
-            isinstance(self.decay, (int, float)) and self.decay >= 0,
-            f"CosineGate: decay must be 0 or more, got {self.decay!r}",
-        )
+        require_integer("CosineGate: cutoff", self.cutoff, 1)
+        require_number("CosineGate: decay", self.decay, least=0)
 
     def factor(self, staleness: int) -> float:
         if staleness >= self.cutoff:
@@ -133,10 +128,7 @@ class DelayedNesterov(Staleness):
     period: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.period is None or (isinstance(self.period, int) and self.period >= 1),
-            f"DelayedNesterov: period must be a number of changes, 1 or more, or None, got {self.period!r}",
-        )
+        require_integer("DelayedNesterov: period", self.period, 1, or_none=True)
 
     @property
     def steps_by_change(self) -> bool:

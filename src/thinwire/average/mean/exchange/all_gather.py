@@ -11,6 +11,7 @@ from ....algorithm import require
 from ....codec import Codec
 from ....kernels import Flag
 from ....memory import Memory
+from ....options import require_choice
 from ...robust.base import Rule
 from ..clip import Clip
 from .base import Finish, Job, pack
@@ -56,7 +57,7 @@ def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | 
     times as large. It needs workers to see what each of them sent, and nothing to rely on the mean over all of them.
     """
     allowed = ("workers", "senders")
-    require(divide_by in allowed, f"Mean: divide_by must be one of {', '.join(allowed)}, got {divide_by!r}")
+    require_choice("Mean: divide_by", divide_by, allowed)
     if divide_by == "workers":
         return
     require(exchange == "all_gather", f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {exchange!r}")

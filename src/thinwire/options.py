@@ -1,0 +1,113 @@
+"""Checks of options: each raises the user's mistake as a `ValueError` that says what is expected and what came.
+
+    require_integer("QSGD: bits", bits, 1, 8)             QSGD: bits must be an integer from 1 to 8, got 9
+    require_number("LoCo: beta", beta, above=0, most=1)   LoCo: beta must be above 0 and at most 1, got 2
+    require_choice("Mean: divide_by", word, WORDS)        Mean: divide_by must be one of workers, senders, got 'all'
+    require_kind("Mean: codec", codec, Codec, "a codec such as TopK(0.01)")
+
+True and False are no numbers. A check may let None or a schedule pass too; a schedule's values are checked one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from .algorithm import require
+from .schedule import Schedule
+
+
+def require_integer(
+    what: str,
+    value: object,
+    least: int,
+    most: int | None = None,
+    *,
+    or_none: bool = False,
+    or_schedule: bool = False,
+    hint: str = "",
+) -> None:
+    """Require an integer from `least` to `most`.
+
+    Args:
+        what: the option, as in "QSGD: bits".
+        value: of the option.
+        least, most: bounds; None => no upper one.
+        or_none, or_schedule: whether None or a schedule passes too.
+        hint: the end of the message, such as a remedy.
+
+    Raises:
+        ValueError: anything else.
+
+    Example:
+        >>> require_integer("SVD: rank", 0, 1)
+        Traceback (most recent call last):
+        ValueError: SVD: rank must be an integer, 1 or more, got 0
+    """
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    fits = integer and least <= value and (most is None or value <= most)  # type: ignore[operator]  # an integer
+    expected = f"an integer, {least} or more" if most is None else f"an integer from {least} to {most}"
+    _require(fits, what, value, expected, or_none, or_schedule, hint)
+
+
+def require_number(
+    what: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    or_none: bool = False,
+    or_schedule: bool = False,
+    hint: str = "",
+) -> None:
+    """Require a number within bounds: `above` and `below` are outside, `least` and `most` inside. NaN is never within.
+
+    See `require_integer` for the other arguments.
+
+    Raises:
+        ValueError: anything else.
+
+    Example:
+        >>> require_number("Dion: mu", 1.0, least=0, below=1)
+        Traceback (most recent call last):
+        ValueError: Dion: mu must be at least 0 and below 1, got 1.0
+    """
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    bounds = {
+        "above": above is None or number > above,
+        "at least": least is None or number >= least,
+        "below": below is None or number < below,
+        "at most": most is None or number <= most,
+    }
+    limits = zip(bounds, (above, least, below, most), strict=True)
+    words = ["finite" if bound == math.inf else f"{word} {bound}" for word, bound in limits if bound is not None]
+    _require(all(bounds.values()), what, value, " and ".join(words), or_none, or_schedule, hint)
+
+
+def require_choice(what: str, value: object, choices: Iterable[Any]) -> None:
+    """Require one of `choices`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    known = list(choices)
+    require(value in known, f"{what} must be one of {', '.join(map(str, known))}, got {value!r}")
+
+
+def require_kind(
+    what: str, value: object, kind: type | tuple[type, ...], expected: str, *, or_none: bool = False, hint: str = ""
+) -> None:
+    """Require an object of a class, or of one of several; `expected` describes it, as in "a codec such as TopK(0.01)".
+
+    Raises:
+        ValueError: anything else.
+    """
+    _require(isinstance(value, kind), what, value, expected, or_none, False, hint)
+
+
+def _require(fits: bool, what: str, value: object, expected: str, or_none: bool, or_schedule: bool, hint: str) -> None:
+    passes = (or_none and value is None) or (or_schedule and isinstance(value, Schedule))
+    require(fits or passes, f"{what} must be {expected}{', or None' * or_none}, got {value!r}{hint}")
