@@ -120,15 +120,16 @@ def fork_what_is_started() -> None:
     It does not fork them itself: where a thread looks up a name at that moment, as PyTorch's store does for each new client,
     the child would wait for ever for the C library's lock.
     """
-    multiprocessing.util.spawnv_passfds = _fork_server_or_spawn
+    multiprocessing.util.spawnv_passfds = fork_server_or_spawn
     subprocess.Popen._execute_child = _fork_or_execute
     subprocess.Popen._try_wait = _try_wait
     subprocess.Popen._internal_poll = _internal_poll
 
 
-def _fork_server_or_spawn(
+def fork_server_or_spawn(
     path: str, args: list[str], passed: list[int], spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 ) -> int:
+    """`spawnv_passfds` that forks a fork server, and starts other programs."""
     if "multiprocessing.forkserver" not in args[-1]:
         return spawn(path, args, passed)
     sys.stdout.flush()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import time
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import torch
 
+from helpers.command import fork_server_or_spawn
 from thinwire import ElasticSampler
+from thinwire.comm.process_world import worker_context
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import train
+from thinwire.lab.train.start.spawn import PRELOADED
 
 DYING = ((2, 2), (0, 8))  # workers, and the step after which each dies once, when all three are there
 
@@ -49,10 +54,19 @@ def dying(model, row, comm):
     return {"models": len(set(comm.gather_objects(digest)))}
 
 
+def fork_the_server() -> None:
+    """Fork the fork server from this process, which has imported what workers need, before threads of a run are there."""
+    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork_server_or_spawn
+    worker_context(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = spawn
+
+
 def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
     """Train in this folder, with a row after each step."""
     from dataclasses import replace
 
+    fork_the_server()
     os.chdir(folder)
     os.makedirs("blocks", exist_ok=True)
     config = recipes()["digits"].config
@@ -76,6 +90,7 @@ def run_without_fork_server(folder: str, elastic: bool) -> None:
 
     from thinwire.lab.train.start.watch import WorkerError
 
+    fork_the_server()
     os.chdir(folder)
     options = {"elastic": elastic, "workers": 2, "log_every": 1, "checkpoint_every": 2, "name": "run", "max_steps": 8}
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,23 @@ def test_a_job_of_the_array_runs_its_part_and_fails_after_a_failed_run(slurm, sw
     assert jobs == ["4711_0", "4711_0", "4711_1"]
     runs[0].folder.parent.mkdir(exist_ok=True)
     runs[0].folder.write_text("no folder")
-    done = subprocess.run(["bash", "submitted"], env=of_array(0), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 1, done.stdout + done.stderr
+    python, *words = what_the_job_starts(0)
+    assert python == sys.executable
+    with started(words, Path.cwd()) as job:
+        assert job.wait(400) == 1, job.stdout + job.stderr
     assert [status_of(run).state for run in runs] == ["failed", "finished", "waiting"]
     for run, job in zip(runs, jobs, strict=True):
         assert json.loads((run.records / "job.json").read_text()) == {"id": job}
     assert "step 2/2" in (runs[1].records / "log.txt").read_text()
+
+
+def what_the_job_starts(task: int) -> list[str]:
+    """The command that the batch file gives to `srun`, which would import everything anew; the file's exit code is its."""
+    srun = Path("programs/srun")
+    srun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 3\n")
+    done = subprocess.run(["bash", "submitted"], env=of_array(task), capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("number, requeued", [(signal.SIGUSR2, True), (signal.SIGTERM, False)])
