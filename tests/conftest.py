@@ -58,10 +58,14 @@ INTEGRATION = (
     "integrations/test_accelerated_optimizer.py",
     "integrations/test_trainers.py",
     "lab/bench/test_netlab.py",
+    "lab/cli/test_new_method.py",
+    "lab/sweep/test_sweep_slurm.py",
+    "lab/train/run/test_elastic_runs.py",
+    "lab/train/run/test_interrupt.py",
     "lab/train/start/test_launch.py",
+    "lab/train/start/test_launch_examples.py",
     "test_docs.py",
     "test_tutorial.py",
-    "lab/cli/test_new_method.py",
 )
 
 

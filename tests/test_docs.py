@@ -21,7 +21,6 @@ from helpers.program import programs
 from helpers.spawn import spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -108,6 +107,8 @@ class Net(nn.Module):
 
 def attach_by(comm, lines):
     """Run each line on a model of its own, as the README says which: in DDP, sharded or plain; then train two steps."""
+    from torch.distributed.fsdp import fully_shard  # takes seconds, which the other tests need not wait for
+
     torch.set_num_threads(1)
     for line in lines:
         torch.manual_seed(0)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from helpers.spawn import run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -277,6 +276,8 @@ def test_workers_in_ddp_come_and_go_though_each_makes_buckets_of_its_own(alone, 
 
 
 def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_attached(alone, elastic):
+    from torch.distributed.fsdp import fully_shard  # takes seconds, which the other tests need not wait for
+
     def worker(comm, number):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

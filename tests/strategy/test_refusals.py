@@ -183,7 +183,7 @@ WRAP = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAP)
+@pytest.mark.parametrize("wrap", ["compile", pytest.param("fabric", marks=pytest.mark.integration)])
 def test_a_wrapper_around_ddp_works(wrap):
     if wrap == "fabric":
         pytest.importorskip("lightning")

@@ -6,9 +6,6 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.optimize import linprog
-from scipy.spatial.distance import squareform
 
 from thinwire.topology.measured import EXACT, bottleneck_ring, shares, sites, slowest_link
 
@@ -45,6 +42,8 @@ def test_more_workers_than_are_solved_exactly_get_a_ring_that_is_no_worse():
 
 def program(rates):
     """min t with 1 + (W-2) f_i <= t b_i and sum f = 1; the variables are f and t."""
+    from scipy.optimize import linprog  # takes a second
+
     size = len(rates)
     bounds_of_time = np.hstack([(size - 2) * np.eye(size), -np.array(rates)[:, None]])
     found = linprog(
@@ -71,6 +70,9 @@ def test_shares_by_hand():
 
 
 def test_sites_are_those_of_single_linkage_cut_at_the_widest_gap():
+    from scipy.cluster.hierarchy import fcluster, linkage  # takes a second
+    from scipy.spatial.distance import squareform
+
     random = np.random.default_rng(0)
     for groups in ((0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 1, 0, 2), (0, 0, 0, 1)):
         at = np.array(groups)

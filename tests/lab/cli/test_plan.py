@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def test_the_module_of_the_model_may_be_a_file_of_the_current_folder(tmp_path):
     (tmp_path / "of_this_folder.py").write_text(text)
     command = Path(sys.executable).with_name("thinwire")  # which puts its own folder first, not the current one
     options = ["--model", "of_this_folder:net", "--workers", "2", "--measure"]
-    run = subprocess.run([command, "plan", *options], cwd=tmp_path, capture_output=True, text=True)
+    run = python(command, "plan", *options, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "0.000217 million parameters" in run.stdout
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.schemas import lost
-from jsonschema import Draft202012Validator
-from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from thinwire.lab.cli.options import parsed
 from thinwire.lab.recipes import recipes
@@ -37,6 +35,15 @@ def commands_of(text: str) -> list[str]:
     return re.findall(r"(?:thinwire(?: \\\n#)?\s+)train (?:.*\\\n)*.*", text)
 
 
+def as_jobset(read: dict) -> dict:
+    """What Kubeflow's model of a JobSet keeps of a file."""
+    from kubeflow_trainer_api.models import (
+        JobsetV1alpha2JobSet,
+    )  # takes seconds, which the other tests need not wait for
+
+    return JobsetV1alpha2JobSet.from_dict(read).to_dict()
+
+
 def test_the_dockerfile_is_one_by_hadolint():
     linter = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([linter, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=120)
@@ -47,7 +54,7 @@ def test_the_dockerfile_is_one_by_hadolint():
 
 def test_the_jobset_is_one_by_kubeflows_models_of_it():
     read = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
-    assert list(lost(read, JobsetV1alpha2JobSet.from_dict(read).to_dict())) == []
+    assert list(lost(read, as_jobset(read))) == []
     lighthouse, worker = (job["template"]["spec"] for job in read["spec"]["replicatedJobs"])
     assert read["spec"]["successPolicy"]["targetReplicatedJobs"] == ["worker"]
     (container,) = worker["template"]["spec"]["containers"]
@@ -65,11 +72,13 @@ def test_the_jobset_is_one_by_kubeflows_models_of_it():
 def test_a_jobset_with_a_misspelt_field_would_be_seen():
     read = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     read["spec"]["successPolicies"] = read["spec"].pop("successPolicy")
-    assert list(lost(read, JobsetV1alpha2JobSet.from_dict(read).to_dict())) == ["/spec/successPolicies"]
+    assert list(lost(read, as_jobset(read))) == ["/spec/successPolicies"]
 
 
 def test_the_skypilot_task_is_one_by_skypilots_schema():
     """`tests/schemas/skypilot-task.json` is what `sky.utils.schemas` of SkyPilot 0.14.1 (Apache 2.0) returns."""
+    from jsonschema import Draft202012Validator
+
     schema = json.loads(SKYPILOT.read_text())
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     validator = Draft202012Validator(schema)
