@@ -63,7 +63,7 @@ def test_a_stale_gradient_is_that_of_some_rounds_ago():
 
 
 def test_a_rule_bears_every_attack():
-    check_robust(tw.Mean(rule=tw.average.Median()), rounds=60)
+    check_robust(tw.Mean(rule=tw.average.Median()), rounds=40)
 
 
 def test_the_mean_bears_few():
