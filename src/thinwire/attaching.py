@@ -1,4 +1,4 @@
-"""The door of the library: `attach` sets a strategy to work on a model and its optimizer."""
+"""`attach`: sets a strategy to work on a model and its optimizer."""
 
 from __future__ import annotations
 

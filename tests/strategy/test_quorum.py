@@ -15,7 +15,7 @@ from strategy.test_local_updates import adamw, backward, flat, make_model
 import thinwire as tw
 from thinwire.strategy import CosineGate, DelayedNesterov, OuterSGD
 from thinwire.strategy.local import asynchronous
-from thinwire.strategy.local.quorum import Pace, Quorum, steps_of
+from thinwire.strategy.local.quorum import Quorum, StepTimer, steps_of
 
 AVERAGERS = [
     "Mean(exchange='all_gather')",
@@ -62,7 +62,7 @@ class Clocks:
 
     def __init__(self, monkeypatch, seconds):
         self.seconds, self.own = seconds, threading.local()
-        monkeypatch.setattr(Pace, "now", staticmethod(lambda: getattr(self.own, "now", 0.0)))
+        monkeypatch.setattr(StepTimer, "now", staticmethod(lambda: getattr(self.own, "now", 0.0)))
 
     def step(self, rank):
         self.own.now = getattr(self.own, "now", 0.0) + self.seconds[rank]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..algorithm import require
 from ..comm import Communicator
+from ..options import require_number
 from .lines import Lines
 from .network import Link
 
@@ -62,7 +63,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "pair_bytes", "round_trips"):
-            require(getattr(self, name) > 0, f"{name} must be more than 0, got {getattr(self, name)}")
+            require_number(name, getattr(self, name), above=0)
 
     @property
     def together_bytes(self) -> int:

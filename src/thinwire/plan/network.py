@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from ..algorithm import require
+from ..options import require_number
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "": 1.0}
@@ -77,10 +78,9 @@ class Link:
     burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.bytes_per_second > 0, f"a link's rate must be positive, got {self.bytes_per_second}")
-        require(self.latency_seconds >= 0, f"a link's latency must be 0 or more, got {self.latency_seconds}")
-        for name in ("message_seconds", "operation_seconds", "burst_bytes"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
+        require_number("a link's rate", self.bytes_per_second, above=0)
+        for name in ("latency_seconds", "message_seconds", "operation_seconds", "burst_bytes"):
+            require_number(name, getattr(self, name), least=0)
 
     @classmethod
     def of(cls, rate: str, latency: str = "0s") -> Link:

@@ -62,7 +62,7 @@ def test_a_worker_that_never_comes_is_a_line_and_not_a_hang(tmp_path):
 def test_mistakes_are_one_line(capsys):
     for options, message in (
         (["--transport", "pigeon"], "pigeon"),
-        (["--workers", "0"], "workers must be at least 1"),
+        (["--workers", "0"], "workers must be an integer, 1 or more"),
         (["--parameters", "many"], "cannot read the number of parameters"),
     ):
         assert main(["doctor", *options]) == 2

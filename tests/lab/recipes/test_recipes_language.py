@@ -132,7 +132,7 @@ def test_warm_up_in_steps_is_as_long_in_every_run():
     schedule = LearningRateSchedule(warmup_steps=4, shape="constant")
     assert [schedule.at(i, 100) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert [schedule.at(i, 2) for i in range(2)] == [0.25, 0.5]
-    with pytest.raises(ValueError, match="warmup_steps must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="warmup_steps must be an integer, 0 or more, or None, got -1"):
         LearningRateSchedule(warmup_steps=-1)
 
 

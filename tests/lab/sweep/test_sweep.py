@@ -229,7 +229,10 @@ def test_fields_within_fields_may_not_count_either():
         ("recipe = 'digits'\n[list]\nseed = 3", "list must be a list of tables, [[list]]"),
         ("recipe = 'digits'\n[fixed]\nsede = 1", "unknown field 'sede'; did you mean 'seed'?"),
         ("recipe = 'digits'\n[fixed]\nepochs = 'ten'", "epochs must be a whole number, got 'ten'"),
-        ("recipe = 'digits'\n[grid]\nepochs = [1, 0]", "epochs must be 1 or more, got 0 (in the run epochs = 0)"),
+        (
+            "recipe = 'digits'\n[grid]\nepochs = [1, 0]",
+            "epochs must be an integer, 1 or more, got 0 (in the run epochs = 0)",
+        ),
         ("recipe = 'digits'\n[grid]\nseed = 1", "grid.seed must be a list of values, got 1"),
         ("recipe = 'digits'\n[grid]\nseed = []", "grid.seed is an empty list"),
         ("recipe = 'digits'\n[fixed]\nseed = 1\n[grid]\nseed = [1]", "seed is given twice"),

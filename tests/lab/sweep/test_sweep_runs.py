@@ -300,7 +300,7 @@ def test_what_is_executed_is_what_was_planned(tmp_path, monkeypatch):
 def test_choose_one_of_the_ways(tmp_path):
     write(tmp_path)
     for arguments, expected in (
-        (["--local", 0], "--local must be 1 or more"),
+        (["--local", 0], "--local must be an integer, 1 or more"),
         (["--local", 1, "--dry-run"], "choose one"),
     ):
         done = run(tmp_path, *arguments)

@@ -157,15 +157,15 @@ def test_label_smoothing_is_its_equation(e):
         (lambda: LearningRateSchedule(shape="triangle"), "optimizer.schedule.shape must be one of"),
         (
             lambda: LearningRateSchedule(warmup_fraction=1.5),
-            r"optimizer.schedule.warmup_fraction must be in \[0, 1\], got 1.5",
+            "optimizer.schedule.warmup_fraction must be at least 0 and at most 1, got 1.5",
         ),
         (lambda: LearningRateSchedule(drops=(0.6, 0.3)), "optimizer.schedule.drops must ascend between 0 and 1"),
         (lambda: SGD(learning_rate=0), "optimizer.learning_rate must be above 0"),
-        (lambda: SGD(momentum=1.0), "optimizer.momentum must be in"),
-        (lambda: SGD(weight_decay=-1), "optimizer.weight_decay must be 0 or more"),
-        (lambda: Adam(beta2=1.0), "optimizer.beta2 must be in"),
+        (lambda: SGD(momentum=1.0), "optimizer.momentum must be at least 0 and below 1"),
+        (lambda: SGD(weight_decay=-1), "optimizer.weight_decay must be at least 0"),
+        (lambda: Adam(beta2=1.0), "optimizer.beta2 must be at least 0 and below 1"),
         (lambda: Adam(eps=0), "optimizer.eps must be above 0"),
-        (lambda: CrossEntropy(1.0), "loss.label_smoothing must be in"),
+        (lambda: CrossEntropy(1.0), "loss.label_smoothing must be at least 0 and below 1"),
     ],
 )
 def test_values_out_of_range_are_refused(make, message):

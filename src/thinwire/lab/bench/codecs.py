@@ -25,6 +25,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...codec import Codec, Key
+from ...options import require_integer
 from .parts import check_device, measure_parts, print_parts, seconds_of
 from .rows import as_parsed, check_writable, print_table, write_json
 
@@ -84,12 +85,8 @@ class CodecsBench:
 
     def __post_init__(self):
         require(self.megabytes * 1e6 >= 4, f"megabytes must be at least one float (4e-6), got {self.megabytes}")
-        require(self.repetitions >= 1, f"repetitions must be at least 1, got {self.repetitions}")
-        require(
-            self.reference_repetitions >= 0,
-            f"reference_repetitions must be at least 0, got {self.reference_repetitions}",
-        )
-        require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+        for name, least in (("repetitions", 1), ("reference_repetitions", 0), ("threads", 1)):
+            require_integer(name, getattr(self, name), least)
         check_device(self.device)
 
     def run(self) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...algorithm import require
 from ...average import Averager
 from ...comm import Communicator, LocalWorld, ProcessWorld
+from ...options import require_integer, require_number
 from ...strategy import ConsensusRecord, consensus
 from ..report.consensus import best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
@@ -67,9 +68,9 @@ class ConsensusBench:
 
     def __post_init__(self):
         for name, least in (("workers", 2), ("rounds", 1), ("every", 1)):
-            require(getattr(self, name) >= least, f"{name} must be {least} or more, got {getattr(self, name)}")
+            require_integer(name, getattr(self, name), least)
         require(min(self.shape) >= 1, f"shape must be two positive numbers, got {self.shape}")
-        require(0 < self.target < 1, f"target must be between 0 and 1, got {self.target}")
+        require_number("target", self.target, above=0, below=1)
         require(bool(self.averager), "averager: give at least one, such as 'Mix(Ring())'")
 
     def run(self) -> list[Row]:

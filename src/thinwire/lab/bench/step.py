@@ -39,6 +39,7 @@ from ...comm.ledger import ring_all_reduce_bytes
 from ...comm.process_world import worker_context
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
+from ...options import require_integer, require_number
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import SyntheticTraining, TimedMethod, mlp, of_strategy
@@ -96,10 +97,9 @@ class StepBench:
 
     def __post_init__(self):
         for name in ("workers", "steps", "hidden", "layers", "batch_size", "threads"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(self.warmup >= 0, f"warmup must be at least 0, got {self.warmup}")
-        megabytes = self.bucket_megabytes
-        require(megabytes is None or megabytes > 0, f"bucket_megabytes must be positive, got {megabytes}")
+            require_integer(name, getattr(self, name), 1)
+        require_integer("warmup", self.warmup, 0)
+        require_number("bucket_megabytes", self.bucket_megabytes, above=0, or_none=True)
         require(bool(self.strategies) or self.baselines, "nothing to measure: give --strategies or --baselines")
         check_device(self.device)
         require(

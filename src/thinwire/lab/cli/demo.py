@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...algorithm import require
+from ...options import require_integer
 from .options import parsed, show
 from .train import trained
 
@@ -25,7 +25,7 @@ class Demo:
     """Stop each run after this many steps; fewer => a faster, worse demo."""
 
     def __post_init__(self):
-        require(self.workers >= 2, f"workers must be 2 or more, got {self.workers}: one worker sends nothing")
+        require_integer("workers", self.workers, 2, hint=": one worker sends nothing")
 
 
 def demo_command(options: list[str]) -> None:

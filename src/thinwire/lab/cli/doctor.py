@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...algorithm import require
+from ...options import require_choice, require_integer, require_number
 from .options import fail, parsed
 from .plan import parse_count
 
@@ -52,13 +52,10 @@ class Doctor:
     """Write facts, measurements and findings to this file."""
 
     def __post_init__(self) -> None:
-        require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
-        require(self.timeout > 0, f"timeout must be above 0 seconds, got {self.timeout}")
-        require(self.megabytes > 0, f"megabytes must be above 0, got {self.megabytes}")
-        transports = ("auto", "tcp", "gloo")
-        require(
-            self.transport in transports, f"transport must be one of {', '.join(transports)}, got {self.transport!r}"
-        )
+        require_integer("workers", self.workers, 1)
+        require_number("timeout", self.timeout, above=0, hint=" seconds")
+        require_number("megabytes", self.megabytes, above=0)
+        require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
         parse_count(self.parameters)
 
 

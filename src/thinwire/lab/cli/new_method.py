@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...algorithm import require
-from .options import parsed
+from .options import first_word, parsed
 
 TEMPLATE = Path(__file__).parents[1] / "template"
 TEXT_BYTES = {"train.txt": 600_000, "test.txt": 64_000}
@@ -26,11 +26,9 @@ class NewMethodOptions:
 
 def new_method_command(options: list[str]) -> None:
     """Write the package, and say what comes next."""
-    if not options or options[0].startswith("-"):
-        parsed(NewMethodOptions, options, "thinwire new-method NAME")  # --help, or a wrong option
-        raise ValueError("the name comes first, as in: thinwire new-method nearest-levels")
-    parsed(NewMethodOptions, options[1:], "thinwire new-method NAME")
-    folder = Path(options[0])
+    name, options = first_word(options, "the name", "thinwire new-method nearest-levels")
+    parsed(NewMethodOptions, options, "thinwire new-method NAME")
+    folder = Path(name)
     write_package(folder)
     print(
         f"  {folder}: change src/{folder.name.replace('-', '_')}/codec.py. README.md has the way to a first comparison:"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
+from ...algorithm import require
 from ...suggestion import suggestion
 from .originals import written_here
 
@@ -35,6 +36,19 @@ def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, known)}; see {where}")
     return known[name]
+
+
+def first_word(options: list[str], what: str, example: str) -> tuple[str, list[str]]:
+    """The word that comes first, and the options behind it; "" and the option for help if there is none, or help is wanted.
+
+    Raises:
+        ValueError: an option comes first.
+    """
+    word, *rest = options or ["--help"]
+    if word in ("-h", "--help"):
+        return "", ["--help"]
+    require(not word.startswith("-"), f"{what} comes first, as in: {example}")
+    return word, rest
 
 
 def parsed(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...algorithm import require
-from .options import parsed, show
+from ...options import require_integer
+from .options import first_word, parsed, show
 from .originals import SWEEP
 
 if TYPE_CHECKING:
@@ -38,18 +39,16 @@ class SweepCommand:
     def __post_init__(self):
         given = [self.local is not None, self.slurm is not None, self.dry_run and self.slurm is None, self.status]
         require(sum(given) <= 1, "--local, --slurm, --dry-run and --status: choose one of them")
-        require(self.pack >= 1, f"--pack must be 1 or more, got {self.pack}")
+        require_integer("--pack", self.pack, 1)
         require(self.pack == 1 or self.slurm is not None, "--pack is for the jobs of --slurm")
-        require(self.local is None or self.local >= 1, f"--local must be 1 or more, got {self.local}")
+        require_integer("--local", self.local, 1, or_none=True)
 
 
 def sweep_command(options: list[str]) -> None:
     """Run a sweep, or show its state."""
-    file, *options = options or ["--help"]
-    if file in ("-h", "--help"):
-        options = ["--help"]
-    elif file.startswith("-"):
-        raise ValueError(f"the file comes first, as in: thinwire sweep examples/sweeps/digits.toml {file}")
+    file, options = first_word(
+        options, "the file", f"thinwire sweep examples/sweeps/digits.toml {' '.join(options[:1])}"
+    )
     asked = parsed(SweepCommand, options, "thinwire sweep FILE", originals=SWEEP)
     from ..sweep import read_sweep
     from ..sweep.file import has_begun, where_it_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .options import parsed
+from .options import first_word, parsed
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,7 @@ class TopologyFacts:
 
 def topology_command(options: list[str]) -> None:
     """Print the properties of a topology and draw it."""
-    graph, *options = options or ["--help"]
-    if graph in ("-h", "--help"):
-        options = ["--help"]
-    elif graph.startswith("-"):
-        raise ValueError('the graph comes first, as in: thinwire topology "Exponential()" --workers 16')
+    graph, options = first_word(options, "the graph", 'thinwire topology "Exponential()" --workers 16')
     asked = parsed(TopologyFacts, options, "thinwire topology GRAPH")
     from ...topology import Topology, describe, draw
     from ..bench.rows import as_parsed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...algorithm import require
-from .options import parsed, show
+from .options import first_word, parsed, show
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class WatchOptions:
 
 def watch_command(options: list[str]) -> None:
     """Show a run in the terminal, or serve its page."""
-    if not options or options[0].startswith("-"):
-        parsed(WatchOptions, options, "thinwire watch RUN")  # --help, or a wrong option
-        raise ValueError("the folder of a run comes first, as in: thinwire watch runs/digits")
-    folder, asked = Path(options[0]), parsed(WatchOptions, options[1:], "thinwire watch RUN")
+    run, options = first_word(options, "the folder of a run", "thinwire watch runs/digits")
+    folder, asked = Path(run), parsed(WatchOptions, options, "thinwire watch RUN")
     from ..report.exporters import OpenTelemetry
     from ..report.watch import as_rich, server, snapshot
 

@@ -13,6 +13,7 @@ from ...algorithm import require
 from ...attaching import strategy_of
 from ...comm.relay import parse_address
 from ...comm.transport import Transport
+from ...options import require_integer, require_number
 from ...plan import Link, Network
 from ...strategy import AveragerAttachment, Averaging
 from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
@@ -32,6 +33,12 @@ from .optimize import DGCSGD, SGD, Adam, Muon
 
 DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
 ModelConfig = DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
+LEAST = {
+    **dict.fromkeys(("workers", "epochs", "batch_size", "accumulate", "log_every", "threads", "evaluate_every"), 1),
+    **dict.fromkeys(("test_batch_size", "keep", "per_node", "min_workers"), 1),
+    **dict.fromkeys(("first_worker", "check_every"), 0),
+}
+"""The least value of each number that must be given."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +162,14 @@ class RunConfig:
     """Threads of each worker, for PyTorch and for the C++ kernels; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):
-        for name in (
-            *("workers", "epochs", "batch_size", "accumulate", "log_every", "threads"),
-            *("evaluate_every", "test_batch_size", "keep", "per_node"),
-        ):
-            require(getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            require_integer(name, getattr(self, name), least)
         for name in ("max_steps", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be 1 or more, got {value}")
-        clips = self.clip_norm is None or self.clip_norm > 0
-        require(clips, f"clip_norm must be above 0, got {self.clip_norm}; leave it out for no clipping")
+            require_integer(name, getattr(self, name), 1, or_none=True)
+        require_number("clip_norm", self.clip_norm, above=0, or_none=True, hint="; leave it out for no clipping")
         both = self.resume and self.overwrite
         require(not both, "resume goes on with the run of this name, and overwrite replaces it; leave one of them out")
-        require(self.compute is None or self.compute >= 0, f"compute must be 0 seconds or more, got {self.compute}")
+        require_number("compute", self.compute, least=0, or_none=True, hint=" seconds")
         alone = self.network is None and (self.compute is not None or self.per_node > 1)
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
@@ -178,16 +180,16 @@ class RunConfig:
             "measure_lines is for real lines without credentials; leave network, credentials and transport mpi out",
         )
         self._check_elastic()
-        require(0 <= self.shuffled <= 1, f"shuffled must be in 0 .. 1, got {self.shuffled}")
+        require_number("shuffled", self.shuffled, least=0, most=1)
         even = self.split == "even" and self.shuffled > 0
         require(
             not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position"
         )
-        require(0 <= self.seed < 2**31, f"seed must be in 0 .. 2^31 - 1, got {self.seed}")
+        require_integer("seed", self.seed, 0, 2**31 - 1)
         again = self.resume and self.name is not None
         require(again or not self.requeue, "requeue starts the same command again, which needs --resume and a --name")
-        require(self.timeout > 0, f"timeout must be above 0 seconds, got {self.timeout}")
-        require(0 <= self.port < 2**16, f"port must be in 0 .. 65535, got {self.port}")
+        require_number("timeout", self.timeout, above=0, hint=" seconds")
+        require_integer("port", self.port, 0, 65535)
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
         require(
@@ -196,12 +198,8 @@ class RunConfig:
         whole = (self.name or "") + self.suffix
         require(len(whole.encode()) <= 255, f"name must have at most 255 bytes, got {whole!r}")
         if isinstance(self.model, GPT):
-            context = getattr(self.data, "context", 0)
-            fits = context <= self.model.context
-            require(
-                fits,
-                f"data.context {context} is more than the model reads at once; set model.context to it, or lower it",
-            )
+            most, hint = self.model.context, ", which the model reads at once; set model.context to it, or lower it"
+            require_number("data.context", getattr(self.data, "context", 0), most=most, hint=hint)
 
     def _check_elastic(self) -> None:
         encrypts = self.credentials is None or self.transport in ("auto", "tcp")
@@ -212,9 +210,6 @@ class RunConfig:
         if self.relay is not None:
             parse_address(self.relay)
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
-        require(self.min_workers >= 1, f"min_workers must be 1 or more, got {self.min_workers}")
-        require(self.first_worker >= 0, f"first_worker must be 0 or more, got {self.first_worker}")
-        require(self.check_every >= 0, f"check_every must be 0 or more, got {self.check_every}")
         alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
         require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
         wrong = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...algorithm import require
+from ...options import require_number
 from .data import IGNORE
 
 
@@ -35,7 +35,7 @@ class CrossEntropy:
     """Share e of each label that is spread over all classes; higher => less confident answers. 0.1 is usual."""
 
     def __post_init__(self):
-        require(0 <= self.label_smoothing < 1, f"loss.label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        require_number("loss.label_smoothing", self.label_smoothing, least=0, below=1)
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Loss of scores (..., C) against labels (...). Labels that are IGNORE do not count."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import strategy
 from ...algorithm import require
+from ...options import require_choice, require_integer, require_number
 from ...strategy.local.muon_adamw import Scale
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -65,16 +66,12 @@ class LearningRateSchedule:
     """Share of the full learning rate at which warm-up starts; None => 0, or one worker's with `scale_by_workers`."""
 
     def __post_init__(self):
-        known = get_args(Shape)
-        require(self.shape in known, f"optimizer.schedule.shape must be one of {known}, got {self.shape!r}")
+        require_choice("optimizer.schedule.shape", self.shape, get_args(Shape))
         for name in ("warmup_fraction", "drop_factor"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"optimizer.schedule.{name} must be in [0, 1], got {value}")
+            require_number(f"optimizer.schedule.{name}", getattr(self, name), least=0, most=1)
         fractions = list(self.drops)
-        rises = self.warmup_steps is None or self.warmup_steps >= 0
-        require(rises, f"optimizer.schedule.warmup_steps must be 0 or more, got {self.warmup_steps}")
-        start = self.warmup_start
-        require(start is None or 0 <= start <= 1, f"optimizer.schedule.warmup_start must be in [0, 1], got {start}")
+        require_integer("optimizer.schedule.warmup_steps", self.warmup_steps, 0, or_none=True)
+        require_number("optimizer.schedule.warmup_start", self.warmup_start, least=0, most=1, or_none=True)
         inside = all(0 < drop < 1 for drop in fractions) and fractions == sorted(fractions)
         require(inside, f"optimizer.schedule.drops must ascend between 0 and 1, got {self.drops}")
 
@@ -130,8 +127,8 @@ class Optimizer(ABC):
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
 
     def __post_init__(self):
-        require(self.learning_rate > 0, f"optimizer.learning_rate must be above 0, got {self.learning_rate}")
-        require(self.weight_decay >= 0, f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
+        require_number("optimizer.learning_rate", self.learning_rate, above=0)
+        require_number("optimizer.weight_decay", self.weight_decay, least=0)
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -200,7 +197,7 @@ class SGD(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+        require_number("optimizer.momentum", self.momentum, least=0, below=1)
 
     def loss_factor(self, learning_rate: float) -> float:
         return learning_rate if self.rate_in_loss else 1.0
@@ -237,8 +234,8 @@ class Adam(Optimizer):
     def __post_init__(self):
         super().__post_init__()
         for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
-        require(self.eps > 0, f"optimizer.eps must be above 0, got {self.eps}")
+            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
+        require_number("optimizer.eps", self.eps, above=0)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.groups(model), self.learning_rate, (self.beta1, self.beta2), self.eps)
@@ -268,7 +265,7 @@ class DGCSGD(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        require(0 <= self.momentum < 1, f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+        require_number("optimizer.momentum", self.momentum, least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         return strategy.DGCSGD(self.groups(model), self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
@@ -297,10 +294,9 @@ class Muon(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        known = get_args(Scale)
-        require(self.scale in known, f"optimizer.scale must be one of {known}, got {self.scale!r}")
+        require_choice("optimizer.scale", self.scale, get_args(Scale))
         for name in ("momentum", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -139,7 +139,7 @@ class PairwiseExchange:
             reason = error.reason if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
             self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
             self._error.__cause__ = error
-            self._land()
+            self._end_flight()
             self._ended.set()  # the training raises the error now, while partners read why
             for peer in self._partners:
                 with contextlib.suppress(CommunicationError):
@@ -161,7 +161,7 @@ class PairwiseExchange:
         while not (self._is_finished and len(done) == len(self._partners) and sent is None):
             if self._is_finished and not was_told:
                 was_told = self._tell_all(Kind.FINISHED)
-            if sent is None and self._has_stepped and self._take_off():
+            if sent is None and self._has_stepped and self._begin_flight():
                 sent = self._ask()
             message = self._receive(self._partners, self._pace_seconds if self._is_finished and sent is None else None)
             if message is None:
@@ -172,18 +172,18 @@ class PairwiseExchange:
             elif message.kind == Kind.ANSWER and sent is not None:
                 self._state.absorb(sent, self._vector(message))
                 sent = None
-                self._land()
+                self._end_flight()
             else:
                 raise _unexpected(message)
         self._tell_all(Kind.GOODBYE)
 
-    def _take_off(self) -> bool:
+    def _begin_flight(self) -> bool:
         """Whether this worker may ask now; if so, the message counts as in flight."""
         with self._flight:
             self._is_in_flight = self._may_ask
             return self._may_ask
 
-    def _land(self) -> None:
+    def _end_flight(self) -> None:
         with self._flight:
             self._is_in_flight = False
             self._flight.notify_all()
@@ -194,7 +194,7 @@ class PairwiseExchange:
         peer = self._averager.peer(self._rank, self._state.asked, self._size)
         x = self._state.ask()
         if x is None:
-            self._land()
+            self._end_flight()
         else:
             self._send(peer, Kind.ASK, x)
         return x

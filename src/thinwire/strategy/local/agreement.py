@@ -238,7 +238,7 @@ class Agreement:
         elif (
             kind == "view" and source not in self._lost
         ):  # else another coordinator may have this worker's report already
-            self._adopt(note)
+            self._install_view(note)
         elif kind == "stop":
             self._fail(note["why"])
 
@@ -448,7 +448,7 @@ class Agreement:
 
     def _reported(self, source: int, note: dict[str, Any]) -> None:
         """A report, perhaps from an older or a newer view, if a coordinator died while it told of its view."""
-        self._adopt(note)
+        self._install_view(note)
         if self._error is not None or source not in self._members:
             self._tell([source], {"is": "view"} | self._knowledge(self._view, self._members))  # it is left out
             return
@@ -474,7 +474,7 @@ class Agreement:
         self._forward(others)
         view = {"is": "view"} | self._knowledge(self._view + 1, alive)
         self._tell(others, view)
-        self._adopt(view)
+        self._install_view(view)
 
     def _know(self, note: Mapping[str, Any]) -> None:
         """Learn the commits that another worker knows."""
@@ -485,7 +485,7 @@ class Agreement:
         phase, versions = note["ended"]
         self._ended = max(self._ended, (phase, versions))
 
-    def _adopt(self, note: Mapping[str, Any]) -> None:
+    def _install_view(self, note: Mapping[str, Any]) -> None:
         if note["view"] <= self._view:
             return
         members = set(note["members"])

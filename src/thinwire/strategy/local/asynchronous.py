@@ -1,4 +1,4 @@
-"""What `Local` does with a `Quorum`: rounds that merge what has come, each worker at its own pace.
+"""What `Local` does with a `Quorum`: rounds that merge what has come; workers take unequal numbers of steps.
 
     1. measure    g_i = anchor - parameters, from the version of the anchor that this worker went on from
     2. send       encoded, to all workers; the worker trains on until its round is committed, for `delay` steps at most
@@ -28,7 +28,7 @@ from ...comm import Communicator
 from ...membership import State, nested, shared
 from .agreement import Agreement, Round
 from .fragments import Fragment, offset
-from .quorum import Pace, Quorum, steps_of
+from .quorum import Quorum, StepTimer, steps_of
 
 if TYPE_CHECKING:
     from .local import Local
@@ -110,7 +110,7 @@ class AsynchronousRounds:
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
         self._fragments, self._places = fragments, {id(fragment): i for i, fragment in enumerate(fragments)}
         self.on_commit: Callable[[int], None] = lambda tokens: None
-        self._clock, self._pace, self._step_tokens = clock, Pace(), 0
+        self._clock, self._timer, self._step_tokens = clock, StepTimer(), 0
         self._sent: list[list[Tensor]] = [[] for _ in fragments]
         self._taken, self._is_first_period = [0] * len(fragments), True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
@@ -126,11 +126,11 @@ class AsynchronousRounds:
     def stepped(self, step: int) -> None:
         """Step `step` of a period has ended."""
         self.agreement.check()
-        self._pace.stepped()
+        self._timer.stepped()
         self.is_synchronized = False
         if self._is_first_period and self._quorum.follow_speed:
-            self._choose_pace(step)
-            if len(self._pace.durations).bit_count() == 1:  # 1, 2, 4, ... steps are measured
+            self._choose_period(step)
+            if len(self._timer.durations).bit_count() == 1:  # 1, 2, 4, ... steps are measured
                 self.agreement.tell_speed()
         for fragment in self._fragments:
             fragment.tokens += self._step_tokens or 1
@@ -138,22 +138,22 @@ class AsynchronousRounds:
 
     def resume(self) -> None:
         """The next step begins."""
-        self._pace.resume()
+        self._timer.resume()
 
     def begin_period(self) -> None:
         """Choose how many steps this worker takes between two rounds, by its speed."""
         self._is_first_period = False
-        self._choose_pace(0)
+        self._choose_period(0)
 
-    def _choose_pace(self, step: int) -> None:
+    def _choose_period(self, step: int) -> None:
         """Set H and tau of this worker, in a period of which `step` steps are done."""
-        speed = self._pace.speed
+        speed = self._timer.speed
         self.agreement.speed = speed
         if self._quorum.follow_speed:
             every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
             self.every = max(every, step)
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
-        self.agreement.delay_seconds = self.delay * self._pace.step_seconds
+        self.agreement.delay_seconds = self.delay * self._timer.step_seconds
         for i, fragment in enumerate(self._fragments):
             if fragment.offset >= step or step == 0:  # else it was sent in this period
                 fragment.offset = max(offset(i, len(self._fragments), self.every), step)

@@ -119,13 +119,13 @@ def steps_of(every: int, speed: float, speeds: Iterable[float]) -> int:
     return max(1, round(every * speed / fastest))
 
 
-class Pace:
+class StepTimer:
     """Measures the steps of this worker, without the time that it waits for others.
 
     Example:
-        >>> pace = Pace()
-        >>> pace.durations.extend([0.1] * 8 + [0.5, 0.05])
-        >>> pace.speed  # the 90th percentile
+        >>> timer = StepTimer()
+        >>> timer.durations.extend([0.1] * 8 + [0.5, 0.05])
+        >>> timer.speed  # the 90th percentile
         10.0
     """
 
@@ -144,7 +144,7 @@ class Pace:
 
     @staticmethod
     def now() -> float:
-        """Seconds on the clock that paces are measured with."""
+        """Seconds on the clock that steps are measured with."""
         return time.perf_counter()
 
     @property

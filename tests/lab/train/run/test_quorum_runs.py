@@ -18,7 +18,7 @@ from thinwire.lab.train.optimize import SGD
 from thinwire.lab.train.results.callbacks import EachStep, gradient_spectra
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.step import training
-from thinwire.strategy.local.quorum import Pace
+from thinwire.strategy.local.quorum import StepTimer
 
 CONFIG = RunConfig(
     "digits",
@@ -39,7 +39,7 @@ NO_SIGNAL = SimpleNamespace(requested=lambda comm: 0)
 def unequal(monkeypatch):
     """Clocks that only steps advance: worker 2 needs three times as long for a step as the others."""
     own, taken = threading.local(), {}
-    monkeypatch.setattr(Pace, "now", staticmethod(lambda: getattr(own, "now", 0.0)))
+    monkeypatch.setattr(StepTimer, "now", staticmethod(lambda: getattr(own, "now", 0.0)))
     step = training.Training.step
 
     def counted(self, batches, weight=1.0):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....algorithm import require
+from ....options import require_choice, require_integer
 
 BORDERS = ("zeros", "reflect")
 
@@ -35,8 +35,8 @@ class Augmentation:
 
     def __post_init__(self):
         for name in ("padding", "cutout"):
-            require(getattr(self, name) >= 0, f"augmentation.{name} must be 0 or more, got {getattr(self, name)}")
-        require(self.border in BORDERS, f"augmentation.border must be one of {BORDERS}, got {self.border!r}")
+            require_integer(f"augmentation.{name}", getattr(self, name), 0)
+        require_choice("augmentation.border", self.border, BORDERS)
 
     def before(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Crop and flip the stored pixels."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....algorithm import require
+from ....options import require_number
 from .images import Images
 from .shards import Split
 
@@ -24,7 +24,7 @@ class Digits:
     """Which images are held out; the seed of the run has no part in it, so runs are tested on the same images."""
 
     def __post_init__(self):
-        require(0 < self.test_fraction < 1, f"data.test_fraction must be between 0 and 1, got {self.test_fraction}")
+        require_number("data.test_fraction", self.test_fraction, above=0, below=1)
 
     def load(self) -> Images:
         """Training and test images, in ten classes."""

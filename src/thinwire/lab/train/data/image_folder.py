@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ....algorithm import require
+from ....options import require_integer, require_number
 from .base import Batch, Dataset, Shape, channels_last, loaded
 from .folders import ImageFiles, list_parts, open_image, unreadable
 
@@ -63,9 +64,9 @@ class ImageFolder:
         ascend = epochs[:1] == [0] and all(a < b for a, b in zip(epochs, epochs[1:], strict=False))
         require(ascend, f"data.sizes must start at epoch 0 and ascend, such as ((0, 128), (14, 224)), got {self.sizes}")
         for pixels in (*(pixels for _, pixels in self.sizes), self.test_size):
-            require(pixels >= 1, f"data.sizes and data.test_size must be 1 pixel or more, got {pixels}")
-        require(0 < self.min_area <= 1, f"data.min_area must be above 0 and at most 1, got {self.min_area}")
-        require(self.num_loaders >= 0, f"data.num_loaders must be 0 or more, got {self.num_loaders}")
+            require_integer("data.sizes and data.test_size", pixels, 1, hint=" pixels")
+        require_number("data.min_area", self.min_area, above=0, most=1)
+        require_integer("data.num_loaders", self.num_loaders, 0)
 
     def size_at(self, epoch: int) -> int:
         """Side of training images in an epoch, in pixels."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....algorithm import require
+from ....options import require_choice, require_integer
 from .base import IGNORE, Batch, Dataset
 from .vocabulary import encode_bytes, encode_subwords, encode_words, read_lines
 
@@ -43,9 +44,9 @@ class PlainText:
     """Whether windows follow one another, for a model that carries its state; False shuffles them."""
 
     def __post_init__(self):
-        require(self.unit in ENCODERS, f"data.unit must be one of {tuple(ENCODERS)}, got {self.unit!r}")
-        require(self.context >= 1, f"data.context must be 1 or more, got {self.context}")
-        require(self.vocabulary_size >= 300, f"data.vocabulary_size must be 300 or more, got {self.vocabulary_size}")
+        require_choice("data.unit", self.unit, ENCODERS)
+        require_integer("data.context", self.context, 1)
+        require_integer("data.vocabulary_size", self.vocabulary_size, 300)
 
     def load(self) -> Text:
         """Both files as tokens, in the vocabulary of the training file."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ....algorithm import require
+from ....options import require_integer
 from ..models.transformer import BOS, PAD
 from .base import IGNORE, Batch, Dataset
 from .vocabulary import Ragged, encode_lines, load_subwords, read_lines, subwords
@@ -57,9 +58,8 @@ class ParallelText:
     """Most tokens in a training sentence; longer pairs are left out."""
 
     def __post_init__(self):
-        require(self.vocabulary_size >= 300, f"data.vocabulary_size must be 300 or more, got {self.vocabulary_size}")
-        fits = 1 <= self.max_length <= self.max_tokens
-        require(fits, f"data.max_length must be in 1 .. max_tokens {self.max_tokens}, got {self.max_length}")
+        require_integer("data.vocabulary_size", self.vocabulary_size, 300)
+        require_integer("data.max_length", self.max_length, 1, self.max_tokens, hint="; the most are data.max_tokens")
 
     def load(self) -> Pairs:
         """All sentences as subwords."""

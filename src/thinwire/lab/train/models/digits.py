@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....algorithm import require
+from ....options import require_integer
 from .base import Model
 
 
@@ -22,7 +22,7 @@ class DigitsNet(Model):
     """Channels of the first convolution; the next have twice and four times as many. Higher => more to learn and send."""
 
     def __post_init__(self):
-        require(self.width >= 1, f"model.width must be 1 or more, got {self.width}")
+        require_integer("model.width", self.width, 1)
 
     def build(self, num_classes: int = 10) -> nn.Module:
         """The network with random weights from PyTorch's global generator.

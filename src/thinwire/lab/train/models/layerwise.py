@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ....algorithm import require
+from ....options import require_integer
 from .base import Model
 
 SCORE_SCALE = 0.125
@@ -36,7 +36,7 @@ class ResNet9(Model):
     """Channels of the first layer; the next have 2, 4 and 8 times as many. Higher => better, slower, more to send."""
 
     def __post_init__(self):
-        require(self.width >= 1, f"model.width must be 1 or more, got {self.width}")
+        require_integer("model.width", self.width, 1)
 
     def build(self, num_classes: int = 10) -> nn.Module:
         """Maps images (N, 3, 32, 32) to scores (N, num_classes)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ....algorithm import require
+from ....options import require_integer, require_number
 from .base import Model
 
 
@@ -35,8 +35,8 @@ class LSTMLanguageModel(Model):
 
     def __post_init__(self):
         for name in ("width", "layers"):
-            require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}")
-        require(0 <= self.dropout < 1, f"model.dropout must be in [0, 1), got {self.dropout}")
+            require_integer(f"model.{name}", getattr(self, name), 1)
+        require_number("model.dropout", self.dropout, least=0, below=1)
 
     def build(self, num_classes: int = 33_278) -> nn.Module:
         """Maps tokens (N, T) to scores (N, T, num_classes) and the state after the last of them."""

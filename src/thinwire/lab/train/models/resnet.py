@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....algorithm import require
+from ....options import require_choice, require_number
 from .base import Model
 
 CIFAR_DEPTHS = (8, 20, 32, 56, 110)
@@ -44,9 +44,8 @@ class CIFARResNet(Model):
     """Where channels double: "projection", a 1x1 convolution; "identity", every other pixel and zeros (no parameters)."""
 
     def __post_init__(self):
-        require(self.depth in CIFAR_DEPTHS, f"model.depth must be one of {CIFAR_DEPTHS}, got {self.depth}")
-        known = ("projection", "identity")
-        require(self.shortcut in known, f"model.shortcut must be one of {known}, got {self.shortcut!r}")
+        require_choice("model.depth", self.depth, CIFAR_DEPTHS)
+        require_choice("model.shortcut", self.shortcut, ("projection", "identity"))
 
     def build(self, num_classes: int = 10) -> nn.Module:
         """Maps images (N, 3, 32, 32) to scores (N, num_classes)."""
@@ -77,10 +76,8 @@ class ResNet(Model):
     """Standard deviation of the linear layer's first weights; None => PyTorch's uniform start. Lower => gentler start."""
 
     def __post_init__(self):
-        known = tuple(IMAGENET_BLOCKS)
-        require(self.depth in known, f"model.depth must be one of {known}, got {self.depth}")
-        positive = self.head_std is None or self.head_std > 0
-        require(positive, f"model.head_std must be above 0, or None, got {self.head_std}")
+        require_choice("model.depth", self.depth, IMAGENET_BLOCKS)
+        require_number("model.head_std", self.head_std, above=0, or_none=True)
 
     def build(self, num_classes: int = 1000) -> nn.Module:
         """Maps images (N, 3, H, W) to scores (N, num_classes)."""

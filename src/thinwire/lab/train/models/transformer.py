@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....algorithm import require
+from ....options import require_integer, require_number
 from .base import Model
 from .decoding import IncrementalDecoder
 
@@ -50,10 +51,10 @@ class Transformer(Model):
 
     def __post_init__(self):
         for name in ("layers", "width", "heads", "hidden"):
-            require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}")
+            require_integer(f"model.{name}", getattr(self, name), 1)
         require(self.width % 2 == 0, f"model.width must be even, got {self.width}")
         require(self.width % self.heads == 0, f"model.heads must divide model.width {self.width}, got {self.heads}")
-        require(0 <= self.dropout < 1, f"model.dropout must be in [0, 1), got {self.dropout}")
+        require_number("model.dropout", self.dropout, least=0, below=1)
 
     def build(self, num_classes: int = 37_000) -> nn.Module:
         """Maps sources (N, S) and targets so far (N, T), padded at the end, to scores (N, T, num_classes)."""

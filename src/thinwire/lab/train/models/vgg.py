@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....algorithm import require
+from ....options import require_choice
 from .base import Model
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -39,8 +39,7 @@ class VGG16(Model):
     """Whether a batch-norm follows each convolution; without, deep networks learn slowly at first."""
 
     def __post_init__(self):
-        known = ("cifar", "imagenet")
-        require(self.size in known, f"model.size must be one of {known}, got {self.size!r}")
+        require_choice("model.size", self.size, ("cifar", "imagenet"))
 
     def build(self, num_classes: int | None = None) -> nn.Module:
         """Maps images (N, 3, H, W) to scores (N, num_classes); by default 10 classes for CIFAR, 1000 for ImageNet."""
