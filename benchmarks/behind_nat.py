@@ -38,9 +38,9 @@ def main() -> None:
     store.wait(["the relay is there"])
     dist.init_process_group("thinwire", store=store, rank=number - 1, world_size=2)
     group = dist.group.WORLD
-    told = group.communicator._connections.told
-    store.set(f"address/{number}", f"{told.host}:{told.port}")
-    print(f"host {number}: its address is {told.host}, and the relay sees {told.seen_as}", flush=True)
+    contact = group.communicator._connections.contact
+    store.set(f"address/{number}", f"{contact.host}:{contact.port}")
+    print(f"host {number}: its address is {contact.host}, and the relay sees {contact.seen_as}", flush=True)
     sums, longest, until = 0, 0.0, time.monotonic() + seconds
     done = torch.zeros(1)
     while not done:

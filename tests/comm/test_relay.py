@@ -21,7 +21,7 @@ from helpers.traffic import connections
 from thinwire.comm import CommunicationError, Credentials, relay
 from thinwire.comm.relay import CONNECT, MAX_UNPAIRED, WAIT, Relay, await_other, own_address_at, reach
 from thinwire.comm.tcp import TcpCommunicator, is_available
-from thinwire.comm.tcp.connections import Told
+from thinwire.comm.tcp.connections import Contact
 from thinwire.lab.cli.relay import relay_command
 
 engine = pytest.mark.skipif(not is_available(), reason="the extension was not built")
@@ -151,9 +151,9 @@ def test_addresses_are_checked(text):
 # ---- who connects with whom ----
 
 
-PUBLIC, SILENT = Told("10.0.0.1", 5, "10.0.0.1", ""), Told("10.0.0.2", 0, "10.0.0.2", "")
-BEHIND, BESIDE = Told("192.168.0.2", 5, "7.7.7.7", ""), Told("192.168.0.3", 5, "7.7.7.7", "")
-OTHER = Told("192.168.0.2", 5, "8.8.8.8", "")
+PUBLIC, SILENT = Contact("10.0.0.1", 5, "10.0.0.1", ""), Contact("10.0.0.2", 0, "10.0.0.2", "")
+BEHIND, BESIDE = Contact("192.168.0.2", 5, "7.7.7.7", ""), Contact("192.168.0.3", 5, "7.7.7.7", "")
+OTHER = Contact("192.168.0.2", 5, "8.8.8.8", "")
 
 
 @pytest.mark.parametrize(

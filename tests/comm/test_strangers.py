@@ -75,7 +75,7 @@ def test_strangers_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, capl
 def test_a_crowd_of_silent_strangers_is_sent_away(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     doors = []
-    crowd = connect.MAX_STRANGERS + 20
+    crowd = connect.MAX_GREETINGS + 20
     with caplog.at_level(logging.WARNING, "thinwire"):
         heard = open_pair(lambda *address: doors.extend(socket.create_connection(address) for _ in range(crowd)))
     assert heard == {0: 5, 1: 5}

@@ -142,7 +142,7 @@ def meets_strangers(comm, folder: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinwire").addHandler(handler)
-    address = comm._connections.told[:2]
+    address = comm._connections.contact[:2]
     doors = [socket.create_connection(address) for _ in range(3)]
     doors[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
     doors[1].close()
@@ -163,7 +163,7 @@ def runs_out_of_descriptors(comm) -> tuple[int, float]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinwire").addHandler(handler)
-    host, port = comm.gather_objects(comm._connections.told[:2])[0]
+    host, port = comm.gather_objects(comm._connections.contact[:2])[0]
     if comm.rank == 0:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = []

@@ -241,7 +241,7 @@ def attacks(comm, folder: Path) -> tuple[list[str], int]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinwire").addHandler(handler)
-    address, secret = tuple(comm.gather_objects(comm._connections.told[:2])[0]), comm._connections._secret
+    address, secret = tuple(comm.gather_objects(comm._connections.contact[:2])[0]), comm._connections._secret
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if comm.rank == 1:
         knock = lambda: socket.create_connection(address, 20)  # noqa: E731

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .tcp._engine import Session
     from .tcp.identity import Identity
 
-MAX_STRANGERS = 64  # that may be greeting at the same time; the oldest has to go
+MAX_GREETINGS = 64  # that are not finished, at a time; the oldest connection is closed
 log = logging.getLogger("thinwire")
 
 
@@ -137,7 +137,7 @@ def _accept_peers(
                 if descriptor == listener.fileno():
                     with contextlib.suppress(OSError):  # it hung up at once
                         greet()
-                    if len(greetings) > len(expected) + MAX_STRANGERS:
+                    if len(greetings) > len(expected) + MAX_GREETINGS:
                         turn_away(next(iter(greetings)), "was silent for too long")
                     continue
                 if descriptor not in greetings or greetings[descriptor][0].goes_on():

@@ -109,16 +109,16 @@ class Forming:
             LeftOut: this worker and another one do not reach each other.
             ValueError: this worker's number or configuration is wrong.
         """
-        deadline, twin = time.monotonic() + seconds, None
+        deadline, same_number = time.monotonic() + seconds, None
         while True:
             claim = partial(self._claim, version, history, rank, can_heal, digest, state_port)
             choice = choose(self._asked(claim, deadline))
             taken = choice.taken.get(self._id)
             if taken is None:
                 break
-            if twin is not None and twin.nonce != taken.nonce:
+            if same_number is not None and same_number.nonce != taken.nonce:
                 raise self._refused(f"its number is that of another worker, which lives; its store is {taken.store}")
-            twin = taken  # it may have died after it asked; then it does not ask again
+            same_number = taken  # it may have died after it asked; then it does not ask again
             self.asker.expect(0)
             time.sleep(HEARTBEAT_SECONDS / 2)
         if other := choice.differing.get(self._id):

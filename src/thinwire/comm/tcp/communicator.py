@@ -46,7 +46,7 @@ from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
 from ..relay import parse_address
 from ..store import gathering, host_of
-from .connections import Connections, Place, Told
+from .connections import Connections, Contact, Place
 from .tagged import MAX_TAG, Message, Tagged
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class TcpCommunicator(Communicator):
         self._forgotten = finalize(self, _end, self._engine, self._connections, self.process)
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
-            said = gather([*self._connections.told, secret])
-            self._connections.open(self._engine, [Told(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
+            said = gather([*self._connections.contact, secret])
+            self._connections.open(self._engine, [Contact(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
             self.barrier()  # all are connected
             trips = [self.counts(peer).round_trip_seconds for peer in range(size) if peer != rank]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)

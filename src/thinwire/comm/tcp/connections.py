@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..credentials import Credentials
     from ._engine import Engine, Session
 
-MAX_STRANGERS = 64  # that may be greeting at the same time; the oldest has to go
+MAX_GREETINGS = 64  # that are not finished, at a time; the oldest connection is closed
 AT_ONCE = 8  # connections to one peer that are being made
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     """Host and port of the run's relay."""
 
 
-class Told(NamedTuple):
+class Contact(NamedTuple):
     """What a worker tells the others about itself."""
 
     host: str
@@ -75,7 +75,7 @@ class Told(NamedTuple):
     name: str
     """In its certificate."""
 
-    def is_reached_by(self, other: Told) -> bool:
+    def is_reached_by(self, other: Contact) -> bool:
         """Whether the other one can dial this one: it listens, and is not behind a NAT, or both are behind the same."""
         return bool(self.port) and self.seen_as in ("", self.host, other.seen_as)
 
@@ -109,7 +109,7 @@ class Connections:
         if place.listens:
             self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
         port = self._listener.getsockname()[1]
-        self.told = Told(place.host, port, seen_as, self.identity.name if self.identity else "")
+        self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")
         self._closed = threading.Event()
         self._wanted = dict.fromkeys(self._peers, 0)
         self._at_relay: set[socket.socket] = set()  # connections that wait there
@@ -118,25 +118,25 @@ class Connections:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def open(self, engine: Engine, told: Sequence[Told], secret: bytes) -> None:
+    def open(self, engine: Engine, contacts: Sequence[Contact], secret: bytes) -> None:
         """Begin to connect, in the background, and keep up the connections until `close`.
 
         Args:
             engine: that gets the connections.
-            told: by all workers, in rank order.
+            contacts: of all workers, in rank order.
             secret: the run's.
 
         Raises:
             ValueError: two workers cannot reach each other, and there is no relay.
         """
-        self._engine, self._told, self._secret = engine, told, secret
-        for rank, one in enumerate(told):
-            for lower, other in enumerate(told[:rank]):
+        self._engine, self._contacts, self._secret = engine, contacts, secret
+        for rank, one in enumerate(contacts):
+            for lower, other in enumerate(contacts[:rank]):
                 if not (self._relay or one.is_reached_by(other) or other.is_reached_by(one)):
                     raise ValueError(
                         f"ranks {lower} and {rank} can only dial out; name a relay that both reach: --relay HOST:PORT"
                     )
-        if told[self._rank].port:
+        if contacts[self._rank].port:
             self._start(self._accept)
         self._start(self._watch)
         for peer in self._peers:
@@ -148,10 +148,10 @@ class Connections:
                 self._start(self._wait_at_relay, peer)
 
     def _reaches(self, peer: int) -> bool:
-        return self._told[peer].is_reached_by(self._told[self._rank])
+        return self._contacts[peer].is_reached_by(self._contacts[self._rank])
 
     def _is_reached_by(self, peer: int) -> bool:
-        return self._told[self._rank].is_reached_by(self._told[peer])
+        return self._contacts[self._rank].is_reached_by(self._contacts[peer])
 
     def _is_relayed(self, peer: int) -> bool:
         return not self._reaches(peer) and not self._is_reached_by(peer)
@@ -223,7 +223,7 @@ class Connections:
             session = self._session(connection, accepts=True)
             greetings[connection.fileno()] = Greeting(connection, self._rank, self._secret, session), session
             poll.register(connection, select.POLLIN)
-        if len(greetings) > MAX_STRANGERS + AT_ONCE * len(self._peers):
+        if len(greetings) > MAX_GREETINGS + AT_ONCE * len(self._peers):
             self._turn_away(poll, greetings, next(iter(greetings)), "was silent for too long")
 
     def _end_greeting(self, poll: select.poll, greetings: Greetings, descriptor: int) -> None:
@@ -238,7 +238,7 @@ class Connections:
         peer = greeting.proven()
         if peer is None or peer not in self._wanted:
             return greeting.why
-        if session and session.peer_name != self._told[peer].name:
+        if session and session.peer_name != self._contacts[peer].name:
             return self._other_name(peer, session)
         return "" if greeting.accept() else "has hung up"
 
@@ -248,7 +248,9 @@ class Connections:
         self._engine.attach(peer, greeting.connection.detach(), session)
 
     def _other_name(self, peer: int, session: Session) -> str:
-        return f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._told[peer].name!r}"
+        return (
+            f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._contacts[peer].name!r}"
+        )
 
     def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor)[0].connection
@@ -376,7 +378,7 @@ class Connections:
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):
             return f"rank {peer} cannot be reached: {error.strerror or error}"
-        host, port, *_ = self._told[peer]
+        host, port, *_ = self._contacts[peer]
         if isinstance(error, ConnectionRefusedError):
             return f"rank {peer} has died or hung up: {host}:{port} refuses connections"
         return f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}"
@@ -396,7 +398,7 @@ class Connections:
 
     def _dial(self, peer: int) -> socket.socket:
         if not self._is_relayed(peer):
-            return socket.create_connection(self._told[peer][:2], CONNECT_SECONDS)
+            return socket.create_connection(self._contacts[peer][:2], CONNECT_SECONDS)
         assert self._relay is not None
         connection = relay.reach(self._relay, relay.CONNECT, self._token(peer), CONNECT_SECONDS)
         try:
@@ -413,7 +415,7 @@ class Connections:
                 session = self._session(connection, accepts=False)
                 deadline = time.monotonic() + HANDSHAKE_SECONDS
                 introduce(session or connection, self._rank, peer, self._secret, deadline)
-                if session and session.peer_name != self._told[peer].name:
+                if session and session.peer_name != self._contacts[peer].name:
                     raise ConnectionError(f"who listens there {self._other_name(peer, session)}")
                 self._engine.attach(peer, connection.detach(), session)
             finally:
