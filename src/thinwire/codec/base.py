@@ -14,6 +14,10 @@ Payload. A one-dimensional uint8 tensor on the device of the input. Sub-byte val
 and scales are part of the payload. Nothing else is sent; `docs/wire.md` says what every byte means. The receiver knows
 the codec and the number of elements, so the payload repeats neither.
 
+Sections. A payload is one or more sections, such as all scales and then all codes, and each section holds the bytes of all
+segments in their order. Where `section_nbytes` tells their sizes, one call of `encode` serves several receivers:
+`split_payload` makes of its payload what a call with the segments of one receiver alone gives.
+
 Residual. Where `residual` is given, `x - decode(encode(x))` is written into it in the same pass. It is a contiguous
 float32 tensor with as many elements as `x`. It may be `x` itself, which then holds the residual afterwards.
 
@@ -42,6 +46,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -218,6 +223,14 @@ class Codec(Algorithm, ABC):
         """With `votes`: turn the sums of all workers' decodings into the result, in place."""
         raise NotImplementedError(f"{self} takes no vote: its decodings are averaged")
 
+    def section_nbytes(self, size: Any) -> tuple[int, ...] | None:
+        """Bytes of a segment in each section of a payload; None if they depend on the data or on other segments.
+
+        Args:
+            size: a number of elements, or a shape (`torch.Size`) if `needs_shape`.
+        """
+        return None
+
     # ---- composition: a combinator is built from other codecs ----
 
     def parts(self) -> tuple[Codec, ...]:
@@ -300,6 +313,34 @@ class Codec(Algorithm, ABC):
         keys = [k.mixed() for k in as_list(key)]
         require(len(keys) == num_segments, f"{num_segments} segments need as many keys, got {len(keys)}")
         return keys
+
+
+def sections_of(codec: Codec, sizes: Sequence[Any]) -> list[tuple[int, ...]] | None:
+    """`section_nbytes` of segments of these sizes; None if a payload of them cannot be cut."""
+    found = {size: sections for size in dict.fromkeys(sizes) if (sections := codec.section_nbytes(size)) is not None}
+    return [found[size] for size in sizes] if all(size in found for size in sizes) else None
+
+
+def split_payload(payload: Tensor, sections: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[Tensor]]:
+    """The payload of each group of consecutive segments, in parts that only need to be joined.
+
+    Args:
+        payload: of all segments.
+        sections: of all segments, from `sections_of`.
+        counts: segments of each group.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> codec, xs = tw.QSGD(bits=4), [torch.randn(n) for n in (100, 30, 7)]
+        >>> keys = [tw.codec.Key(stream=i) for i in range(3)]
+        >>> first, last = split_payload(codec.encode(xs, keys), sections_of(codec, [100, 30, 7]), [1, 2])
+        >>> torch.equal(torch.cat(last), codec.encode(xs[1:], keys[1:]))
+        True
+    """
+    ends = [0, *accumulate(counts)]
+    sizes = [sum(section[i:j]) for section in zip(*sections, strict=True) for i, j in pairwise(ends)]
+    parts = payload.split(sizes)
+    return [list(parts[group :: len(counts)]) for group in range(len(counts))]
 
 
 def _numel_of(tensors: Sequence[Tensor]) -> int:

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from helpers.on_triton import DEVICE
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.average.mean.exchange import Job, ScatterReduce
+from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.kernels import flags
 from thinwire.kernels.triton import launch as launches
@@ -93,6 +96,20 @@ def test_launches_and_calls(text, launched):
             many[which]()
             assert launched.total() == CASES[text][which], launched
             assert (num_calls(many[which]) - num_calls(few[which])) / 30 <= CASES[text][2 + which]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_one_call_encodes_for_all_owners(text, launched):
+    """As many launches for eight owners as for all-gather's one message."""
+    names = [str(i) for i in range(10)]
+    xs, dense = [torch.zeros(512, 128, device=DEVICE) for _ in names], torch.zeros(9, device=DEVICE)
+    comm, keys = SimpleNamespace(size=PAYLOADS, rank=0), [Key(0, i, 0) for i in range(10)]
+    job = Job(comm, tw.parse(text), Clock(), xs, names, keys, merged=False, keep_residual=True, dense=dense, scale=1.0)
+    sent = []
+    comm.all_to_all = lambda messages, sizes: sent.extend(messages)
+    with kernels.use_backend("triton"):
+        next(ScatterReduce().begin(job))
+    assert len(sent) == PAYLOADS and launched.total() == CASES[text][0], launched
 
 
 def test_tables_of_many_buckets_are_kept(launched, monkeypatch):

@@ -14,7 +14,7 @@ from ...kernels import Flag
 from ...options import require_kind
 from ..base import Codec
 from ..sparse.base import Sparsifier
-from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sum_sparse
+from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sparse_sections, sum_sparse
 from ..traits import Traits
 from ..types import Key, Selection, Size
 from .huffman import EntropyCoded, EntropyCoder
@@ -100,6 +100,9 @@ class Chain(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self.sparsifier, self.values, numels)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
+        return sparse_sections(self.sparsifier, self.values, size)
 
 
 def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Codec:

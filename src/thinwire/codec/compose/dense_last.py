@@ -80,6 +80,11 @@ class DenseLast(Wrapper):
         whole = [self._whole(n) for n in sizes]
         return self.codec.segments_nbytes(whole) + 4 * (sum(sizes) - sum(whole))
 
+    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
+        whole = self._whole(size)
+        inner = self.codec.section_nbytes(whole)
+        return None if inner is None else (*inner, 4 * (size - whole))
+
     def _cut(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Complete buckets, and what is left, of each tensor."""
         whole = [self._whole(t.numel()) for t in tensors]

@@ -231,6 +231,9 @@ class Transformed(Wrapper):
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
         return sum(group.nbytes for group in self._groups(shapes))
 
+    def section_nbytes(self, size: torch.Size) -> tuple[int, ...] | None:
+        return None if self.transform.divisors else self.codec.section_nbytes(size.numel())
+
     def _decode(self, payload: Tensor, shapes: list[torch.Size], keys: list[int]) -> list[Tensor]:
         ys = [torch.zeros(shape.numel(), dtype=torch.float32, device=payload.device) for shape in shapes]
         groups = self._groups(shapes)

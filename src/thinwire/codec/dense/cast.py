@@ -40,6 +40,9 @@ class Identity(Codec):
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * sum(numels)
 
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        return (4 * size,)
+
 
 @dataclass(frozen=True, repr=False)
 class Cast(Codec):
@@ -94,6 +97,10 @@ class Cast(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.cast.nbytes(numels, self.dtype)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        numbers = self.segments_nbytes([0])  # the scale of a type of 8 bits
+        return numbers, self.segments_nbytes([size]) - numbers
 
 
 def _add_parts(values: Tensor, outs: list[Tensor], weight: float) -> None:

@@ -71,6 +71,9 @@ class SVD(Codec):
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
         return 4 * sum(map(self._count, shapes))
 
+    def section_nbytes(self, size: torch.Size) -> tuple[int, ...]:
+        return (4 * self._count(size),)
+
     def _count(self, shape: torch.Size) -> int:
         """How many floats are sent for a tensor of this shape."""
         return min(number(self.rank) * sum(matrix_shape(shape)), shape.numel())

@@ -77,7 +77,10 @@ class BinMeans(Codec):
             out.add_(means[codes + self._first_bins(out)], alpha=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return sum(4 * self._num_means(n) + kernels.words.nbytes(n, self.bits) for n in numels)
+        return sum(map(sum, map(self.section_nbytes, numels)))
+
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        return 4 * self._num_means(size), kernels.words.nbytes(size, self.bits)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The bin of each element, counted over all buckets, and the float32 mean of every bin."""

@@ -62,6 +62,10 @@ class LevelCodec(Codec):
     def segments_nbytes(self, numels: list[int]) -> int:
         return self._levels.nbytes(numels)
 
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        numbers = 4 * kernels.num_buckets([size], self.bucket_size)
+        return numbers, self.segments_nbytes([size]) - numbers
+
 
 def level_values(codec: Codec) -> tuple[float, ...] | None:
     """The levels that a codec or one of its parts rounds to, ascending in [-1, 1]; None without such levels."""

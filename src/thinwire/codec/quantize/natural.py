@@ -59,6 +59,9 @@ class NaturalCompression(Codec):
     def segments_nbytes(self, numels: list[int]) -> int:
         return sum(kernels.words.nbytes(n, _BITS) for n in numels)
 
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        return (kernels.words.nbytes(size, _BITS),)
+
 
 def _rounded(x: Tensor, key: int) -> Tensor:
     """The words, int32: the exponent that rounding chose, and the sign above it."""

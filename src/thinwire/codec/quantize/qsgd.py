@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ... import kernels
 from ...algorithm import require
 from ...kernels.checks import MAX_SEGMENT_NUMEL
 from ...kernels.quantize import Quantizer, Quantizers
@@ -104,3 +105,7 @@ class QSGD(EvenLevels):
 
     def symbols(self, numels: list[int]) -> Symbols | None:
         return None if self.code_bits > 8 else Symbols(self.code_bits, numels)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        numbers = 4 * kernels.num_buckets([size], self.bucket_size)
+        return numbers, self.segments_nbytes([size]) - numbers

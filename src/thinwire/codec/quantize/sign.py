@@ -40,6 +40,9 @@ class _SignCodec(Codec):
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.sign.nbytes(numels)
 
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        return 4, self.segments_nbytes([size]) - 4
+
 
 @dataclass(frozen=True, repr=False)
 class SignNorm(_SignCodec):
@@ -157,3 +160,7 @@ class OneBit(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return kernels.onebit.nbytes(numels, self.bucket_size)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        numbers = 8 * kernels.num_buckets([size], self.bucket_size)
+        return numbers, self.segments_nbytes([size]) - numbers

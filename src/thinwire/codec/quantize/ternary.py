@@ -110,6 +110,9 @@ class TernGrad(AgreedCodec):
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * kernels.num_buckets(numels, self.bucket_size) + self._packing.nbytes(numels)
 
+    def section_nbytes(self, size: int) -> tuple[int, ...]:
+        return 4 * kernels.num_buckets([size], self.bucket_size), self._packing.nbytes([size])
+
 
 @dataclass(frozen=True, eq=False)
 class SharedTernary(Codec):

@@ -25,7 +25,16 @@ from ..base import Codec
 from ..dense.cast import Identity
 from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
-from .payload import count_bytes, decode_sparse, encode_sparse, sparse_nbytes, split_counts, sum_sparse, tail
+from .payload import (
+    count_bytes,
+    decode_sparse,
+    encode_sparse,
+    sparse_nbytes,
+    sparse_sections,
+    split_counts,
+    sum_sparse,
+    tail,
+)
 
 
 class Sparsifier(Codec):
@@ -145,6 +154,9 @@ class Sparsifier(Codec):
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return sparse_nbytes(self, Identity(), numels)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
+        return sparse_sections(self, Identity(), size)
 
 
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:

@@ -93,6 +93,11 @@ class SparseParts(NamedTuple):
         """Bytes of a message of these counts: exact, or a bound where not `fixed_size`."""
         return self.values.segments_nbytes(counts) + self.coding.indices_nbytes(counts, numels)
 
+    def section_nbytes(self, count: int, numel: int) -> tuple[int, ...] | None:
+        """`Codec.section_nbytes` of a segment with so many coordinates."""
+        sections = self.values.section_nbytes(count) if self.coding.codes_plainly else None
+        return None if sections is None else (*sections, self.coding.indices_nbytes([count], [numel]))
+
 
 def with_length(codes: Tensor) -> Tensor:
     """Append the length of the codes, so that the receiver finds their start from the end of the payload."""
@@ -198,6 +203,13 @@ def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]
     """Bytes of the payload of `encode_sparse`: exact if both codecs are of fixed size, else an upper bound."""
     counts = [sparsifier.count(n) for n in numels]
     return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
+
+
+def sparse_sections(sparsifier: Sparsifier, values_codec: Codec, numel: int) -> tuple[int, ...] | None:
+    """`Codec.section_nbytes`: of the kept values, and of the support."""
+    count = sparsifier.count(numel)
+    sections = values_codec.section_nbytes(count) if sparsifier.traits.fixed_size else None
+    return None if sections is None else (*sections, sparsifier.support_nbytes([count], [numel]))
 
 
 def encode_values(

@@ -23,9 +23,9 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from .... import debug
 from ....codec import Codec, Key
+from ....codec.base import sections_of, split_payload
 from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
 from ....kernels.flags import Flag, both
@@ -47,6 +48,7 @@ from .base import (
     gather_messages,
     message_nbytes,
     pack,
+    pack_each,
     piece_key,
     split,
     split_bounds,
@@ -155,11 +157,7 @@ class ScatterReduce(Exchange):
 def _scatter_reduce(job: Job) -> Stages:
     comm, me = job.comm, job.comm.rank
     shards, dense_pieces = _split(job.tensors, job), split(job.dense, comm.size, job.shares)
-    masked = [shard.pieces for shard in _split(job.masked, job)]
-    messages = [
-        pack(dense, job.of(shard.positions).encode(shard.pieces, _piece_keys(job, shard, owner + 1), masked[owner]))
-        for owner, (shard, dense) in enumerate(zip(shards, dense_pieces, strict=True))
-    ]
+    messages = _encode_shards(job, shards, dense_pieces)
     shapes = [t.shape for t in job.tensors]
     sizes = shard_nbytes(job.codec, shapes, job.dense.numel(), comm.size, job.merged, job.shares)
 
@@ -184,6 +182,31 @@ def _scatter_reduce(job: Job) -> Stages:
         return finite
 
     return finish
+
+
+def _encode_shards(job: Job, shards: list[Shard], dense: Sequence[Tensor]) -> list[Tensor]:
+    """The message to each owner, by one call of the encoder if its payload can be cut between segments."""
+    masked = [shard.pieces for shard in _split(job.masked, job)]
+    keys = [_piece_keys(job, shard, owner + 1) for owner, shard in enumerate(shards)]
+    pieces = [shard.pieces for shard in shards]
+    sizes = [_segment_sizes(job, each) for each in pieces]
+    sections = sections_of(job.codec, list(chain(*sizes)))
+    if sections is None:
+        return [
+            pack(part, job.of(shard.positions).encode(shard.pieces, key, mask))
+            for part, shard, key, mask in zip(dense, shards, keys, masked, strict=True)
+        ]
+    payloads = split_payload(job.encode_groups(pieces, keys, masked), sections, [len(each) for each in sizes])
+    return pack_each([[part.view(torch.uint8), *payload] for part, payload in zip(dense, payloads, strict=True)])
+
+
+def _segment_sizes(job: Job, pieces: list[Tensor]) -> list[Any]:
+    """The sizes of the segments that the codec makes of a shard, as it sees them."""
+    shaped = job.codec.traits.needs_shape
+    if job.merged:
+        numels = [sum(p.numel() for p in pieces)] if pieces else []
+        return [torch.Size([n]) if shaped else n for n in numels]
+    return [p.shape if shaped else p.numel() for p in pieces]
 
 
 def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from torch import Tensor
 from .... import kernels
 from ....algorithm import require
 from ....codec import Codec, SparseParts
+from ....codec.base import split_payload
 from ....comm import Handle
 from ....kernels import Flag
 from ....streams import uploaded
@@ -57,6 +59,7 @@ from .base import (
     gather_messages,
     overwrite,
     pack,
+    pack_each,
     piece_key,
     split_numel,
     store_segments,
@@ -194,20 +197,39 @@ class SparseReduction:
         within = (positions - _repeat(layout.starts[:-1], piece_counts, device)).int()
         left = iter(piece_counts)
         region_counts = [[next(left) for _ in region] for region in layout.pieces]
-        totals = [sum(counts) for counts in region_counts]
+        payloads, lost = self._encode_regions(within, values, region_counts)
+        dense = self.dense.tensor_split(self.team.size)
+        messages = pack_each([[part.view(torch.uint8), *parts] for part, parts in zip(dense, payloads, strict=True)])
         header: list[int] = []
-        messages, lost = [], []
-        for owner, (i, v, dense) in enumerate(
-            zip(within.split(totals), values.split(totals), self.dense.tensor_split(self.team.size), strict=True)
-        ):
-            payload, lacks = self._encode_pieces(i, v, region_counts[owner], owner, owner + 1)
-            header += [payload.numel(), *region_counts[owner]]
-            messages.append(pack(dense, payload))
-            lost.append(lacks)
+        for parts, of_pieces in zip(payloads, region_counts, strict=True):
+            header += [sum(part.numel() for part in parts), *of_pieces]
         # Receivers read headers on the host: in main memory, if messages can be sent from there.
         headers = uploaded(self.team.device, header, torch.int32).split([1 + len(c) for c in region_counts])
-        lossless = all(lacks is None for lacks in lost)
-        return Selected(positions, counts, None if lossless else _joined(lost, totals, device)), list(headers), messages
+        return Selected(positions, counts, lost), list(headers), messages
+
+    def _encode_regions(
+        self, indices: Tensor, values: Tensor, counts: list[list[int]]
+    ) -> tuple[list[list[Tensor]], Tensor | None]:
+        """The payload to each owner, in parts, and what they lack of the values: one call if payloads can be cut."""
+        pieces, flat = list(chain(*self.layout.pieces)), list(chain(*counts))
+        found = (self.parts.section_nbytes(k, p.numel) for k, p in zip(flat, pieces, strict=True))
+        sections = [section for section in found if section is not None]
+        if pieces and len(sections) == len(pieces):
+            keys = [
+                piece_key(self.keys[p.segment], owner + 1).mixed()
+                for owner, region in enumerate(self.layout.pieces)
+                for p in region
+            ]
+            payload, lost = self.parts.encode(indices, values, flat, [p.numel for p in pieces], keys)
+            return split_payload(payload, sections, [len(region) for region in counts]), lost
+        totals = [sum(of_pieces) for of_pieces in counts]
+        payloads, lacking = [], []
+        for owner, (i, v) in enumerate(zip(indices.split(totals), values.split(totals), strict=True)):
+            payload, lacks = self._encode_pieces(i, v, counts[owner], owner, owner + 1)
+            payloads.append([payload])
+            lacking.append(lacks)
+        lossless = all(lacks is None for lacks in lacking)
+        return payloads, None if lossless else _joined(lacking, totals, values.device)
 
     def _encode_pieces(
         self, indices: Tensor, values: Tensor, counts: list[int], owner: int, part: int
