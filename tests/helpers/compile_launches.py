@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
+import triton
 
 from helpers import fake_driver
+
+compiled_elsewhere: set[tuple[str, str]] = set()
+"""By the processes of pytest-xdist: kernels by name, and types."""
 
 
 def pytest_configure() -> None:
@@ -25,6 +30,22 @@ def pytest_pyfunc_call() -> Generator[None, object, bool]:
     return True
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (report := getattr(session.config, "workeroutput", None)) is not None:
+        report["compiled"] = sorted(_compiled())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    compiled_elsewhere.update(map(tuple, getattr(node, "workeroutput", {}).get("compiled", ())))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    num_kernels = len({function for function, _ in fake_driver.compiled})
-    terminalreporter.write_line(f"compiled {num_kernels} kernels for {len(fake_driver.compiled)} sets of types")
+    types = compiled_elsewhere | _compiled()
+    num_kernels = len({function for function, _ in types})
+    line = f"compiled {num_kernels} kernels for {len(types)} sets of types with Triton {triton.__version__}"
+    terminalreporter.write_line(line)
+
+
+def _compiled() -> set[tuple[str, str]]:
+    return {(f"{function.__module__}.{function.__name__}", key) for function, key in fake_driver.compiled}

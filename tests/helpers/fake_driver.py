@@ -8,6 +8,7 @@ finds in it says nothing: a check passes if everything that it launches compiles
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import jit
 from triton.runtime.driver import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -27,6 +29,9 @@ compiled: dict[tuple[Any, str], str] = {}
 
 launched: list[tuple[Any, str]] = []
 """What the current check has launched."""
+
+failed: list[str] = []
+"""What Triton raised in launches of the current check."""
 
 
 class FakeDriver:
@@ -52,6 +57,8 @@ def install() -> None:
 
     driver.set_active(FakeDriver())
     triton.knobs.runtime.jit_cache_hook = _compile_only
+    jit.serialize_specialization_data = lambda *arguments: ""  # for the hook; 3.6 fails at constants that are functions
+    jit.JITFunction.run = _note_errors(jit.JITFunction.run)
     launch.INTERPRETED = True  # kernels take tensors in main memory
     flags.raises_at_once = lambda device: False
     torch.empty = torch.zeros
@@ -67,10 +74,23 @@ def _changes_a_type(count):
 
 
 def problems() -> list[str]:
-    """What the compiler refused of all that was launched since the last call."""
+    """What Triton and its compiler refused of all that was launched since the last call."""
     found = [f"{function.__name__}: {compiled[function, key]}" for function, key in launched if compiled[function, key]]
+    found += failed
     launched.clear()
+    failed.clear()
     return found
+
+
+def _note_errors(run: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(function: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return run(function, *arguments, **options)
+        except Exception as error:
+            failed.append(f"{function.__name__}: {error!r}")
+            raise
+
+    return noting
 
 
 def _compile_only(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
