@@ -77,7 +77,16 @@ def test_what_loads_a_state_takes_it_into_main_memory():
         assert arguments.get("map_location") == "'cpu'" or "mmap" in arguments, ast.unparse(call)
 
 
-def test_a_strategy_connects_on_its_models_device(monkeypatch):
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model, optimizer: tw.compress_gradients(model, tw.Mean()),
+        lambda model, optimizer: tw.gossip_parameters(model, optimizer, tw.Mix(tw.Complete())),
+        lambda model, optimizer: tw.local_updates(model, optimizer, tw.Mean(), every=2),
+    ],
+    ids=["gradients", "gossip", "local updates"],
+)
+def test_a_strategy_connects_on_its_models_device(attach, monkeypatch):
     asked = []
 
     def connect(group, device):
@@ -87,7 +96,7 @@ def test_a_strategy_connects_on_its_models_device(monkeypatch):
     monkeypatch.setattr(base, "ProcessGroupCommunicator", connect)
     model = nn.Linear(2, 2)
     with pytest.raises(ConnectionError):
-        tw.gossip_parameters(model, torch.optim.SGD(model.parameters(), lr=1.0), tw.Mix(tw.Complete()))
+        attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert asked == [model.weight.device]
 
 
