@@ -34,7 +34,6 @@ from .device import (
     store_floats,
 )
 from .launch import (
-    WHOLE_WORDS,
     Launch,
     are_aligned,
     kept,
@@ -47,7 +46,6 @@ from .launch import (
     tiles_of,
 )
 from .payloads import WHOLE
-from .variants import VARIANTS, Variant
 
 # Kinds of reductions, and how many numbers each gives.
 KINDS = {"max": 1, "squares": 1, "magnitudes": 1, "halves": 3, "moments": 2}
@@ -351,29 +349,3 @@ def _root(squares, _second, _third, _size, _argument, PARAMETERS: tl.constexpr):
 
 
 SCALES = {"max": ("max", _largest), "l2": ("squares", _root)}  # by norm: what is reduced, and the rule
-
-
-def numbers_variant(name: str, kind: str, rule: Any, parameters: tuple[float, ...]) -> Variant:
-    """The kernel that stores numbers, for the compile tests."""
-    constants = {"KIND": kind, "RULE": rule, "PARAMETERS": parameters, "BUCKET": MAX_SEGMENT_NUMEL, "ALIGNED": True}
-    return Variant(name, _store_numbers, constants, BUCKET_NUMEL, 8 * KINDS[kind] / SUM_BLOCK, launches=3)
-
-
-# ---- what is compiled and counted without a GPU ----
-
-VARIANTS += [
-    Variant(
-        f"block_sums: {_kind}",
-        _reduce_blocks,
-        {"KIND": _kind, "BUCKET": MAX_SEGMENT_NUMEL, "VECTOR": WHOLE_WORDS, **_block_constants(MAX_SEGMENT_NUMEL)},
-        PROGRAM_BLOCKS * SUM_BLOCK,
-        4 + 8 * _numbers / SUM_BLOCK,
-        loop_trips=32,
-    )
-    for _kind, _numbers in KINDS.items()
-]
-VARIANTS += [
-    numbers_variant(f"block_sums.store_scales: {_norm}", *_scale, (2.0**-118, float("inf")))
-    for _norm, _scale in SCALES.items()
-]
-VARIANTS.append(Variant("block_sums.fold", _fold, {"MAX": False}, 1024 * SUM_BLOCK, 8 / SUM_BLOCK))

@@ -36,7 +36,6 @@ from .device import (
     uniform,
 )
 from .launch import (
-    WHOLE_WORDS,
     Launch,
     are_aligned,
     floats,
@@ -49,14 +48,12 @@ from .launch import (
 )
 from .payloads import (
     WHOLE,
-    decoder_variants,
     launch_decoder,
     load_total,
     store_residual,
     store_total,
 )
 from .tiles import Tiles
-from .variants import Variant
 
 
 @dataclass(frozen=True)
@@ -142,43 +139,6 @@ class Coding:
 
     def _decoder_constants(self) -> dict[str, Any]:
         return {**self._constants(), "RULE": self.decode_rule, "KEEPS_SIGN": self.keeps_sign}
-
-    def encoder_variant(
-        self, name: str, random: bool, residual: bool = True, cached_bytes: float = 0.0, launches: int = 1
-    ) -> Variant:
-        """The encoder for the compile tests.
-
-        Args:
-            name: of the variant.
-            random: whether there are keys.
-            residual: whether there are residuals.
-            cached_bytes: per element, what the program reads a second time.
-            launches: of the whole operation.
-        """
-        tiles = self.tiles
-        absent = {} if random else {"key_table": None}
-        constants = {
-            **self._encoder_constants(residual, True),
-            "VECTOR": WHOLE_WORDS,
-            **absent,
-            **self._absent_levels(),
-        }
-        least_bytes = 4 + self._bytes + 4 * residual
-        loop_trips = min(32, tiles.width // 32)
-        return Variant(name, _encode, constants, tiles.numel, least_bytes, cached_bytes, launches, loop_trips)
-
-    def decoder_variants(self, name: str, cached_bytes: float = 0.0) -> list[Variant]:
-        """The decoder for the compile tests; `name` has `{}` in place of the function."""
-        constants = {**self._decoder_constants(), **self._absent_levels()}
-        return decoder_variants(name, _decode, constants, self.tiles.numel, self._bytes, cached_bytes)
-
-    def _absent_levels(self) -> dict[str, None]:
-        return {"level_table": None} if self.levels is None else {}
-
-    @property
-    def _bytes(self) -> float:
-        """Bytes of a payload per element."""
-        return self.bits / 8 + 4 * self.numbers / self.bucket_size
 
 
 @kept

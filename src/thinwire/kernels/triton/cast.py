@@ -11,10 +11,9 @@ from .. import cast as family
 from ..cast import _NAN, WIDTHS
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .block_sums import numbers_variant, store_numbers
+from .block_sums import store_numbers
 from .buckets import Coding
 from .device import is_finite, negated
-from .variants import VARIANTS
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  # of exponents
@@ -117,12 +116,3 @@ def _round(x, scale, _second, _u, _level_table, PARAMETERS: tl.constexpr):
 @triton.jit
 def _value(codes, scale, _second, weight, _level_table, PARAMETERS: tl.constexpr):
     return widen(codes, PARAMETERS[0], PARAMETERS[1], PARAMETERS[2], PARAMETERS[3]) * (scale * weight)
-
-
-# ---- what is compiled and counted without a GPU ----
-
-VARIANTS.append(numbers_variant("cast.encode: scales", "max", _power_of_two, (_largest("float8_e4m3fn"),)))
-for _dtype in ("float16", "float8_e4m3fn"):
-    _name, _launches = f"cast.encode: {_dtype}, residual", 3 if WIDTHS[_dtype] == 1 else 1
-    VARIANTS.append(_coding(_dtype).encoder_variant(_name, random=False, launches=_launches))
-    VARIANTS.extend(_coding(_dtype).decoder_variants(f"cast.{{}}: {_dtype}"))

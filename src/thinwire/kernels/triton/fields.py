@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .variants import VARIANTS, Variant
-
 
 @triton.jit
 def load_field(payload, position, width, mask):
@@ -47,6 +45,3 @@ def scan(first_tile, counts, totals, num_segments, ROWS: tl.constexpr, BLOCK: tl
 
 
 SCAN_BLOCK = 1024
-
-# A count of each kind is read and written.
-VARIANTS.append(Variant("scan", scan, {"ROWS": 2, "BLOCK": SCAN_BLOCK}, SCAN_BLOCK, 2 * 8))

@@ -24,7 +24,6 @@ from ..checks import numels_of
 from .device import find_segment, load_pointer, load_size, magnitude
 from .fields import SCAN_BLOCK, scan
 from .launch import (
-    WHOLE_WORDS,
     Launch,
     kept,
     launch,
@@ -35,7 +34,6 @@ from .launch import (
     table,
     tiles_of,
 )
-from .variants import VARIANTS, Variant
 
 TILE = 2048
 STEPS = 4  # tiles that a program of a histogram counts, before it adds to the segment's
@@ -274,28 +272,3 @@ def _write_kept(
     kept = (larger > 0) | ((equal > 0) & (equal_before < num_ties))
     place = tl.load(rows + 4 * num_segments + segment) + larger_before + tl.minimum(equal_before, num_ties)
     write_selected(indices, values, place, start, x, kept, TILE)
-
-
-_TILE = {"VECTOR": WHOLE_WORDS, "TILE": TILE}
-_COUNT = {**_TILE, "STEPS": STEPS}
-_NUMEL, _LAUNCHES = STEPS * TILE, 2 * PASSES + 3
-VARIANTS += [
-    Variant(
-        f"select.topk: first histogram, {_source}",
-        _histogram,
-        {"PASS": 0, "SOURCE": _source, **_COUNT, **({"others": None} if _source == "none" else {})},
-        _NUMEL,
-        _bytes,
-        launches=_LAUNCHES,
-        loop_trips=STEPS,
-    )
-    for _source, _bytes in (("none", 4), ("feedback", 12), ("momentum", 20), ("nesterov", 20))
-]
-_LAST = {"PASS": PASSES - 1, "SOURCE": "none", "others": None, **_COUNT}
-VARIANTS += [
-    Variant("select.topk: last histogram", _histogram, _LAST, _NUMEL, 4, launches=_LAUNCHES, loop_trips=STEPS),
-    # All threads read and write the segment's two numbers.
-    Variant("select.topk: digit", _choose_digit, {"PASS": 1}, BINS.value, 4, 8, launches=_LAUNCHES),
-    Variant("select.topk: count", _count_kept, _TILE, TILE, 4, launches=_LAUNCHES),
-    Variant("select.topk: write", _write_kept, _TILE, TILE, 12, launches=_LAUNCHES),  # as if everything were kept
-]

@@ -22,7 +22,6 @@ from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
 from .launch import kept, launch, starts, tiles_of
-from .variants import VARIANTS, Variant
 
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
@@ -197,12 +196,3 @@ def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES:
     end = tl.load(payload + (size >> 3), mask=(size & 7) != 0, other=0).to(tl.int32) >> (size & 7).to(tl.int32)
     if num_bad + end > 0:
         tl.atomic_add(faults + CORRUPT, 1, sem="relaxed")
-
-
-_PER_INDEX = 4 + 12 / 8  # an index, and its code at one in a thousand
-_CONSTANTS = {"BYTES": BYTES}
-VARIANTS += [
-    Variant("indices.encode", _encode, _CONSTANTS, BYTES * 8 // 12, _PER_INDEX, cached_bytes=195),
-    Variant("indices.decode: count", _count_ones, _CONSTANTS, BYTES * 8 // 2, 2 / 8, cached_bytes=2, launches=3),
-    Variant("indices.decode: write", _decode, _CONSTANTS, BYTES * 8 // 2, _PER_INDEX, cached_bytes=28, launches=3),
-]

@@ -12,7 +12,6 @@ from ..levels import Levels
 from ..scales import MIN_SCALE
 from .buckets import Coding
 from .device import is_finite
-from .variants import VARIANTS
 
 
 @family._encode.runs_on("triton")
@@ -68,20 +67,3 @@ def _coding(levels: Levels) -> Coding:
         least=MIN_SCALE,
         levels=levels.values,
     )
-
-
-# ---- what is compiled and counted without a GPU ----
-
-
-def _add_variants(num_levels: int, bucket_size: int, norm: str) -> None:
-    levels = Levels(tuple(i / num_levels for i in range(num_levels)), bucket_size, norm)
-    coding, what = _coding(levels), f"{num_levels} levels, buckets of {bucket_size}"
-    # Levels stay in the cache: one for each step of the search, two neighbours, and the chosen one.
-    cached_bytes = 4 * (levels.bits + 3) + (4 if norm == "l2" else 0)
-    name = f"levels.encode: {what}, {norm}, residual"
-    VARIANTS.append(coding.encoder_variant(name, random=True, cached_bytes=cached_bytes))
-    VARIANTS.extend(coding.decoder_variants(f"levels.{{}}: {what}", cached_bytes=4))
-
-
-_add_variants(16, 512, "l2")
-_add_variants(7, 1000, "max")

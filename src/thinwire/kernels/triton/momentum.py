@@ -15,9 +15,8 @@ from ..momentum import Buffers, Momentum
 from . import histograms, select
 from .device import find_segment, load_pointer, load_size
 from .histograms import source
-from .launch import WHOLE_WORDS, Launch, kept, launch_each, plan_launches, pointers, starts, table, tiles_of
+from .launch import Launch, kept, launch_each, plan_launches, pointers, starts, table, tiles_of
 from .select import MAX_ROW
-from .variants import VARIANTS, Variant
 
 TILE = 1024
 
@@ -85,11 +84,3 @@ def _make_segments(
     left = load_size(rows + 2 * num_segments + segment, VECTOR) - start
     out = load_pointer(rows + num_segments + segment, VECTOR)
     source(others, segment, num_segments, start, left, m, factor, out, SOURCE, VECTOR, TILE)
-
-
-VARIANTS += [
-    Variant(
-        f"momentum: {_source}", _make_segments, {"SOURCE": _source, "VECTOR": WHOLE_WORDS, "TILE": TILE}, TILE, _bytes
-    )
-    for _source, _bytes in (("feedback", 12), ("momentum", 20), ("nesterov", 20))
-]

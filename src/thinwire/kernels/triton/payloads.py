@@ -17,8 +17,7 @@ from torch import Tensor
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag, flag_of
 from .device import load_pointer, magnitude
-from .launch import WHOLE_WORDS, Launch, are_aligned, launch_each, pointers, table
-from .variants import Variant
+from .launch import Launch, are_aligned, launch_each, pointers, table
 
 WHOLE = tl.constexpr(MAX_SEGMENT_NUMEL)  # the size of a bucket that is its segment
 
@@ -53,35 +52,6 @@ def launch_decoder(
     arguments = (sources, *tables, flag, len(outs), len(payloads), weight)
     launch_each(decoder, launches, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
     return True if add else flag_of(flag[0] == 0)
-
-
-def decoder_variants(
-    name: str, decoder: Any, constants: Mapping[str, Any], numel: int, code_bytes: float, cached_bytes: float
-) -> list[Variant]:
-    """A decoder for the compile tests: as `decode_add`, and as `decode_sum` of one payload.
-
-    Args:
-        name: of the variants, with `{}` in place of the function.
-        decoder: the kernel.
-        constants: its constants, without `ADD`, `ALIGNED` and `VECTOR`.
-        numel: elements that one program serves.
-        code_bytes: of a payload, per element.
-        cached_bytes: per element, what the program reads a second time.
-    """
-    return [
-        Variant(
-            name.format(what),
-            decoder,
-            {"ALIGNED": True, "VECTOR": WHOLE_WORDS, "ADD": add, **constants},
-            numel,
-            least,
-            cached_bytes,
-        )
-        for what, add, least in (
-            ("decode_add", True, 8 + code_bytes),
-            ("decode_sum, one payload", False, 4 + code_bytes),
-        )
-    ]
 
 
 @triton.jit

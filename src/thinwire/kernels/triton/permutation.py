@@ -19,7 +19,6 @@ from ..random import keys_on
 from .device import find_segment, hash_of
 from .fields import SCAN_BLOCK, scan
 from .launch import kept, launch, starts, tiles_of
-from .variants import VARIANTS, Variant
 
 TILE = 1024
 MARKS_TILE = 2048
@@ -121,12 +120,3 @@ def _write_marks(rows, marks, before, indices, num_segments, TILE: tl.constexpr)
     first = tl.load(rows + 6 * num_segments + segment) + tl.load(before + program)
     place = first + tl.cumsum(kept) - kept
     tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept > 0)
-
-
-_MARKS = {"TILE": MARKS_TILE}
-VARIANTS += [
-    Variant("permutation: mark", _mark, {"TILE": TILE}, TILE, 1, launches=4),
-    Variant("permutation: count", _count_marks, _MARKS, MARKS_TILE, 1, launches=4),
-    # as if everything were kept
-    Variant("permutation: write", _write_marks, _MARKS, MARKS_TILE, 5, launches=4),
-]

@@ -12,7 +12,6 @@ from ..quantize import Quantizer, Quantizers
 from ..scales import MAX_SCALE, MIN_SCALE, MIN_SCALE_WIDE
 from .buckets import Coding
 from .device import is_finite
-from .variants import VARIANTS
 
 
 @family._encode.runs_on("triton")
@@ -72,33 +71,3 @@ def _coding(q: Quantizer) -> Coding:
         most=MAX_SCALE / 2 if q.num_steps == 1 else float("inf"),
         keeps_sign=True,
     )
-
-
-# ---- what is compiled and counted without a GPU ----
-
-
-def _add_variants(bits: int, bucket_size: int, norm: str, residual: bool, decode: bool = True) -> None:
-    coding = _coding(Quantizer(bits, 2**bits - 1, bucket_size, norm))
-    has_rows = coding.tiles.size == bucket_size
-    what = f"{bits} bits, buckets of {bucket_size}"
-    VARIANTS.append(
-        coding.encoder_variant(
-            f"quantize.encode: {what}, {norm}{', residual' if residual else ''}",
-            random=True,
-            residual=residual,
-            # An L2 scale reads the elements twice; scales of large buckets are read for each element.
-            cached_bytes=4.0 if norm == "l2" or not has_rows else 0.0,
-            launches=1 if has_rows else 3,
-        )
-    )
-    if decode:
-        VARIANTS.extend(coding.decoder_variants(f"quantize.{{}}: {what}"))
-
-
-_add_variants(4, 512, "max", residual=False, decode=False)
-_add_variants(4, 512, "max", residual=True)
-_add_variants(4, 512, "l2", residual=True, decode=False)
-_add_variants(8, 512, "max", residual=True)
-_add_variants(3, 1000, "max", residual=True)
-_add_variants(2, 2048, "l2", residual=False, decode=False)
-_add_variants(4, 16384, "max", residual=True, decode=False)

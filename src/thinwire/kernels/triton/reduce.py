@@ -11,8 +11,7 @@ from .. import reduce as family
 from ..checks import numels_of
 from ..flags import Flag, flag_of
 from .device import find_segment, is_finite, load_pointer, load_size
-from .launch import WHOLE_WORDS, Launch, kept, launch_each, plan_launches, pointers, starts, tiles_of
-from .variants import VARIANTS, Variant
+from .launch import Launch, kept, launch_each, plan_launches, pointers, starts, tiles_of
 
 TILE = 4096
 
@@ -66,10 +65,3 @@ def _mark(rows, out, num_segments, NAN: tl.constexpr, VECTOR: tl.constexpr, TILE
                 tl.store(place, float("nan"))
             else:
                 tl.store(place, 1)
-
-
-_CONSTANTS = {"VECTOR": WHOLE_WORDS, "TILE": TILE}
-VARIANTS += [
-    Variant("reduce.all_finite", _mark, {"NAN": False, **_CONSTANTS}, TILE, 4, types={"out": "*i32"}),
-    Variant("reduce.mark_nonfinite", _mark, {"NAN": True, **_CONSTANTS}, TILE, 4, types={"out": "*fp32"}),
-]

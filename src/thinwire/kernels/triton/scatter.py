@@ -21,7 +21,6 @@ from ..flags import Fault, Flag, flag_of
 from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
 from .launch import kept, launch, pointers, starts, tiles_of
-from .variants import VARIANTS, Variant
 
 TILE = 1024
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
@@ -113,15 +112,3 @@ def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: 
         tl.store(out + index, value, mask=inside)
         if ACTION == "total":  # a sum that is once not finite stays so
             tl.store(flag, 1, mask=tl.max(tl.where(inside, magnitude(value), 0)) >= 0x7F800000)
-
-
-VARIANTS += [
-    Variant(
-        f"scatter.{_action}",
-        _scatter,
-        {"ACTION": _action, "TILE": TILE, **({} if _action == "total" else {"flag": None})},
-        TILE,
-        _bytes,
-    )
-    for _action, _bytes in (("gather", 12), ("write", 12), ("clear", 8), ("add", 16), ("total", 16))
-]

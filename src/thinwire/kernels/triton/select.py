@@ -18,7 +18,6 @@ from .device import find_segment, magnitude
 from .fields import SCAN_BLOCK, scan
 from .histograms import TILE, read_tile, write_selected
 from .launch import launch, pointers, starts, table, tiles_of
-from .variants import VARIANTS, Variant
 
 MAX_ROW = 4096  # elements of a row that one program holds
 ROW_TILE = 2048  # elements of short rows that one program holds
@@ -165,13 +164,3 @@ def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr
 def _largest(rows, found, num_segments, TILE: tl.constexpr):
     segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
     tl.atomic_max(found + segment, tl.max(tl.where(inside, magnitude(x), 0)), sem="relaxed")
-
-
-# The bytes of what is written are those of a selection of everything.
-VARIANTS += [
-    Variant("select.topk: rows of 4096", _topk_of_rows, {"WIDTH": 4096, "ROWS": 1}, 4096, 12),
-    Variant("select.topk: rows of 64", _topk_of_rows, {"WIDTH": 64, "ROWS": 32}, 2048, 12),
-    Variant("select.above: count", _count_above, {"TILE": TILE}, TILE, 4, launches=3),
-    Variant("select.above: write", _write_above, {"TILE": TILE}, TILE, 12, launches=3),
-    Variant("select.largest", _largest, {"TILE": TILE}, TILE, 4),
-]

@@ -12,10 +12,9 @@ from torch import Tensor
 from .. import onebit, sign
 from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
-from .block_sums import numbers_variant, store_numbers
+from .block_sums import store_numbers
 from .buckets import Coding
 from .device import is_finite, negated
-from .variants import VARIANTS
 
 
 @sign._encode.runs_on("triton")
@@ -96,12 +95,3 @@ SIGN = Coding(1, MAX_SEGMENT_NUMEL, _round, _value, (1,), numbers=1, least_bucke
 
 def _onebit(bucket_size: int) -> Coding:
     return Coding(1, bucket_size, _round, _value, (2,), numbers=2)
-
-
-for _family, _coding, _what in (("sign", SIGN, "whole segments"), ("onebit", _onebit(512), "buckets of 512")):
-    VARIANTS.append(_coding.encoder_variant(f"{_family}.encode: {_what}, residual", random=False, launches=3))
-    VARIANTS.extend(_coding.decoder_variants(f"{_family}.{{}}: {_what}"))
-VARIANTS += [
-    numbers_variant("sign.encode: mean", "magnitudes", _mean_magnitude, (0,)),
-    numbers_variant("onebit.encode: means", "halves", _means, ()),
-]

@@ -17,7 +17,7 @@ from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
 from ..ternary import BLOCK_WORDS, Ternary
-from .block_sums import BUCKET_NUMEL, block_sums, find_bucket, total_of
+from .block_sums import block_sums, find_bucket, total_of
 from .device import (
     find_segment,
     is_finite,
@@ -32,13 +32,11 @@ from .device import (
 from .launch import Launch, are_aligned, kept, launch, launch_each, pointers, starts, table, tiles_of
 from .payloads import (
     WHOLE,
-    decoder_variants,
     launch_decoder,
     load_total,
     store_residual,
     store_total,
 )
-from .variants import VARIANTS, Variant
 
 TILE_WORDS = 512
 
@@ -251,30 +249,3 @@ def _decode(
             scale = _load_scales(rows, scales, num_segments, segment, position, inside, BUCKET)
             total += value.to(tl.float32) * (scale * weight)
         store_total(out + position, inside, total, flag, ADD)
-
-
-# ---- what is compiled and counted without a GPU ----
-
-_BUCKET = {"BUCKET": MAX_SEGMENT_NUMEL}
-_CLIPPED = {"CLIPS": True, "LEAST": MIN_SCALE, **_BUCKET}
-VARIANTS += [
-    Variant("ternary.scales: limits", _store_limits, _BUCKET, BUCKET_NUMEL, 16 / 1024, launches=4),
-    Variant("ternary.scales: scales", _store_scales, _CLIPPED, BUCKET_NUMEL, 8 / 1024, launches=4),
-]
-
-
-def _add_variants(ternary: Ternary, what: str) -> None:
-    constants, numel = _constants(ternary), TILE_WORDS * ternary.num_digits
-    word_bytes = (1 if ternary.base == 3 else 4) / ternary.num_digits
-    # A scale per element where buckets have scales; words are read again for each digit.
-    scale_bytes = 0.0 if ternary.bucket_size is None else 4.0
-    encoder = {**constants, "RESIDUAL": True, "ALIGNED": True, "VECTOR": 1}
-    VARIANTS.append(Variant(f"ternary.encode: {what}, residual", _encode, encoder, numel, 8 + word_bytes, scale_bytes))
-    cached_bytes = word_bytes * (ternary.num_digits - 1) + scale_bytes
-    VARIANTS.extend(
-        decoder_variants(f"ternary.{{}}: {what}", _decode, {**constants, "VECTOR": 1}, numel, word_bytes, cached_bytes)
-    )
-
-
-_add_variants(Ternary(), "base 3, whole segments")
-_add_variants(Ternary(17, 512), "base 17, buckets of 512")

@@ -15,7 +15,6 @@ from .. import words as family
 from .device import find_segment
 from .fields import load_field
 from .launch import kept, launch, starts, tiles_of
-from .variants import VARIANTS, Variant
 
 TILE = 256
 
@@ -68,10 +67,3 @@ def _encode(rows, words, out, num_segments, bits, TILE: tl.constexpr):
 def _decode(rows, payload, words, num_segments, bits, TILE: tl.constexpr):
     word, count, words, payload = _find_run(rows, words, payload, num_segments, TILE)
     tl.store(words + word, load_field(payload, word * bits, bits, word < count), mask=word < count)
-
-
-_PER_WORD = 4 + 12 / 8
-VARIANTS += [
-    Variant("words.encode", _encode, {"TILE": TILE}, TILE * 8 // 12, _PER_WORD, cached_bytes=44),
-    Variant("words.decode", _decode, {"TILE": TILE}, TILE, _PER_WORD, cached_bytes=3.5),
-]
