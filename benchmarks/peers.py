@@ -101,7 +101,7 @@ def with_hivemind(x, what: str):
     from hivemind.averaging import DecentralizedAverager
     from hivemind.averaging.control import AveragingStage
 
-    from thinwire.comm.connect import own_address
+    from thinwire.comm.addresses import own_address
 
     rank, place = dist.get_rank(), [f"/ip4/{own_address()[1]}/tcp/0"]
     addresses = [None]

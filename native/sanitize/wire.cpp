@@ -1,6 +1,7 @@
 // Runs the engine of `native/wire` under a sanitizer: `scripts/sanitize.sh` builds and starts it.
 //
-//     wire loopback [CERTIFICATE KEY]    two engines talk from several threads while their connections are cut
+//     wire loopback [CERTIFICATE KEY]    two engines talk from several threads while their connections are cut, as for collectives
+//                                        and as for a channel
 //     wire fuzz INPUTS [SEED]            an engine gets damaged frames
 //
 // It ends with an error if a byte is wrong or an operation does not end; the sanitizer ends it at a data race, a wrong address
@@ -52,7 +53,8 @@ Bytes noise(size_t size, uint64_t seed) {
 
 class Pair {
   public:
-    Pair(const std::string& certificate, const std::string& key) {
+    Pair(const std::string& certificate, const std::string& key, bool is_channel)
+        : engines_{Engine(0, 2, kSeconds, is_channel), Engine(1, 2, kSeconds, is_channel)} {
         if (certificate.empty()) return;
         context_ = std::make_unique<Context>(certificate, key, certificate, "", 7);  // keys are renewed all the time
     }
@@ -72,7 +74,7 @@ class Pair {
 
   private:
     std::unique_ptr<Context> context_;
-    std::array<Engine, 2> engines_{Engine(0, 2, kSeconds), Engine(1, 2, kSeconds)};
+    std::array<Engine, 2> engines_;
 };
 
 void cut(int handle) {
@@ -90,6 +92,7 @@ void talk(Pair& pair, int from, uint64_t first, uint64_t count) {
         const bool is_early = number % 3 == 0;
         uint64_t there = 0, here;
         if (!is_early) there = pair[receiver].post({}, {{from, number, received.data(), received.size()}});
+        if (!is_early) pair[receiver].first({there}, 0);
         here = pair[sender].post({{1 - from, number, sent.data(), sent.size()}}, {});
         require(pair[sender].wait(here, kSeconds), "a send did not end");
         std::fill(sent.begin(), sent.end(), uint8_t{0});  // it is the caller's again
@@ -99,10 +102,10 @@ void talk(Pair& pair, int from, uint64_t first, uint64_t count) {
     }
 }
 
-void loopback(const std::string& certificate, const std::string& key) {
+void loopback(bool is_channel, const std::string& certificate = "", const std::string& key = "") {
     constexpr uint64_t kMessages = 40;
     constexpr int kCuts = 60;  // and no more, so that slow machines get on
-    Pair pair(certificate, key);
+    Pair pair(certificate, key, is_channel);
     std::vector<int> live{pair.connect(), pair.connect(), pair.connect()};
     std::atomic<bool> is_over{false};
     std::thread watching([&] {
@@ -111,6 +114,7 @@ void loopback(const std::string& certificate, const std::string& key) {
                 pair[rank].counts(1 - static_cast<int>(rank));
                 pair[rank].finished();
                 pair[rank].events(0.0005);
+                pair[rank].interrupt();
             }
         }
     });
@@ -211,7 +215,7 @@ void fuzz(uint64_t inputs, uint64_t seed) {
         Bytes said = conversation(random);
         damage(said, random);
         auto first = std::make_unique<uint8_t[]>(30'000), second = std::make_unique<uint8_t[]>(100);
-        Engine engine(0, 2, kSeconds);
+        Engine engine(0, 2, kSeconds, input % 2 == 1);
         auto ends = connected();
         engine.attach(1, ends[0]);
         const uint64_t operation = engine.post({}, {{1, 0, first.get(), 30'000}, {1, 1, second.get(), 100}});
@@ -246,7 +250,8 @@ int main(int count, char** arguments) {
         return 0;
     }
     require(!words.empty() && words[0] == "loopback" && words.size() != 2, "expected loopback [CERTIFICATE KEY] or fuzz INPUTS [SEED]");
-    loopback("", "");
-    if (words.size() == 3) loopback(words[1], words[2]);
-    std::printf("two engines, 320 messages%s, no defect\n", words.size() == 3 ? ", half of them encrypted" : "");
+    loopback(false);
+    loopback(true);
+    if (words.size() == 3) loopback(false, words[1], words[2]);
+    std::printf("two engines, %d messages%s, no defect\n", words.size() == 3 ? 480 : 320, words.size() == 3 ? ", a third of them encrypted" : "");
 }

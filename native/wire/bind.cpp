@@ -120,7 +120,7 @@ NB_MODULE(_engine, m) {
         .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
         .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<int, int, double>(), "rank"_a, "size"_a, "timeout_seconds"_a)
+        .def(nb::init<int, int, double, bool>(), "rank"_a, "size"_a, "timeout_seconds"_a, "is_channel"_a = false)
         .def("attach", [](Engine& engine, int peer, int descriptor, const Stream* stream) {
             auto session = stream ? stream->session : nullptr;
             nb::gil_scoped_release release;
@@ -133,6 +133,8 @@ NB_MODULE(_engine, m) {
         }, "sends"_a, "receives"_a)
         .def("wait", &Engine::wait, "operation"_a, "seconds"_a, Unlocked())
         .def("begun", &Engine::begun, "messages"_a, "seconds"_a, Unlocked())
+        .def("first", &Engine::first, "operations"_a, "seconds"_a, Unlocked())
+        .def("interrupt", &Engine::interrupt, Unlocked())
         .def("finished", &Engine::finished, Unlocked())
         .def("events", [](Engine& engine, double seconds) {
             std::vector<std::tuple<int, int, int>> all;
@@ -149,5 +151,6 @@ NB_MODULE(_engine, m) {
     m.attr("LOST") = static_cast<int>(Event::kLost);
     m.attr("ENDED") = static_cast<int>(Event::kEnded);
     m.attr("WANT") = static_cast<int>(Event::kWant);
+    m.attr("GONE") = static_cast<int>(Event::kGone);
     m.attr("FAILED") = static_cast<int>(Event::kFailed);
 }

@@ -34,6 +34,7 @@ constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
 constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
 constexpr int kHold = 1 << 14, kHoldDeep = 1 << 17, kHoldNear = 1 << 20;  // bytes beyond the window
 constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
+constexpr int kSigns = 4;                   // of life, in the time limit, so that a late one does no harm
 constexpr int kTurns = 8;                   // of reading from one connection before the others
 constexpr int kMaxStripes = 64;
 constexpr int kMaxCopies = 3;               // of a chunk that is late
@@ -166,7 +167,8 @@ struct Engine::Peer {
     std::map<uint64_t, std::shared_ptr<Operation>> expected;
     std::map<uint64_t, Whole> whole;  // by stream; only those from which this worker has expected something
     uint64_t early = 0;               // bytes
-    double heard = 0, moved = 0;      // when the last payload came, and left
+    double heard = 0, moved = 0;      // when the last payload came (on a channel, anything), and left
+    double next_sign = 0;             // of life
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
@@ -189,8 +191,8 @@ struct Engine::Peer {
     }
 };
 
-Engine::Engine(int rank, int size, double timeout_seconds)
-    : rank_(rank), timeout_(timeout_seconds), process_(getpid()), peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
+Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel)
+    : rank_(rank), timeout_(timeout_seconds), is_channel_(is_channel), process_(getpid()), peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
     if (pipe(wake_) != 0) throw std::runtime_error(std::string("no pipe for the engine: ") + std::strerror(errno));
     for (int end : wake_) fcntl(end, F_SETFL, O_NONBLOCK), fcntl(end, F_SETFD, FD_CLOEXEC);
     for (int i = 0; i < size; ++i) peers_[static_cast<size_t>(i)].rank = i, peers_[static_cast<size_t>(i)].is_mine = i < rank;
@@ -269,6 +271,11 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
 
 uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& receives) {
     Lock lock(mutex_);
+    if (is_channel_)
+        for (auto* parts : {&sends, &receives})
+            for (const Part& part : *parts)
+                if (part.peer != (sends.empty() ? receives : sends).front().peer)
+                    throw std::runtime_error("an operation of a channel is with one peer");
     auto op = std::make_shared<Operation>();
     op->id = next_operation_++;
     op->left = sends.size() + receives.size() + 1;  // one more until all is posted
@@ -363,13 +370,33 @@ int Engine::begun(const std::vector<std::pair<int, uint64_t>>& messages, double 
             Peer& peer = peers_.at(static_cast<size_t>(messages[i].first));
             if (peer.incoming.count(messages[i].second)) return found = static_cast<int>(i), true;
             if (peer.gone.empty()) continue;
-            if (!peer.has_said_goodbye || --left == 0) fail(peer.rank, peer.gone);
+            if (!peer.has_said_goodbye || --left == 0) fail(peer, peer.gone);
         }
         return !failure_.empty();
     };
     flushed_.wait_for(lock, std::chrono::duration<double>(seconds), look);
     if (found < 0 && !failure_.empty()) throw std::runtime_error(failure_);
     return found;
+}
+
+int Engine::first(const std::vector<uint64_t>& operations, double seconds) {
+    Lock lock(mutex_);
+    int found = -1;
+    flushed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+        for (size_t i = 0; i < operations.size(); ++i) {
+            auto op = operations_.find(operations[i]);
+            if (op == operations_.end() || op->second->is_done) return found = static_cast<int>(i), true;
+        }
+        if (std::exchange(is_interrupted_, false)) return found = -2, true;
+        return false;
+    });
+    return found;
+}
+
+void Engine::interrupt() {
+    Lock lock(mutex_);
+    is_interrupted_ = true;
+    flushed_.notify_all();
 }
 
 std::vector<uint64_t> Engine::finished() {
@@ -432,8 +459,8 @@ void Engine::close(double seconds) {
                 if (!c->is_dead) return false;
         return true;
     });
-    if (failure_.empty()) failure_ = "the communicator was closed";
-    end_operations();  // other threads may wait for some
+    if (failure_.empty()) failure_ = is_channel_ ? "the channel was closed" : "the communicator was closed";
+    end_operations(failure_);  // other threads may wait for some
     for (Peer& peer : peers_)
         for (auto& c : peer.connections) drop(*c);
     events_.push_back({Event::kFailed, -1, 0});
@@ -506,14 +533,18 @@ double Engine::tick(double at) {
     for (Peer& peer : peers_)
         if (peer.gone.empty() && !peer.expected.empty() && (!silent || peer.heard < silent->heard)) silent = &peer;
     if (silent && at - silent->heard > timeout_) {
-        fail(silent->rank, "nothing came from rank " + std::to_string(silent->rank) + " in " + limit_text());
-        return pause;
+        fail(*silent, "nothing came from rank " + std::to_string(silent->rank) + " in " + limit_text());
+        return 0;
     }
     for (Peer& peer : peers_) {
         if (!peer.gone.empty()) continue;
         if (peer.has_work() && at - peer.moved > timeout_) {
-            fail(peer.rank, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
-            return pause;
+            fail(peer, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
+            return 0;
+        }
+        if (is_channel_ && at >= peer.next_sign && !peer.connections.empty() && !peer.connections.front()->is_dead) {
+            peer.next_sign = at + timeout_ / kSigns;
+            acknowledge(*peer.connections.front());
         }
         if (!peer.is_long()) continue;
         double look = std::clamp(peer.round_trip / 16, 0.002, 0.010);
@@ -698,6 +729,12 @@ bool Engine::flush(Connection& c, bool all) {
     return false;
 }
 
+void Engine::acknowledge(Connection& c) {
+    c.told = c.taken;
+    control(c, kAck, c.told);
+    flush(c, true);
+}
+
 void Engine::advance(Connection& c, size_t count) {
     c.written += count;
     c.peer->moved = now();
@@ -782,9 +819,7 @@ void Engine::read(Connection& c) {
     if (c.is_dead) return;
     if (c.session && c.session->is_broken()) return drop(c);
     if (c.taken - c.told >= (c.peer->is_long() ? kAckFar : kAckNear)) {
-        c.told = c.taken;
-        control(c, kAck, c.taken);
-        flush(c, true);
+        acknowledge(c);
     }
 }
 
@@ -820,6 +855,7 @@ bool Engine::begin(Connection& c) {
     Peer& peer = *c.peer;
     const Header& h = c.header;
     if (std::string wrong = check(h); !wrong.empty()) return leave(c, wrong), false;
+    if (is_channel_) peer.heard = now();
     if (h.kind == kAck) {
         if (h.number > c.written) return leave(c, "acknowledged what was never sent"), false;
         acknowledged(c, h.number);
@@ -832,8 +868,9 @@ bool Engine::begin(Connection& c) {
         events_ready_.notify_all();
     } else if (h.kind == kBye || h.kind == kFail) {
         peer.has_said_goodbye = h.kind == kBye;
-        leave(c, h.kind == kBye ? "has closed its communicator"
-                               : "has failed: it lost rank " + std::to_string(h.number));
+        leave(c, h.kind == kFail ? "has failed: it lost rank " + std::to_string(h.number)
+                 : is_channel_   ? "has hung up"
+                                 : "has closed its communicator");
         return false;
     }
     if (h.kind != kData) return true;
@@ -883,6 +920,8 @@ void Engine::end(Connection& c) {
         return;
     }
     range.is_done = true;
+    // On a channel, small messages are between large ones: kept until many are acknowledged, they would split up memory.
+    if (is_channel_ && c.header.offset + c.header.length == c.header.total) acknowledge(c);
     // Others may be in the middle of the same chunk, and in the memory that goes now.
     for (auto& other : peer.connections)
         if (other->message == message && other->header.offset == c.header.offset) other->message = nullptr, other->into = nullptr;
@@ -943,6 +982,7 @@ void Engine::leave(Connection& c, const std::string& what) {
 
 void Engine::lose_one(Peer& peer, const std::string& reason) {
     if (peer.gone.empty()) peer.gone = reason;
+    if (is_channel_) return fail(peer, peer.gone);
     for (auto& c : peer.connections) drop(*c);
     check_gone(peer);
 }
@@ -952,37 +992,41 @@ void Engine::check_gone(Peer& peer) {
     if (peer.gone.empty() || !failure_.empty()) return;
     bool is_needed = !peer.expected.empty() || !peer.small.empty() || !peer.bulk.empty();
     for (auto& chunk : peer.again) is_needed = is_needed || !chunk->op->is_done;
-    if (is_needed) return fail(peer.rank, peer.gone);
+    if (is_needed) return fail(peer, peer.gone);
     peer.again.clear();
 }
 
-void Engine::end_operations() {
+void Engine::end_operations(const std::string& reason, const Peer* only) {
     for (auto& [id, op] : operations_) {
+        if (only && (op->peers.empty() || op->peers.front() != only->rank)) continue;
         if (!std::exchange(op->is_settled, true)) finished_.push_back(id);
         if (op->is_done) continue;
-        op->error = failure_;
+        op->error = reason;
         op->is_done = true;
         op->done.notify_all();
     }
+    flushed_.notify_all();
 }
 
-void Engine::fail(int culprit, const std::string& reason) {
+// On a channel, a peer fails alone; else all do.
+void Engine::fail(Peer& culprit, const std::string& reason) {
     if (!failure_.empty()) return;
-    failure_ = reason;
-    for (Peer& peer : peers_)
+    (is_channel_ ? culprit.gone : failure_) = reason;
+    for (Peer& peer : peers_) {
+        if (is_channel_ && &peer != &culprit) continue;
         for (auto& c : peer.connections) {
             if (c->is_dead) continue;
-            Header goodbye{kFail, 0, static_cast<uint64_t>(culprit), 0, 0};
+            Header goodbye{kFail, 0, static_cast<uint64_t>(culprit.rank), 0, 0};
             iovec words{&goodbye, sizeof goodbye};
             if (c->part == 0 && c->send(&words, 1) > 0) shutdown(c->fd, SHUT_WR);
             drop(*c);
         }
-    end_operations();
-    for (Peer& peer : peers_) {
         peer.small.clear(), peer.again.clear(), peer.bulk.clear();
-        peer.incoming.clear(), peer.expected.clear();
+        for (auto& [number, op] : peer.expected) peer.incoming.erase(number);  // what came early may still be received
+        peer.expected.clear();
     }
-    events_.push_back({Event::kFailed, culprit, 0});
+    end_operations(reason, is_channel_ ? &culprit : nullptr);
+    events_.push_back({is_channel_ ? Event::kGone : Event::kFailed, culprit.rank, 0});
     events_ready_.notify_all();
 }
 

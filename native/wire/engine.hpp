@@ -7,8 +7,11 @@
 //
 // Memory  Belongs to an operation until `wait` says that it is done, or `finished` names it. Chunks that are not acknowledged
 //         when `wait` returns are copied.
-// Errors  Fail everything: all operations, with the same words, and all peers are told.
-// Events  For who connects: a connection was lost, or the peer's system ended it; more would be faster; all has failed.
+// Errors  Fail everything: all operations, with the same words, and all peers are told. In the engine of a channel, each operation
+//         is with one peer, and who loses a peer fails the operations with that peer alone. What has come from it stays.
+// Life    The engine of a channel lets its peers know every quarter of the time limit that it is there.
+// Events  For who connects: a connection was lost, or the peer's system ended it; more would be faster; a peer is gone for good;
+//         all has failed.
 #pragma once
 
 #include <condition_variable>
@@ -36,7 +39,7 @@ struct Part {  // one message
 };
 
 struct Event {
-    enum What { kLost, kEnded, kWant, kFailed };
+    enum What { kLost, kEnded, kWant, kGone, kFailed };
     int what, peer, number;  // number: connections that are left, or that are wanted
 };
 
@@ -48,7 +51,7 @@ struct Counts {  // of one peer
 
 class Engine {
   public:
-    Engine(int rank, int size, double timeout_seconds);
+    Engine(int rank, int size, double timeout_seconds, bool is_channel = false);
     ~Engine();  // does not wait for anything
 
     // Takes a connected socket, which then is the engine's, and what encrypts it, if anything does.
@@ -58,6 +61,9 @@ class Engine {
     std::vector<uint64_t> finished();                       // operations that have given back their memory since the last call
     // Waits until one of these messages (peer, number) has begun to come; returns which, or -1. None may be expected.
     int begun(const std::vector<std::pair<int, uint64_t>>& messages, double seconds);
+    // Waits until one of these operations is done or has failed; returns which; -1: none, -2: `interrupt` was called.
+    int first(const std::vector<uint64_t>& operations, double seconds);
+    void interrupt();                                       // ends a `first` under way, or else the next one
     std::vector<Event> events(double seconds);              // waits for the first one
     void cut();                                             // all connections; what they had goes over new ones
     void connects(int peer, bool is_mine);                  // which of both makes the connections; at first, the higher rank
@@ -84,6 +90,7 @@ class Engine {
     bool take_work(Connection& c);
     void push(Connection& c, std::shared_ptr<Chunk> chunk);
     void control(Connection& c, Kind kind, uint64_t number);
+    void acknowledge(Connection& c);
     void advance(Connection& c, size_t count);
     void acknowledged(Connection& c, uint64_t position);
     void read(Connection& c);
@@ -97,13 +104,14 @@ class Engine {
     void sweep();
     void leave(Connection& c, const std::string& what);
     void lose_one(Peer& peer, const std::string& reason);
-    void fail(int culprit, const std::string& reason);
-    void end_operations();
+    void fail(Peer& culprit, const std::string& reason);
+    void end_operations(const std::string& reason, const Peer* only = nullptr);
     void check_gone(Peer& peer);
     void wake();
 
     const int rank_;
     const double timeout_;
+    const bool is_channel_;
     const int process_;
     std::mutex mutex_;
     Copies copies_;  // outlives the chunks
@@ -114,7 +122,7 @@ class Engine {
     std::deque<Event> events_;
     std::string failure_;
     uint64_t next_operation_ = 0;
-    bool stop_ = false, closing_ = false, polling_ = false, died_ = false;
+    bool stop_ = false, closing_ = false, polling_ = false, died_ = false, is_interrupted_ = false;
     std::vector<uint8_t> scratch_;
     int wake_[2];
     std::thread thread_;

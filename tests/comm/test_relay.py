@@ -198,6 +198,10 @@ def works(comm, rounds: int) -> None:
         handle.wait()
         assert torch.equal(received, sent - comm.rank + left), round
         assert float(comm.all_reduce(torch.ones(1)).wait()) == comm.size
+    channel = comm.open_channel({left, right})
+    channel.send(right, 5, sent)
+    assert torch.equal(channel.receive([left]).payload.view(torch.int32), received)
+    channel.close()
 
 
 def worker(rank: int, listens: list[bool], folder: str, address: str) -> None:

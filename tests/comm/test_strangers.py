@@ -17,9 +17,11 @@ from helpers.spawn import WORLDS
 import thinwire as tw
 from thinwire.average.mean.exchange import base
 from thinwire.average.mean.exchange.sparse_reduce import SparseReduction
-from thinwire.comm import CommunicationError, connect
-from thinwire.comm.handshake import HELLO, Greeting, introduce, proof
-from thinwire.comm.sockets import HEADER, SocketChannel
+from thinwire.comm import CommunicationError
+from thinwire.comm.addresses import own_address
+from thinwire.comm.tcp.channel import HEADER, TcpChannel
+from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Place
+from thinwire.comm.tcp.handshake import HELLO, Greeting, introduce, proof
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
@@ -39,7 +41,8 @@ def open_pair(strangers):
             ready.wait()
             return addresses
 
-        with contextlib.closing(connect.open_sockets(rank, [1 - rank], gather, 20.0, lambda *_: None, 1000)) as channel:
+        place = Place(*own_address())
+        with contextlib.closing(TcpChannel(rank, 2, [1 - rank], gather, place, 20.0, lambda *_: None, 1000)) as channel:
             channel.send(1 - rank, 5)
             heard[rank] = channel.receive([1 - rank]).kind
             ready.wait()
@@ -75,7 +78,7 @@ def test_strangers_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, capl
 def test_a_crowd_of_silent_strangers_is_sent_away(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     doors = []
-    crowd = connect.MAX_GREETINGS + 20
+    crowd = MAX_GREETINGS + AT_ONCE + 20
     with caplog.at_level(logging.WARNING, "thinwire"):
         heard = open_pair(lambda *address: doors.extend(socket.create_connection(address) for _ in range(crowd)))
     assert heard == {0: 5, 1: 5}
@@ -132,40 +135,77 @@ def test_a_channel_listens_on_the_chosen_interface_only(monkeypatch):
 # ---- sizes that a sender chooses ----
 
 
+DATA = 0x74570001  # as in native/wire/frame.hpp
+
+
+def frame(number, said, total=None):
+    return struct.pack("<IIQQQ", DATA, len(said), number, total or len(said), 0) + said
+
+
+@contextlib.contextmanager
 def channel_to(timeout_seconds=5.0):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    return SocketChannel(0, {1: (ours, None)}, timeout_seconds, lambda *_: None, max_bytes=1000), theirs
+    """A channel of rank 0, and the connection of a rank 1 that knows the secret, and says what it likes."""
+    theirs = socket.socket()
+
+    def connect(host, port, secret):
+        theirs.connect((host, port))
+        introduce(theirs, 1, 0, bytes.fromhex(secret), time.monotonic() + 20)
+        theirs.settimeout(None)
+        theirs.sendall(frame(0, b"x"))
+
+    def gather(own):
+        host, port, *_, secret = own
+        threading.Thread(target=connect, args=(host, port, secret), daemon=True).start()
+        return [own, ["127.0.0.1", 1, "", "", ""]]
+
+    place = Place(socket.AF_INET, "127.0.0.1")
+    with contextlib.closing(TcpChannel(0, 2, [1], gather, place, timeout_seconds, noted, 1000)) as channel, theirs:
+        yield channel, theirs
+
+
+def noted(*_):
+    """Count nothing."""
 
 
 @pytest.mark.parametrize(("num_bytes", "kind"), [(1001, 1), (2**60, 7), (-1, 1), (5, 0)])
 def test_a_header_chooses_no_memory(num_bytes, kind):
-    channel, peer = channel_to(timeout_seconds=60.0)
-    peer.sendall(struct.pack("<qB", num_bytes, kind))
-    began = time.monotonic()
-    with pytest.raises(CommunicationError, match=rf"rank 1 announced .*{kind} and {num_bytes} bytes, expected at most"):
-        channel.receive([1])
-    assert time.monotonic() - began < 30  # not the time limit
-    with pytest.raises(ValueError, match="exceeds the channel's limit of 1000"):
-        channel.send(1, 1, torch.zeros(251))
+    with channel_to(timeout_seconds=60.0) as (channel, peer):
+        peer.sendall(frame(1, HEADER.pack(num_bytes, kind)))
+        began = time.monotonic()
+        with pytest.raises(
+            CommunicationError, match=rf"rank 1 announced .*{kind} and {num_bytes} bytes, expected at most"
+        ):
+            channel.receive([1])
+        assert time.monotonic() - began < 30  # not the time limit
+        with pytest.raises(ValueError, match="exceeds the channel's limit of 1000"):
+            channel.send(1, 1, torch.zeros(251))
+
+
+@pytest.mark.parametrize(
+    "said", [frame(1, bytes(8)), frame(1, bytes(10)), frame(1, HEADER.pack(900, 1)) + frame(2, bytes(901))]
+)
+def test_a_message_of_another_size_than_was_announced_is_refused(said):
+    with channel_to(timeout_seconds=60.0) as (channel, peer):
+        peer.sendall(said)
+        with pytest.raises(CommunicationError, match=r"rank 1 sent a message of \d+ bytes, expected (9|900);"):
+            channel.receive([1])
 
 
 def test_a_peer_that_trickles_does_not_prolong_the_time_limit():
-    channel, peer = channel_to(timeout_seconds=1.0)
+    with channel_to(timeout_seconds=1.0) as (channel, peer):
 
-    def trickle():
-        with contextlib.suppress(OSError):
-            for byte in HEADER.pack(1000, 1) + bytes(1000):
-                peer.sendall(bytes([byte]))
-                time.sleep(0.1)
+        def trickle():
+            with contextlib.suppress(OSError):
+                peer.sendall(frame(1, HEADER.pack(1000, 1)))
+                for byte in frame(2, bytes(1000)):
+                    peer.sendall(bytes([byte]))
+                    time.sleep(0.1)
 
-    threading.Thread(target=trickle, daemon=True).start()
-    began = time.monotonic()
-    with pytest.raises(CommunicationError, match="receive from rank 1 took more than 1 seconds"):
-        channel.receive([1])
-    assert time.monotonic() - began < 50  # less than half of what the peer takes
-    channel.close()
+        threading.Thread(target=trickle, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match="receive from rank 1 took more than 1 seconds"):
+            channel.receive([1])
+        assert time.monotonic() - began < 50  # less than half of what the peer takes
 
 
 def gathers_too_much(comm):

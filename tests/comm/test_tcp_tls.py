@@ -21,10 +21,12 @@ from helpers.lost_connections import loses_all_connections
 from helpers.program import wait_until
 from helpers.spawn import retire, spawn
 
-from thinwire.comm import Credentials, connect, keys
-from thinwire.comm.handshake import HELLO, introduce
+from thinwire.comm import Credentials, keys
+from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp import TcpCommunicator
-from thinwire.comm.tcp.identity import Identity
+from thinwire.comm.tcp.channel import TcpChannel
+from thinwire.comm.tcp.connections import Place
+from thinwire.comm.tcp.handshake import HELLO, introduce
 from thinwire.testing import check_communicator
 
 _engine = pytest.importorskip("thinwire.comm.tcp._engine")
@@ -153,7 +155,6 @@ def exchanges_words(comm) -> None:
     assert torch.equal(channel.receive([1 - comm.rank]).payload, words)
     if comm.rank == 1:
         channel.send(0, 5, words)
-    channel.linger(20.0)
     channel.close()
 
 
@@ -207,7 +208,9 @@ def bears_damage(comm, folder: Path) -> int:
 
 
 def test_altered_records_are_refused_and_the_run_ends_with_the_right_bits(run):
-    assert spawn(2, bears_damage, run)[1] < 10  # rank 1 connects, so its lines are damaged
+    assert (
+        sum(spawn(2, bears_damage, run)) < 30
+    )  # of 40; rank 1 connects, and rank 0 too if it has lost all connections
 
 
 # ---- who gets in ----
@@ -350,7 +353,7 @@ def test_a_channel_refuses_others(run, monkeypatch, caplog):
     told, both, heard, refused = [None, None], threading.Barrier(2), {}, []
 
     def knock() -> None:
-        host, port, _, secret = told[0]
+        host, port, *_, secret = told[0]
         for name in ("another/worker1", "revoked", "other"):
             with socket.create_connection((host, port), 20) as connection:
                 stream = session(connection, run / name, run / "worker0")
@@ -364,8 +367,8 @@ def test_a_channel_refuses_others(run, monkeypatch, caplog):
                 knock()
             return told
 
-        identity = Identity(Credentials(run / f"worker{rank}"))
-        channel = connect.open_sockets(rank, [1 - rank], gather, 20.0, lambda *_: None, 1000, identity)
+        place = Place(*own_address(), Credentials(run / f"worker{rank}"))
+        channel = TcpChannel(rank, 2, [1 - rank], gather, place, 20.0, lambda *_: None, 1000)
         with contextlib.closing(channel):
             channel.send(1 - rank, 5)
             heard[rank] = channel.receive([1 - rank]).kind

@@ -421,7 +421,7 @@ def leaves_the_process(comm, who):
         # The test's parent keeps processes until all are done; hang up as the end of a process would.
         import gc
 
-        for channel in [o for o in gc.get_objects() if type(o).__name__ == "SocketChannel"]:
+        for channel in [o for o in gc.get_objects() if type(o).__name__ == "TcpChannel"]:
             channel.close()
     return result
 

@@ -2,19 +2,20 @@
 
 A communicator's operations are collectives in call order. A channel is for workers that keep no common order: anybody sends
 to any of its `peers` at any time, and receives what comes next from whomever. `Communicator.open_channel(peers)` is itself
-a collective; afterwards each worker uses its channel from one thread of its own, but for `wake`, which any thread may call.
+a collective; afterwards each worker sends from one thread and receives in one, perhaps the same; any thread may call `wake`.
 
 Messages  A kind, which the user of the channel chooses from 1 on, and a payload of at most `max_bytes` bytes. From one
           worker to another they arrive in the order in which they were sent. `send` returns when the payload may be
           written to.
-Peers     Only workers that know the run's secret are connected; see `handshake.py`. A peer that announces a larger payload,
-          or takes longer than the time limit for a message that it has begun, counts as failed.
+Peers     Only workers that know the run's secret are connected; see `tcp/handshake.py`. A peer that announces a larger
+          payload, or takes longer than the time limit for a message that it has begun, counts as failed. The others stay.
 Errors    `receive` names the peers from which messages are still expected, and raises a `CommunicationError` that names the
           peer if one of these has died or hung up, or gave no sign of life for the communicator's time limit. A worker gives
-          signs of life while it is in `receive`, whatever its other threads do, so that a peer may take as long as it likes
-          to have something to say, but a stopped process or a broken line is noticed.
+          signs of life while its channel is open, whatever its threads do, so that a peer may take as long as it likes to
+          have something to say, but a stopped process is noticed. A line that is cut and comes back within the limit is no
+          error.
 Waiting   Every wait ends: by a message, by `wake`, by `timeout_seconds`, or by an error within the time limit.
-Ledger    Counts the payload and what frames it, under "channel"; signs of life too, as messages of 9 bytes.
+Ledger    Counts the payload and what frames it, under "channel".
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Channel(ABC):
 
         Raises:
             ValueError: the payload is larger than the channel's `max_bytes`.
-            CommunicationError: the peer has died or hung up, or did not take the message within the time limit.
+            CommunicationError: the peer has died or hung up, or took nothing for the time limit.
         """
 
     @abstractmethod
@@ -68,12 +69,5 @@ class Channel(ABC):
         """Makes a `receive` under way, or else the next one, return None soon. Any thread may call it."""
 
     @abstractmethod
-    def linger(self, seconds: float) -> None:
-        """After the last `send`: throws away what still comes, until all peers have hung up or so many seconds have passed.
-
-        Who closes with messages unread may take away from peers the last words that they have not read yet.
-        """
-
-    @abstractmethod
     def close(self) -> None:
-        """Hangs up. Calling it again does nothing."""
+        """Hangs up, once peers have what was sent, or after a few seconds. Calling it again does nothing."""

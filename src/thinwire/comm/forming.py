@@ -14,9 +14,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from .addresses import own_address
 from .agreement import ABSENT, excerpt, fingerprint, parsed
 from .claims import Claim, choose, place_of
-from .connect import own_address
 from .credentials import Credentials
 from .elastic_groups import Groups
 from .handle import CommunicationError, reason_of

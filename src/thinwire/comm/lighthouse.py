@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algorithm import require
+from .addresses import own_address
 from .claims import MAX_TEXT, Claim, read_claim
-from .connect import own_address
 from .credentials import Credentials, parsed_address
 from .handle import CommunicationError
 from .quorums import QuorumClient, Quorums

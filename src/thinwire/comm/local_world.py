@@ -285,8 +285,5 @@ class LocalChannel(Channel):
     def wake(self) -> None:
         self._mail.post((self._number, self._rank), None)
 
-    def linger(self, seconds: float) -> None:
-        """Nothing to do: words are delivered when they are sent."""
-
     def close(self) -> None:
         """Nothing to do: a worker hangs up when its function returns."""

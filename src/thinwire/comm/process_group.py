@@ -27,9 +27,9 @@ from torch import Tensor
 
 from .. import debug
 from ..streams import refuse_capture
+from .addresses import own_address
 from .base import Communicator, Start
 from .channel import Channel
-from .connect import open_sockets
 from .dense import gather_shards
 from .handle import CommunicationError, reason_of
 from .side_streams import SideStreams
@@ -201,9 +201,11 @@ class ProcessGroupCommunicator(Communicator):
         return list(self._sendable(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
-        return open_sockets(
-            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes
-        )
+        from .tcp.channel import TcpChannel  # which meets over communicators like this one
+        from .tcp.connections import Place
+
+        gather, record, place = self.gather_objects, self._record_channel, Place(*own_address())
+        return TcpChannel(self.rank, self.size, peers, gather, place, self._timeout_seconds, record, max_bytes)
 
     def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from .addresses import own_address
 from .base import Communicator
-from .connect import own_address
 from .process_group import Group, ProcessGroupCommunicator
 from .tcp import TcpCommunicator, is_available
 

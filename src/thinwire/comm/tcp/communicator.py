@@ -20,14 +20,9 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
-import os
-import secrets
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -35,30 +30,28 @@ from torch import Tensor
 
 from ... import debug
 from .. import check
+from ..addresses import own_address
 from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
-from ..connect import open_sockets, own_address
 from ..handle import CommunicationError, Handle
-from ..handshake import SECRET_BYTES
 from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
 from ..relay import parse_address
 from ..store import gathering, host_of
-from .connections import Connections, Contact, Place
-from .tagged import MAX_TAG, Message, Tagged
+from .channel import TcpChannel
+from .connections import Place
+from .endpoint import CLOSE_SECONDS, Endpoint, Message
+from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
     from ..credentials import Credentials
-    from ._engine import Counts, Engine
+    from ._engine import Counts
 
 PIECE_BYTES, MAX_PIECES = 1 << 21, 8  # of an all_reduce: one is added up while the next one is on its way
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
-CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
-EXIT_SECONDS = 2.0  # the same, where a script ends without closing
-
 
 Reduction = Callable[[Sequence[Tensor], Tensor], None]
 """(terms, out): combine what all workers have, in rank order; `out` is new, or one of the terms."""
@@ -67,15 +60,6 @@ Reduction = Callable[[Sequence[Tensor], Tensor], None]
 def summing(terms: Sequence[Tensor], out: Tensor) -> None:
     """out = terms[0] + terms[1] + ..., from left to right."""
     combine(torch.add, terms, out)
-
-
-def is_available() -> bool:
-    """Whether the extension that moves the bytes was built: it needs a compiler and Linux or macOS."""
-    try:
-        from . import _engine  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 class TcpCommunicator(Communicator):
@@ -184,30 +168,18 @@ class TcpCommunicator(Communicator):
         place: Place,
     ) -> None:
         """Connect with all others; `gather` returns what all workers passed in, in rank order."""
-        if not is_available():
-            raise ValueError(
-                "TcpCommunicator needs the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a "
-                "C++17 compiler, on Linux or macOS."
-            )
-        from ._engine import Engine
-
         super().__init__(rank, size)
         self._timeout_seconds, self._place = timeout_seconds, place
-        self._connections = Connections(rank, size, timeout_seconds, place)
-        self._engine = Engine(rank, size, timeout_seconds)
+        peers = [peer for peer in range(size) if peer != rank]
+        self._endpoint = Endpoint(rank, size, peers, gather, place, timeout_seconds)
+        self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
         self._sent, self._received = [0] * size, [0] * size  # messages, by peer
-        self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
-        self._alive_lock = threading.Lock()
         self._spare = Spare()
         self._later = Background("thinwire-comm")
-        self._tagged = Tagged(rank, size, self._engine, self._begin, self._wait, timeout_seconds)
-        self._forgotten = finalize(self, _end, self._engine, self._connections, self.process)
-        secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
+        self._tagged = Tagged(rank, size, self._engine, self._endpoint.begin, self._wait, timeout_seconds)
         try:
-            said = gather([*self._connections.contact, secret])
-            self._connections.open(self._engine, [Contact(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
             self.barrier()  # all are connected
-            trips = [self.counts(peer).round_trip_seconds for peer in range(size) if peer != rank]
+            trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
             self.close()
@@ -309,20 +281,17 @@ class TcpCommunicator(Communicator):
         self._close(0.0)
 
     def close(self) -> None:
-        self._close(min(CLOSE_SECONDS, self._timeout_seconds))
+        self._close(CLOSE_SECONDS)
 
     def _close(self, seconds: float) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._forgotten.detach()
         self._later.close()
         self._later.join()
-        self._engine.close(seconds)
+        self._endpoint.close(seconds)
         self._tagged.close()
-        self._connections.close()
-        self._alive.clear()
 
     # ---- issuing ----
 
@@ -336,10 +305,8 @@ class TcpCommunicator(Communicator):
         return start()
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
-        identity = self._connections.identity
-        return open_sockets(
-            self.rank, peers, self.gather_objects, self._timeout_seconds, self._record_channel, max_bytes, identity
-        )
+        gather, record = self.gather_objects, self._record_channel
+        return TcpChannel(self.rank, self.size, peers, gather, self._place, self._timeout_seconds, record, max_bytes)
 
     # ---- messages ----
 
@@ -362,34 +329,10 @@ class TcpCommunicator(Communicator):
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
             return _nothing
-        return partial(self._wait, self._begin(sends, receives))
-
-    def _begin(self, sends: list[Message], receives: list[Message]) -> int:
-        """Start an operation of the engine, and keep its memory alive until it is over."""
-        described = [
-            [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)
-        ]
-        with self._alive_lock:
-            operation = self._engine.post(*described)
-            self._alive[operation] = [message.memory for message in (*sends, *receives)]
-        self._forget()
-        return operation
+        return partial(self._wait, self._endpoint.begin(sends, receives))
 
     def _wait(self, operation: int) -> None:
-        deadline = time.monotonic() + self.limit_seconds
-        try:
-            # Now and then, Python looks for signals.
-            while not self._engine.wait(operation, max(0.0, min(1.0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    raise CommunicationError(f"rank {self.rank}: it took longer than {self.limit_seconds:g} seconds")
-        except RuntimeError as error:
-            raise CommunicationError(str(error)) from None
-        self._forget()
-
-    def _forget(self) -> None:
-        with self._alive_lock:
-            for operation in self._engine.finished():
-                del self._alive[operation]
+        self._endpoint.wait(operation, self.limit_seconds)
 
     # ---- primitives ----
 
@@ -509,13 +452,6 @@ class TcpCommunicator(Communicator):
                 self._spare.give_back(copy)
 
         return sent, reduce
-
-
-def _end(engine: Engine, connections: Connections, process: int) -> None:
-    """Close what nobody closed before the interpreter ends, so that no thread comes back into an interpreter that is gone."""
-    if os.getpid() == process:
-        engine.close(EXIT_SECONDS)
-        connections.close()
 
 
 def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tensor) -> None:

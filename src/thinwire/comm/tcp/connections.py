@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import relay
-from ..connect import name_of
+from ..addresses import name_of
 from ..handle import CommunicationError
-from ..handshake import Greeting, introduce, proof
+from .handshake import Greeting, introduce, proof
 from .identity import Identity
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Connections:
 
     Args:
         rank: this worker.
-        size: number of workers.
+        peers: whom to connect with.
         timeout_seconds: how long a peer may be out of reach.
         place: of this worker.
 
@@ -97,12 +97,12 @@ class Connections:
     def __init__(
         self,
         rank: int,
-        size: int,
+        peers: Sequence[int],
         timeout_seconds: float,
         place: Place,
     ):
         self.identity = None if place.credentials is None else Identity(place.credentials)
-        self._rank, self._peers, self._timeout = rank, [peer for peer in range(size) if peer != rank], timeout_seconds
+        self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
         seen_as = "" if place.relay is None else self._seen_by(place.relay)
         self._relay = place.relay
         self._listener = socket.socket(place.family)
@@ -173,13 +173,13 @@ class Connections:
         self._hang_up()
         for thread in list(self._threads):
             thread.join()
+        self._listener.close()
 
     def _hang_up(self) -> None:
         self._closed.set()
         for connection in (self._listener, *list(self._at_relay)):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the threads that listen
-        self._listener.close()
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the threads that listen, and refuses connections
 
     def _start(self, call: Callable[..., None], *arguments: int) -> None:
         name = f"thinwire-{call.__name__.strip('_')}"
@@ -206,8 +206,8 @@ class Connections:
                         self._greet(poll, greetings)
                     elif descriptor in greetings and not greetings[descriptor][0].goes_on():
                         self._end_greeting(poll, greetings, descriptor)
-        for greeting, _ in greetings.values():
-            greeting.connection.close()
+        for connection in (listener, *(greeting.connection for greeting, _ in greetings.values())):
+            connection.close()
 
     def _greet(self, poll: select.poll, greetings: Greetings) -> None:
         try:
@@ -236,7 +236,7 @@ class Connections:
     def _refusal(self, greeting: Greeting, session: Session | None) -> str:
         """Why a connector that has said all is not taken; empty if it is, which it then has been told."""
         peer = greeting.proven()
-        if peer is None or peer not in self._wanted:
+        if peer is None or peer not in self._wanted or peer in self._lost:
             return greeting.why
         if session and session.peer_name != self._contacts[peer].name:
             return self._other_name(peer, session)
@@ -313,7 +313,7 @@ class Connections:
 
     def _watch(self) -> None:
         """Do what the engine asks for, until it has ended."""
-        from ._engine import ENDED, FAILED, WANT
+        from ._engine import ENDED, FAILED, GONE, WANT
 
         while not self._closed.is_set():
             if self.identity and self.identity.refresh():
@@ -322,6 +322,9 @@ class Connections:
                 if what == FAILED:
                     self._hang_up()
                     return
+                if what == GONE:
+                    self._lost.add(peer)
+                    continue
                 if what == WANT and self._connects(peer):
                     self._wanted[peer] = max(self._wanted[peer], number)
                 if self._connects(peer) or (what != WANT and number == 0 and self._reaches(peer)):

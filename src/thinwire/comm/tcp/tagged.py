@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..background import Background
 from ..handle import CommunicationError
+from .endpoint import Message
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -32,14 +33,6 @@ MAX_TAG = (1 << 21) - 1
 UNASKED_BYTES = 1 << 24  # to one peer; the engine keeps four times as much for it, of all kinds of messages
 MANY_REQUESTS = 64
 ENVELOPE, PAYLOAD, REQUEST = 1, 2, 3  # 0, of tag 0, are the collectives
-
-
-class Message(NamedTuple):
-    """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
-
-    peer: int
-    number: int
-    memory: Tensor
 
 
 class Tagged:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...comm.connect import own_address
+from ...comm.addresses import own_address
 from ...comm.tcp import is_available
 from ...plan.doctor import Host, Interface
 from ...plan.measure import connections

@@ -31,7 +31,7 @@ from torch import Tensor
 from ...average.gossip.pairwise import Pairwise, PairwiseState
 from ...comm import CommunicationError, Communicator, Message
 
-LINGER_SECONDS = 5.0  # at most, so that partners can read why this worker stops; they hang up once they have read it
+END_SECONDS = 10.0  # for the thread to end: it may be sending to a partner that does not read
 MAX_REASON_BYTES = 10_000  # of the message with the reason why a worker stops
 DEFAULT_PACE_SECONDS = 0.1  # for a worker that has made fewer than two steps
 
@@ -104,7 +104,7 @@ class PairwiseExchange:
         if reason is not None:
             self._abort_reason = reason
             self._channel.wake()
-        self._thread.join(2 * LINGER_SECONDS)  # it may be sending to a partner that does not read
+        self._thread.join(END_SECONDS)
         self._channel.close()
 
     def drop(self, reason: str) -> None:
@@ -148,7 +148,6 @@ class PairwiseExchange:
                         Kind.FAILURE,
                         torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8, device="cpu"),
                     )
-            self._channel.linger(LINGER_SECONDS)
             if self._is_dropped:
                 self._channel.close()
         finally:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
-from ....comm.connect import own_address
+from ....comm.addresses import own_address
 from ....comm.store import connected_store, listening_store, part_of
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls_store import TlsStore

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....algorithm import require
-from ....comm.connect import own_address
+from ....comm.addresses import own_address
 from ..config import RunConfig
 from ..folder.run_folder import folder_of, make_folder
 from ..results.callbacks import Callback

@@ -1,0 +1,56 @@
+"""Addresses of this machine and of others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+
+
+def name_of(connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        host, port = connection.getpeername()[:2]
+        return f"{host}:{port}"
+    return "an address that is gone"
+
+
+def own_address(interface: str | None = None, meeting: str | None = None) -> tuple[socket.AddressFamily, str]:
+    """The address at which other workers reach this machine.
+
+    It is that of the interface; else the one that reaches the host where workers meet; else, as in Gloo, the one that the
+    machine's own name resolves to.
+
+    Args:
+        interface: its name; None takes GLOO_SOCKET_IFNAME.
+        meeting: the host; None takes MASTER_ADDR.
+
+    Raises:
+        ValueError: the interface was named as an argument and has no address.
+    """
+    name = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name and (found := _interface_address(name)):
+        return found
+    if interface:
+        raise ValueError(
+            f"interface {interface!r} does not exist here, or has no IPv4 address; `ip address` lists them"
+        )
+    master = meeting or os.environ.get("MASTER_ADDR") or socket.gethostname()
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return family, probe.getsockname()[0]
+    return socket.AF_INET, "127.0.0.1"
+
+
+def _interface_address(interface: str) -> tuple[socket.AddressFamily, str] | None:
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            SIOCGIFADDR = 0x8915
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.AF_INET, socket.inet_ntoa(answer[20:24])
+    except (ImportError, OSError):
+        return None  # not Linux, no such interface, or one without an IPv4 address

@@ -1,0 +1,138 @@
+"""A worker's end of connections with others: what makes them, what moves messages over them, and the memory of these.
+
+Collectives and channels (`communicator.py`, `channel.py`) each have endpoints of their own, so that none waits for the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import finalize
+
+from torch import Tensor
+
+from ..handle import CommunicationError
+from .connections import Connections, Contact, Place
+from .handshake import SECRET_BYTES
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
+EXIT_SECONDS = 2.0  # the same, where a script ends without closing
+
+
+class Message(NamedTuple):
+    """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
+
+    peer: int
+    number: int
+    memory: Tensor
+
+
+def is_available() -> bool:
+    """Whether the extension that moves the bytes was built: it needs a compiler and Linux or macOS."""
+    try:
+        from . import _engine  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class Endpoint:
+    """Connects this worker with its peers. All workers construct it together.
+
+    Args:
+        rank, size: this worker, and the number of workers.
+        peers: whom to connect with; if a names b, b must name a.
+        gather: returns what all workers passed in, in rank order.
+        place: of this worker.
+        timeout_seconds: how long a peer may be silent, and how long a line may be cut.
+        is_channel: whether a peer that fails is lost alone; see `native/wire/engine.hpp`.
+
+    Raises:
+        ValueError: the extension was not built, or two workers cannot reach each other.
+        CommunicationError: the workers could not meet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: Sequence[int],
+        gather: Callable[[list[Any]], list[Any]],
+        place: Place,
+        timeout_seconds: float,
+        is_channel: bool = False,
+    ):
+        if not is_available():
+            raise ValueError(
+                "our own connections need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire "
+                "with a C++17 compiler, on Linux or macOS."
+            )
+        from ._engine import Engine
+
+        self.connections = Connections(rank, peers, timeout_seconds, place)
+        self.engine = Engine(rank, size, timeout_seconds, is_channel)
+        self._rank, self._timeout = rank, timeout_seconds
+        self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
+        self._lock = threading.Lock()
+        self._forgotten = finalize(self, _end, self.engine, self.connections, os.getpid())
+        secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
+        try:
+            said = gather([*self.connections.contact, secret])
+            self.connections.open(self.engine, [Contact(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, sends: list[Message], receives: list[Message]) -> int:
+        """Start an operation of the engine, and keep its memory alive until it is over."""
+        described = [
+            [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)
+        ]
+        with self._lock:
+            operation = self.engine.post(*described)
+            self._alive[operation] = [message.memory for message in (*sends, *receives)]
+        self._forget()
+        return operation
+
+    def wait(self, operation: int, limit_seconds: float = math.inf) -> None:
+        """Wait for an operation.
+
+        Raises:
+            CommunicationError: it failed, or took longer than the limit.
+        """
+        deadline = time.monotonic() + limit_seconds
+        try:
+            # Now and then, Python looks for signals.
+            while not self.engine.wait(operation, max(0.0, min(1.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise CommunicationError(f"rank {self._rank}: it took longer than {limit_seconds:g} seconds")
+        except RuntimeError as error:
+            raise CommunicationError(str(error)) from None
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._lock:
+            for operation in self.engine.finished():
+                del self._alive[operation]
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Hang up once peers have what was sent, or after so many seconds. Calling it again does nothing."""
+        if self._forgotten.detach():
+            self.engine.close(min(seconds, self._timeout))
+            self.connections.close()
+            self._alive.clear()
+
+
+def _end(engine: Engine, connections: Connections, process: int) -> None:
+    """Close what nobody closed before the interpreter ends, so that no thread comes back into an interpreter that is gone."""
+    if os.getpid() == process:
+        engine.close(EXIT_SECONDS)
+        connections.close()
