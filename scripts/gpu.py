@@ -30,6 +30,11 @@ KERNELS = [
     f"tests/kernels/triton/check_{name}.py"
     for name in ("quantize", "levels", "dense", "sparse", "host_waits", "launches")
 ]
+STUDY = "--device cuda --layers 10 --width 512 --context 256 --batch 32 --steps 400 --test-windows 2048 --rates 1 --minutes 6.5"
+DRY_STUDY = (
+    "--workers 2 --layers 1 --width 32 --context 16 --batch 1 --steps 20 --test-windows 8 "
+    "--rates 1 --seeds 0 --files 200"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ PARTS = (
     ),
     Part("overhead", 2, "a step with Mean(QSGD(bits=4)) beside plain DDP, with a timeline"),
     Part("speed", 4, "codecs as shares of a copy"),
-    Part("study", 8, "a GPT trained with six methods: loss against bytes; each call goes on"),
+    Part("study", 8, "a GPT trained with seven methods: loss against bytes; each call goes on"),
     Part("sanitizer", 8, "the kernels' checks under compute-sanitizer", tuple(KERNELS[:4]), 0),
 )  # in order of worth
 
@@ -98,9 +103,15 @@ def run(part: Part, dry: bool) -> dict[str, Any]:
 
 
 def _command(part: Part, dry: bool) -> list[str]:
+    if part.name == "study":
+        return [
+            sys.executable,
+            str(ROOT / "benchmarks" / "internet.py"),
+            str(RESULTS),
+            *(DRY_STUDY if dry else STUDY).split(),
+        ]
     if not part.files:
-        arguments = ["gpu_study.py"] if part.name == "study" else ["gpu_speed.py", part.name]
-        return [sys.executable, str(ROOT / "scripts" / arguments[0]), *arguments[1:], str(RESULTS)]
+        return [sys.executable, str(ROOT / "scripts" / "gpu_speed.py"), part.name, str(RESULTS)]
     processes = min(part.processes, os.cpu_count() or 1)
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
     if dry and part.name != "training":

@@ -47,24 +47,23 @@ def test_the_table_lists_what_was_not_run(script, capsys):
     assert any(event["name"] == "thinwire::encode" for event in trace["traceEvents"])
 
 
-def test_the_study_goes_on_where_it_ended(script, tmp_path, capsys, monkeypatch):
-    def runs_of(study) -> dict[Path, int]:
-        study()
-        assert "4 bits every 4" in capsys.readouterr().out
-        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-dry/*.json")}
-
-    def again_in_this_process() -> None:
-        monkeypatch.setenv("THINWIRE_FAKE_GPU", "1")
-        monkeypatch.setattr(sys, "argv", ["gpu_study.py", str(tmp_path)])
-        runpy.run_path(str(ROOT / "scripts" / "gpu_study.py"), run_name="__main__")
-
+def test_the_study_leaves_out_what_another_process_trains(script, tmp_path, capsys, monkeypatch):
+    """This process has claimed one of the seven runs; once it has let go of it, the next call trains that one alone."""
     monkeypatch.setitem(script["main"].__globals__, "device", lambda: "")
-    runs = runs_of(lambda: script["main"](["--dry-run", "study"]))
-    missing = sorted(runs)[2]
-    missing.unlink()
-    again = runs_of(again_in_this_process)
-    assert len(runs) == 6 and again.keys() == runs.keys()
-    assert [path for path in runs if again[path] != runs[path]] == [missing]
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import internet
+
+    options = internet.options_of([str(tmp_path), *script["DRY_STUDY"].split()])
+    ours = internet.path_of(internet.Run("4 bits", 3e-3, options.steps, 0), options)
+    with internet.claimed(ours) as file:
+        assert file is not None
+        assert script["main"](["--dry-run", "study"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 4 bits | 0.003 |  | not run yet |" in printed and "6 of 7 runs are finished" in printed
+    before = {path: path.stat().st_mtime_ns for path in ours.parent.glob("*.jsonl")}
+    internet.study(options)
+    assert "7 of 7 runs are finished" in capsys.readouterr().out
+    assert [path for path, time in before.items() if path.stat().st_mtime_ns != time] == [ours]
 
 
 def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, monkeypatch):
@@ -103,8 +102,8 @@ class Absent(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 import pytest
 code = pytest.main(["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "ignore", *sys.argv[1:]])
-sys.path.insert(0, "scripts")
-import gpu_speed, gpu_study
+sys.path[:0] = ["scripts", "benchmarks"]
+import gpu_speed, internet
 sys.exit(code)
 """
 
