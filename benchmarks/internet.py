@@ -9,10 +9,11 @@ A token is a byte. The workers are threads of this process, on the CPU or as rep
 same GPT from the same weights on the same windows. Each learning rate of a method's grid is tried with seed 0 in a run of a
 fifth of the steps; the best one trains to the end with every seed.
 
-A run is one file of JSON lines: a header, and a row every `--part` steps. Beside it lies the state that the run goes on from,
-saved every `--save-minutes`. On the CPU, a run that was stopped ends with the same bits as one that was not. A process owns a
-run while it holds the lock on its file, so any number of processes can share a folder. Machines without a common folder take
-different `--only` or `--seeds`; then copy their files into one folder. All but `--docs` needs PyTorch and thinwire alone.
+A run is one file of JSON lines: a header, and a row every `--part` steps, with the loss every `--test-every` steps. Beside it
+lies the state that the run goes on from, saved every `--save-minutes`. On the CPU, a run that was stopped ends with the same
+bits as one that was not. A process owns a run while it holds the lock on its file, so any number of processes can share a
+folder. Machines without a common folder take different `--only` or `--seeds`; then copy their files into one folder. All but
+`--docs` needs PyTorch and thinwire alone.
 """
 
 from __future__ import annotations
@@ -219,9 +220,8 @@ def one_part(
     world = LocalWorld(options.workers, TIMEOUT_SECONDS)
     found = world.run(train_worker, run, steps, initial, text, workers, options)
     before = rows[-1] if rows else {"bytes_sent": 0, "seconds": 0.0, "core_seconds": 0.0}
-    row = {
+    row = found[0]["tested"] | {
         "step": steps.stop,
-        "loss": found[0]["loss"],
         "bytes_sent": before["bytes_sent"] + found[0]["bytes_sent"],
         "seconds": before["seconds"] + time.monotonic() - began,
         "core_seconds": before["core_seconds"] + time.process_time() - processor,
@@ -238,7 +238,7 @@ def train_worker(
     workers: list[Any],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """These steps of one worker: its state after them, the bytes that it sent, and the loss of the mean model."""
+    """These steps of one worker: its state after them, the bytes that it sent, and the loss of the mean model if it is due."""
     method = METHODS[run.method]
     model = copy.deepcopy(initial)
     optimizer = method.built(model, run.rate)
@@ -263,18 +263,20 @@ def train_worker(
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "strategy": handle.state_dict()}
         state = copy.deepcopy(state)  # detaching merges what is in flight
         sent = comm.ledger.bytes_sent - before
-        with handle.average_model():
-            loss_sum = tested(model, text.test, comm, options)
-        return {"state": state, "bytes_sent": sent, "loss": loss_sum / options.test_windows}
+        loss = {}
+        if steps.stop % options.test_every == 0 or steps.stop == run.steps:
+            with handle.average_model():
+                loss = {"loss": tested(model, text.test, comm, options)}
+        return {"state": state, "bytes_sent": sent, "tested": loss}
 
 
 @torch.no_grad()
 def tested(model: nn.Module, text: Tensor, comm: Communicator, options: argparse.Namespace) -> float:
-    """The sum of the losses of all held-out windows, each worker testing a part of them."""
+    """The loss on all held-out windows; each worker tests a part of them."""
     starts = torch.linspace(0, len(text) - options.context - 1, options.test_windows, dtype=torch.float64).long()
     own = starts[comm.rank :: comm.size].split(64)
     losses = [loss_of(model, windows(text, part, options.context)).double() * len(part) for part in own]
-    return float(comm.all_reduce(torch.stack(losses).sum().cpu()).wait())
+    return float(comm.all_reduce(torch.stack(losses).sum().cpu()).wait()) / options.test_windows
 
 
 # ---- files ----
@@ -505,8 +507,9 @@ def draw(options: argparse.Namespace, path: Path) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
         for number, (method, seeds) in enumerate(finished(options).items()):
             style = line_style(number)
-            steps = [row["step"] for row in next(iter(seeds.values()))]
-            losses_RS = torch.tensor([[row["loss"] for row in rows] for rows in seeds.values()], dtype=torch.float64)
+            curves = [{row["step"]: row["loss"] for row in rows if "loss" in row} for rows in seeds.values()]
+            steps = list(curves[0])
+            losses_RS = torch.tensor([list(curve.values()) for curve in curves], dtype=torch.float64)
             middle, spread = losses_RS.mean(0), losses_RS.std(0) if len(losses_RS) > 1 else torch.zeros(len(steps))
             left.plot(steps, middle, label=method, **style)
             left.fill_between(steps, middle - spread, middle + spread, color=style["color"], alpha=0.18, linewidth=0)
@@ -540,7 +543,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--test-windows", type=int, default=512)
     parser.add_argument("--files", type=int, help="read about so many files instead of all")
     parser.add_argument("--minutes", type=float, default=inf, help="stop after about so many")
-    parser.add_argument("--part", type=int, default=100, help="steps between two rows of a run")
+    parser.add_argument("--test-every", type=int, default=100, help="steps between two tests")
+    parser.add_argument("--part", type=int, default=20, help="steps between two rows, after which a run can be saved")
     parser.add_argument("--save-minutes", type=float, default=1.0, help="between two saved states; one part at least")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--docs", type=Path, help="folder of internet.md, which gets the table and the figure")

@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import internet
 from internet import METHODS, Run, Text, path_of, rows_of, train
 
-SIZES = "--workers 2 --layers 1 --width 16 --context 8 --batch 1 --steps 30 --test-windows 4 --part 7 --save-minutes 0"
+SIZES = (
+    "--workers 2 --layers 1 --width 16 --context 8 --batch 1 --steps 30 --test-windows 4 --test-every 14 "
+    "--part 7 --save-minutes 0"
+)
 
 
 def options(folder: Path, *more: str) -> argparse.Namespace:
@@ -71,6 +74,7 @@ def test_a_stopped_run_ends_with_the_same_bits(method, text, tmp_path, stop_befo
     assert len(tensors) == len(expected) > 20 and all(map(torch.equal, tensors, expected))
     rows, (row,) = rows_of(run, cut), rows_of(run, whole)
     assert [row["step"] for row in rows] == [7, 14, 21, 28, 30]
+    assert [row["step"] for row in rows if "loss" in row] == [14, 28, 30]
     assert [rows[-1][key] for key in ("loss", "bytes_sent")] == [row["loss"], row["bytes_sent"]]
     assert row["bytes_sent"] > 0
     assert [path.suffix for path in path_of(run, cut).parent.iterdir()] == [".jsonl"]
