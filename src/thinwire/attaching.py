@@ -9,13 +9,14 @@ from torch import nn
 
 from .algorithm import require
 from .average import Averager, Pairwise
-from .average.base import averager_hint
+from .average.base import averager_of_part
 from .comm import Communicator, Group, Layout
 from .notation import parse
 from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
 from .strategy.advice import log_choice
 from .strategy.gradients.gradients import default_averager
+from .topology import Topology
 
 A = TypeVar("A", bound=Attachment)
 
@@ -117,35 +118,31 @@ def strategy_of(value: Strategy[A] | str) -> Strategy[A] | Strategy[Attachment]:
     """The strategy itself, or the one whose notation a text is.
 
     Raises:
-        ValueError: the text cannot be read, or it is no strategy; the message proposes one.
+        ValueError: the text cannot be read, or it is no strategy; the message has one to paste, in quotes.
 
     Example:
-        >>> strategy_of("Mix()")
+        >>> strategy_of("TopK(0.01)")
         Traceback (most recent call last):
-        ValueError: strategy must be a strategy such as Gradients(Mean()), got Mix(); did you mean Gossip(Mix())?
+        ValueError: strategy: TopK(0.01) is a codec; write "Gradients(Mean(TopK(0.01), ErrorFeedback()))"
     """
     read = parse(value) if isinstance(value, str) else value
-    require(
-        isinstance(read, Strategy),
-        f"strategy must be a strategy such as Gradients(Mean()), got {_shown(read)}{_meant(read)}",
-    )
+    text = value.strip() if isinstance(value, str) else repr(value)
+    require(isinstance(read, Strategy), f"strategy: {_meant(read, text)}")
     assert isinstance(read, Strategy)
     return read
 
 
-def _shown(value: Any) -> str:
-    """The value on one line."""
-    return f"an optimizer, {type(value).__name__}" if isinstance(value, torch.optim.Optimizer) else repr(value)
-
-
-def _meant(value: Any) -> str:
-    """The end of the message: the strategy of an averager, or what to write in place of a part of one."""
-    hint = averager_hint(value)
-    if hint is not None:
-        return f"; {hint}, within a strategy"
+def _meant(value: Any, text: str) -> str:
+    """What a value is that is no strategy, and what to write in its place."""
     if isinstance(value, torch.optim.Optimizer):
-        return "; write the optimizer before the strategy: attach(model, optimizer, strategy)"
+        return (
+            f"{type(value).__name__} is an optimizer; it comes before the strategy: attach(model, optimizer, strategy)"
+        )
+    part = averager_of_part(value, text)
+    if part is not None:
+        name = "Gossip" if isinstance(value, Topology) else "Gradients"
+        return f'{text} is a {part[0]}; write "{name}({part[1]})"'
     if not isinstance(value, (Averager, Pairwise)):
-        return ""
+        return f'expected a strategy such as "Gradients(Mean())", got {text}'
     name = "Asynchronous" if not value.has_rounds else "Gradients" if value.gives_one_mean else "Gossip"
-    return f"; did you mean {name}({value!r})?"
+    return f'{text} is an averager; write "{name}({text})"'

@@ -137,6 +137,6 @@ def test_the_warm_up_of_sparse_counts_steps_and_bytes():
 
 def test_an_optimizer_in_the_place_of_the_strategy_is_one_line():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"got an optimizer, SGD; write the optimizer before the strategy") as caught:
+    with pytest.raises(ValueError, match=r"SGD is an optimizer; it comes before the strategy: attach") as caught:
         tw.attach(model, tw.Gradients(tw.Mean()), torch.optim.SGD(model.parameters(), lr=0.1))
     assert "\n" not in str(caught.value)

@@ -102,12 +102,17 @@ def test_options_are_checked_where_they_are_written(text):
         ("Mean(QSGD(bits=4))", r"Gradients\(Mean\(QSGD\(bits=4\)\)\)"),
         (tw.Choco(), r"Gossip\(Choco\(\)\)"),
         ("Pairwise()", r"Asynchronous\(Pairwise\(\)\)"),
+        ("TopK(0.01)", r"Gradients\(Mean\(TopK\(0.01\), ErrorFeedback\(\)\)\)"),
+        (tw.QSGD(bits=4), r"Gradients\(Mean\(QSGD\(bits=4\)\)\)"),
+        (tw.Ring(), r"Gossip\(Mix\(Ring\(\)\)\)"),
+        (" dgc(0.01) ", r"Gradients\(dgc\(0.01\)\)"),
     ],
 )
-def test_the_door_proposes_the_strategy_of_an_averager(value, meant):
+def test_the_door_proposes_a_strategy_that_can_be_pasted(value, meant):
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=f"strategy must be a strategy .*; did you mean {meant}"):
+    with pytest.raises(ValueError, match=f'^strategy: .* is an? [a-z]+; write "{meant}"$') as error:
         tw.attach(model, sgd(model), value)
+    assert isinstance(tw.parse(str(error.value).split('"')[1]), tw.strategy.Strategy)
 
 
 def trained(comm, attach, steps=5):

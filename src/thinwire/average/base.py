@@ -196,6 +196,26 @@ class Averager(Algorithm, ABC):
         """Abandon the round that was begun; memory stays as it was."""
 
 
+def averager_of_part(value: object, text: str) -> tuple[str, str] | None:
+    """What kind of part of an averager a value is, and the notation of an averager that has it; None for other values.
+
+    Args:
+        value: a codec, a memory or a topology.
+        text: its notation.
+
+    Example:
+        >>> import thinwire as tw
+        >>> averager_of_part(tw.TopK(0.01), "TopK(0.01)")
+        ('codec', 'Mean(TopK(0.01), ErrorFeedback())')
+    """
+    if isinstance(value, Codec):
+        loses = not (value.traits.unbiased or value.traits.lossless or value.traits.votes)
+        return "codec", f"Mean({text}{', ErrorFeedback()' if loses else ''})"
+    if isinstance(value, Memory):
+        return "memory", f"Mean(TopK(0.01), {text})"
+    return ("topology", f"Mix({text})") if isinstance(value, Topology) else None
+
+
 def averager_hint(value: object) -> str | None:
     """A suggestion for a value that is only a part of an averager, or its text; None otherwise.
 
@@ -204,16 +224,10 @@ def averager_hint(value: object) -> str | None:
         >>> averager_hint(tw.QSGD(bits=4))
         'QSGD(bits=4) is a codec; write Mean(QSGD(bits=4))'
     """
-    if isinstance(value, Codec):
-        loses = not (value.traits.unbiased or value.traits.lossless or value.traits.votes)
-        return f"{value!r} is a codec; write Mean({value!r}{', ErrorFeedback()' if loses else ''})"
-    if isinstance(value, Memory):
-        return f"{value!r} is a memory; write Mean(TopK(0.01), {value!r})"
-    if isinstance(value, Topology):
-        return f"{value!r} is a topology; write Mix({value!r})"
     if isinstance(value, str):
         return f"{value!r} is text; write thinwire.parse({value!r}), or an averager: Mean(TopK(0.01), ErrorFeedback())"
-    return None
+    part = averager_of_part(value, repr(value))
+    return None if part is None else f"{value!r} is a {part[0]}; write {part[1]}"
 
 
 def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:

@@ -105,7 +105,8 @@ def predict(
         network: workers, nodes and links.
         speeds: of the codecs; by default those of `docs/benchmarks.md`.
         candidates: what to compare, by default `methods()`; dense float32 and bfloat16 are always predicted.
-        optimizer: whose accuracies are shown: "sgd", "adam" or "muon"; None takes those that were measured, by any.
+        optimizer: whose accuracies are shown: "sgd", "adam" or "muon", in any case; "adamw" is "adam" too. None takes those
+            that were measured, by any.
 
     Raises:
         ValueError: fewer than two workers, no parameters, negative times, or an unknown optimizer.
@@ -117,7 +118,8 @@ def predict(
         >>> ranking[0].speedup_over_fp32 > 5
         True
     """
-    require(optimizer in (None, *OPTIMIZERS), f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    under = None if optimizer is None else optimizer.lower().replace("adamw", "adam")
+    require(under in (None, *OPTIMIZERS), f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     require(network.workers >= 2, f"a plan needs at least two workers, got {network.workers}")
     workload, speeds = Workload.of(model, compute_seconds), speeds or Speeds()
     known = methods(network.workers_per_node)
@@ -135,9 +137,9 @@ def predict(
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
             speedup_over_bf16=steps[BF16][0] / steps[name][0],
             memory_bytes=4 * method.state_floats * workload.numel,
-            accuracy=method.under(optimizer).text,
-            page=method.under(optimizer).page,
-            is_near=method.under(optimizer).is_near,
+            accuracy=method.under(under).text,
+            page=method.under(under).page,
+            is_near=method.under(under).is_near,
         )
         for name, method in chosen.items()
     ]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -162,14 +163,18 @@ def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monk
     assert said.count("\n") == 1 and expected in said
 
 
-def test_a_port_in_use(tmp_path):
+def test_a_port_in_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         done = train(tmp_path, "--port", port)
+        assert main(["train", "digits", "--metrics", f":{port}"]) == 2
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"port {port} cannot be used" in done.stderr
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []  # a run that never began leaves no folder
 
 
 HELP = [["--help"], ["train", "--list"], ["train", "digits", "--help"], ["bench", "step", "--help"]]
@@ -188,8 +193,10 @@ def test_help_comes_on_stdout(arguments, tmp_path):
 )
 def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected, tmp_path):
     metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
-    with started(["-m", "thinwire", *LONG], tmp_path) as process:
+    with started(["-m", "thinwire", *LONG, "--metrics", "0"], tmp_path) as process:
         process.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first row of the run")
+        with urllib.request.urlopen(f"{process.stdout.split()[0]}/metrics") as answer:  # the address comes first
+            assert 'thinwire_finished{run="long"} 0.0' in answer.read().decode()
         everyone = below(process.pid)
         os.kill(process.pid if who == "parent" else workers_of(process.pid)[-1], number)
         _, complaint = process.communicate(timeout=400)

@@ -52,3 +52,9 @@ def test_a_package_that_only_workers_need_is_missed_before_they_start(package, m
         f"thinwire: thinwire train needs {package}, which is not installed; install it with this, in the folder of "
         "thinwire's sources: pip install '.[train]'\n"
     )
+
+
+def test_keys_name_an_extra_of_their_own(tmp_path):
+    program = WITHOUT.format(packages={"cryptography"}, commands=["keys new folder"])
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["2"] and done.stderr.count("\n") == 1 and "pip install '.[secure]'" in done.stderr

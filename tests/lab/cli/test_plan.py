@@ -54,6 +54,7 @@ def test_accuracies_are_those_of_the_optimizer(capsys):
     slow = ["--workers", "4", "--rate", "100mbit", "--parameters", "20M"]
     assert main(["plan", *slow, "--optimizer", "adam"]) == 0
     adam = capsys.readouterr().out
+    assert main(["plan", *slow, "--optimizer", "AdamW"]) == 0 and capsys.readouterr().out == adam
     assert main(["plan", *slow]) == 0
     any_of_them = capsys.readouterr().out
     assert "2.4 times" in adam and "SGD, not Adam" not in adam

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.command import started, thinwire
 from helpers.program import wait_until
 from rich.console import Console, ConsoleDimensions
 
-from thinwire.lab.sweep import Status, read_sweep, run_locally, status_of
-from thinwire.lab.sweep.execute import read_run, write_down
+from thinwire.lab.sweep import Status, execute, read_sweep, run_locally, status_of
+from thinwire.lab.sweep.execute import read_run, start, write_down
 from thinwire.lab.sweep.show import Lines, status_table, statuses_of
 
 SWEEP = ["-m", "thinwire", "sweep", "grid.toml"]
@@ -147,7 +148,7 @@ def test_a_sweep_is_stopped_in_good_order_and_continued(tmp_path, monkeypatch):
             other.wait_until(lambda: status_of(second).state == "running", "the start of the second run")
             other.send_signal(signal.SIGINT)
             assert other.wait(400) == 130 and status_of(first).state == "running"
-        assert status_of(second).state in ("stopped", "waiting")  # it may have had no time to begin
+        assert status_of(second).state == "stopped"
 
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=400)
@@ -171,15 +172,18 @@ def test_a_run_that_begins_as_ctrl_c_comes_is_stopped_too(tmp_path, monkeypatch)
     begun = []
 
     def start(planned):
+        write_down(planned)
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         os.kill(os.getpid(), signal.SIGINT)
         return begun[-1]
 
     module = sys.modules[run_locally.__module__]
     monkeypatch.setattr(module, "start", start)
+    planned = sweep_in(tmp_path, monkeypatch).runs
     with pytest.raises(KeyboardInterrupt, match="1 of the runs were under way"):
-        run_locally(sweep_in(tmp_path, monkeypatch).runs, 2, Lines())
+        run_locally(planned, 2, Lines())
     assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM
+    assert [status_of(each).state for each in planned] == ["stopped", "waiting"]
 
 
 def rows_of(planned) -> list[dict]:
@@ -237,6 +241,27 @@ def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch):
     assert "4 finished" in run(tmp_path, "--dry-run").stdout
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("  File ...\nImportError: no libgomp.so.1\n\nlater:\nOSError: gone", "ImportError: no libgomp.so.1"),
+        ("python: No module named thinwire", "python: No module named thinwire"),
+        ("", "ended without a word: killed, or out of memory?"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_process_dies_before_it_begins_has_failed_and_says_why(tmp_path, monkeypatch, said, reason):
+    write(tmp_path, steps=8)
+    planned = sweep_in(tmp_path, monkeypatch).runs[0]
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat {tmp_path}/said\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    write_down(planned)
+    (planned.records / "log.txt").write_text("--- an earlier start\nValueError: that was mended\n")
+    monkeypatch.setattr(execute, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
+    start(planned).wait()
+    assert status_of(planned) == Status("failed", reason)
+
+
 # ---- what files tell ----
 
 
@@ -258,6 +283,7 @@ def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
     (failed.records / "ended.json").write_text('{"code": 1}')
     (failed.records / "log.txt").write_text("much\nbefore\nthinwire: worker 1 failed: [no] reason\n\n")
     (killed.records / "ended.json").write_text('{"code": null}')
+    (killed.records / "log.txt").write_text("--- now\nthinwire: warms up\nstep 1\n")
     with open(running.records / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         states = statuses_of(sweep.runs)

@@ -66,8 +66,12 @@ def as_parsed(text: str, kind: type) -> Any:
     Raises:
         ValueError: the text cannot be read, or is not of this kind.
     """
+    from ...average import Averager
+    from ...average.base import averager_of_part
     from ...notation import parse
 
     value = parse(text)
-    require(isinstance(value, kind), f"{text!r} is no {kind.__name__.lower()}; give one in Python's notation")
+    part = averager_of_part(value, text) if kind is Averager else None
+    hint = "give one in Python's notation" if part is None else f'it is a {part[0]}; write "{part[1]}"'
+    require(isinstance(value, kind), f"{text!r} is no {kind.__name__.lower()}; {hint}")
     return value

@@ -12,7 +12,7 @@ from ...algorithm import require
 from .options import first_word, parsed
 
 TEMPLATE = Path(__file__).parents[1] / "template"
-TEXT_BYTES = {"train.txt": 600_000, "test.txt": 64_000}
+TEXT_BYTES = {"train.txt": 300_000, "test.txt": 64_000}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def new_method_command(options: list[str]) -> None:
     print(
         f"  {folder}: change src/{folder.name.replace('-', '_')}/codec.py. README.md has the way to a first comparison:"
     )
-    print(f"  cd {folder} && pip install -e . && pytest && thinwire sweep compare.toml")
+    print(f"  cd {folder} && pip install -e '.[test]' && pytest && thinwire sweep compare.toml --local 2")
 
 
 def write_package(folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .options import named, parsed
 
@@ -48,8 +48,8 @@ class PlanOptions:
     model: str | None = None
     """A function that returns the model, as module:function, instead of a number of parameters. The module may be a file of the
     current folder."""
-    optimizer: Literal["sgd", "adam", "muon"] | None = None
-    """Show what was measured of the accuracy with this optimizer; by default, with any."""
+    optimizer: str | None = None
+    """Show what was measured of the accuracy with this optimizer: sgd, adam (or adamw) or muon; by default, with any."""
     compute: float = 0.25
     """Seconds of computation in one step, without a network."""
     measure: bool = False

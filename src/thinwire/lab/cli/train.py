@@ -7,12 +7,14 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from .options import fail, named, parsed, show
 from .originals import TRAIN
+from .watch import place, served
 
 if TYPE_CHECKING:
     from ..train import Interrupted
@@ -28,7 +30,10 @@ and mpirun, which then start the workers:
 
 --config FILE takes values from a TOML file, or from a run's config.json; several are composed in order, and options come last.
 
---averager.codec.ratio 0.001 changes one part of the averager; so does averager.codec.ratio = 0.001 in a file.
+--strategy.averager.codec.ratio 0.001 changes one part of the strategy; so does strategy.averager.codec.ratio = 0.001 in a file.
+
+--metrics [ADDRESS:]PORT serves the run's live page while it trains, and its numbers for Prometheus at /metrics. It is the page
+of `thinwire watch RUN --serve [ADDRESS:]PORT`.
 
 --evaluate CHECKPOINT trains nothing: it tests the model of a checkpoint, such as runs/NAME/checkpoints/best, with the
 configuration that is saved there; options change it, such as --data.folder.
@@ -59,36 +64,40 @@ def train_command(options: list[str]) -> None:
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = set_variables()
     default = replace(default, workers=environment.size if environment else default.workers)
-    checkpoint, options = _checkpoint(options)
+    evaluate, options = _taken(options, "--evaluate", "a checkpoint, such as runs/NAME/checkpoints/best")
+    checkpoint = None if evaluate is None else Path(evaluate)
+    metrics, options = _taken(options, "--metrics", "[ADDRESS:]PORT, such as 9100")
     if checkpoint is not None:
         default = _of_checkpoint(default, checkpoint)
     default, rest = _composed(default, options)
-    about, others = known[recipe].about, ("--config", "--evaluate")
+    about, others = known[recipe].about, ("--config", "--evaluate", "--metrics")
     config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
     if checkpoint is not None:
         _evaluate(config, checkpoint)
         return
-    folder = trained(config, lambda stop: f"; go on with: {_again(recipe, options, config, stop)}")
+    serve = None if metrics is None else partial(served, place=place(metrics, "--metrics"))
+    again = options if metrics is None else [*options, "--metrics", metrics]
+    folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
         print(f"  {folder}")
 
 
-def _checkpoint(options: list[str]) -> tuple[Path | None, list[str]]:
-    """The folder of `--evaluate CHECKPOINT`, if it is among the options; and the other options.
+def _taken(options: list[str], name: str, what: str) -> tuple[str | None, list[str]]:
+    """The value of an option of the command itself, if it is among the options; and the other options.
 
     Example:
-        >>> _checkpoint(["--seed", "1", "--evaluate", "best"])
-        (PosixPath('best'), ['--seed', '1'])
+        >>> _taken(["--seed", "1", "--evaluate", "best"], "--evaluate", "a checkpoint")
+        ('best', ['--seed', '1'])
     """
     for i, word in enumerate(options):
-        name, equals, value = word.partition("=")
-        if name == "--evaluate":
+        given, equals, value = word.partition("=")
+        if given == name:
             rest = options[i + 1 :] if equals else options[i + 2 :]
             found = value if equals else "".join(options[i + 1 : i + 2])
-            require(bool(found), "--evaluate needs a checkpoint, such as --evaluate runs/NAME/checkpoints/best")
-            return Path(found), [*options[:i], *rest]
+            require(bool(found), f"{name} needs {what}")
+            return found, [*options[:i], *rest]
     return None, options
 
 
@@ -143,12 +152,17 @@ def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:
     return config, rest
 
 
-def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "") -> Path:
+def trained(
+    config: Any,
+    advice: Callable[[Interrupted], str] = lambda stop: "",
+    on_start: Callable[[Path], object] | None = None,
+) -> Path:
     """Train and return the run's folder. If a worker fails or a signal stops the run, print one line and exit.
 
     Args:
         config: the run's configuration.
         advice: text to add to the message about a stopped run.
+        on_start: called with the run's folder before the training starts.
     """
     from ..train import Interrupted, WorkerError, train
 
@@ -156,7 +170,7 @@ def trained(config: Any, advice: Callable[[Interrupted], str] = lambda stop: "")
         fail(f"{stop}{advice(stop)}", stop.exit_code)
 
     try:
-        return train(config, report)
+        return train(config, report, on_start=on_start)
     except Interrupted as stop:
         sys.exit(stop.exit_code)
     except WorkerError as error:

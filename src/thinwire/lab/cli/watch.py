@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -35,14 +36,11 @@ def watch_command(options: list[str]) -> None:
     run, options = first_word(options, "the folder of a run", "thinwire watch runs/digits")
     folder, asked = Path(run), parsed(WatchOptions, options, "thinwire watch RUN")
     from ..report.exporters import OpenTelemetry
-    from ..report.watch import as_rich, server, snapshot
+    from ..report.watch import as_rich, snapshot
 
     seen = snapshot(folder)
     if asked.serve is not None:
-        address, port = _place(asked.serve)
-        with server(folder, address, port) as serving:
-            print(f"  http://{address}:{serving.server_address[1]}", flush=True)
-            serving.serve_forever()
+        served(folder, place(asked.serve, "--serve")).join()
     with closing(OpenTelemetry()) if asked.otlp else nullcontext() as collector:
         if collector is not None:
             collector.set(seen)
@@ -60,9 +58,25 @@ def watch_command(options: list[str]) -> None:
                     collector.set(seen)
 
 
-def _place(text: str) -> tuple[str, int]:
-    """Where to listen, from [ADDRESS:]PORT."""
+def served(folder: Path, place: tuple[str, int]) -> threading.Thread:
+    """Serve a run's page in a thread that ends with the process, and print its address."""
+    from ..report.watch import server
+
+    serving = server(folder, *place)
+    print(f"  http://{place[0]}:{serving.server_address[1]}", flush=True)
+    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    thread.start()
+    return thread
+
+
+def place(text: str, option: str) -> tuple[str, int]:
+    """Where to listen, from [ADDRESS:]PORT.
+
+    Example:
+        >>> place(":9100", "--serve")
+        ('127.0.0.1', 9100)
+    """
     address, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"--serve takes [ADDRESS:]PORT, such as 9100 or 0.0.0.0:9100, got {text!r}")
+        raise ValueError(f"{option} takes [ADDRESS:]PORT, such as 9100 or 0.0.0.0:9100, got {text!r}")
     return address or "127.0.0.1", int(port)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..files import write_json
 from .file import PlannedRun, planned
-from .status import finished_summary, locked
+from .status import BEGINS, finished_summary, locked
 from .tasks import read_json
 
 # Variables of a launcher (torchrun, srun, mpirun) that started the sweep. Runs must not see them: they start their own workers.
@@ -27,10 +27,13 @@ LAUNCHER = re.compile(
 def start(run: PlannedRun) -> subprocess.Popen | None:
     """Start a run's process and append its output to its log; None if the run is already running, here or elsewhere."""
     write_down(run)
-    with open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "ab") as log:
+    with open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "a") as log:
         if not locked(lock):
             return None
-        (run.records / "ended.json").unlink(missing_ok=True)
+        print(f"{BEGINS}{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", file=log, flush=True)
+        write_json(
+            run.records / "ended.json", {"code": None}
+        )  # stays if the process dies, also before it has read its run
         outer = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "thinwire.lab.sweep", str(run.records / "run.json")],
@@ -73,14 +76,11 @@ def execute(path: Path) -> int:
     run = read_run(path)
     if finished_summary(run) is not None:  # another process has finished it
         return 0
-    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", flush=True)
-    ended = run.records / "ended.json"
-    write_json(ended, {"code": None})  # stays if the process is killed
     try:
         code = _code_of(run)
     except SystemExit as exit:  # a signal
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-    write_json(ended, {"code": code})
+    write_json(run.records / "ended.json", {"code": code})
     return code
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from ..files import write_json
 from .execute import start
 from .file import PlannedRun
 from .status import Status, status_of
@@ -55,6 +56,9 @@ def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> N
                 running = _still_running(running, watcher)
         except KeyboardInterrupt:
             stop([process for _, process in running])
+            for run, process in running:
+                if process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):  # maybe before the run could write it
+                    write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
             raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
 
 

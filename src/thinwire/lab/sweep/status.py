@@ -3,7 +3,7 @@
     finished    summary.json is in its folder, and config.json there has the run's identity
     running     its lock is held
     stopped     it was ended on purpose, and goes on when the sweep does
-    failed      it ended otherwise; the last line of its log says why
+    failed      it ended otherwise; the log says why, in its last line or, if the process died, in the first one with an error
     waiting     none of these
 
 The lock is a file that the run's process holds with `flock`: the system lets go of it however the process ends.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -26,6 +27,8 @@ from .tasks import read_json
 State = Literal["waiting", "running", "stopped", "failed", "finished"]
 STOPPED_CODES = (SAVED, 130, 143)  # with a checkpoint; after Ctrl-C; after SIGTERM, before the first step
 TAIL_BYTES = 16384
+BEGINS = "--- "  # a line of the log that says when a process of the run was started
+ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|\S+: No module named ")
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ def _progress(run: PlannedRun) -> str:
 
 def _reason(run: PlannedRun, code: int | None) -> str:
     if code is None:
-        return "ended without a word: killed, or out of memory?"
+        lines = _last_lines(run.records / "log.txt")
+        begin = max((i for i, line in enumerate(lines) if line.startswith(BEGINS)), default=-1)
+        errors = (line for line in lines[begin + 1 :] if ERROR.match(line))
+        return next(errors, "ended without a word: killed, or out of memory?")
     return "".join(log_tail(run, 1)).removeprefix("thinwire: ") or f"exit code {code}"
 
 

@@ -33,6 +33,7 @@ def join_elastic(
     environment: Environment,
     on_stop: Callable[[Interrupted], None] | None,
     callbacks: Sequence[Callback],
+    on_start: Callable[[Path], object] | None,
 ) -> Path:
     """Run as one of a launcher's tasks, and return the run's folder.
 
@@ -50,6 +51,8 @@ def join_elastic(
     config = replace(config, workers=environment.size, first_worker=0)
     try:
         folder = _folder(config, environment.rank)
+        if on_start is not None and environment.rank == 0:
+            on_start(folder)
         with _lighthouse(config, environment) as address, Interruption() as interruption:
             comm = communicator(config, address, environment.rank, environment.local_size)
             with comm:

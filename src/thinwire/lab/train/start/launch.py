@@ -37,9 +37,12 @@ log = logging.getLogger("thinwire")
 # them as soon as rank 0 has ended.
 TELLING_SECONDS = 10.0
 OnStop = Callable[[Interrupted], None] | None
+OnStart = Callable[[Path], object] | None
 
 
-def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callback] = ()) -> Path:
+def train(
+    config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callback] = (), on_start: OnStart = None
+) -> Path:
     """Train and return the run's folder. Under a launcher, each of its processes calls this.
 
     With `config.resume` it continues from the last checkpoint, and returns at once if the run is finished.
@@ -50,6 +53,7 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
             soon as one exits.)
         callbacks: functions that add values of your own to each row of metrics, see `callbacks.Callback`; an `EachStep` logs
             between rows.
+        on_start: called once with the run's folder, before it trains: by this process, or under a launcher by rank 0.
 
     Raises:
         ValueError: the configuration or the data are wrong, or the folder is taken.
@@ -73,10 +77,10 @@ def train(config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callbac
     if finished := finished_run(config):
         return finished
     if environment and config.elastic:
-        return join_elastic(config, environment, on_stop, callbacks)
+        return join_elastic(config, environment, on_stop, callbacks, on_start)
     if environment:
-        return _join(config, environment, on_stop, callbacks)
-    return _spawn(config, on_stop, callbacks)
+        return _join(config, environment, on_stop, callbacks, on_start)
+    return _spawn(config, on_stop, callbacks, on_start)
 
 
 def _with_credentials(config: RunConfig) -> RunConfig:
@@ -94,13 +98,15 @@ def _with_credentials(config: RunConfig) -> RunConfig:
     return replace(config, lighthouse=f"https://{f'[{host}]' if ':' in host else host}:{port}")
 
 
-def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
+def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart) -> Path:
     credentials = credentials_of(config)
     meets_here = config.lighthouse is None and (credentials is None or credentials.address is None)
     choose_interface(config.interface, one_node=not config.elastic or meets_here)
     choose_device(config)
     with held_folder(config) as folder:
         try:
+            if on_start is not None:
+                on_start(folder)
             spawn(config, folder, callbacks)
         except ValueError:
             abandon(folder)
@@ -111,7 +117,9 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback]) ->
     return folder
 
 
-def _join(config: RunConfig, environment: Environment, on_stop: OnStop, callbacks: Sequence[Callback]) -> Path:
+def _join(
+    config: RunConfig, environment: Environment, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart
+) -> Path:
     """Run as one of a launcher's workers."""
     threading.excepthook = ignore_file_errors
     name, rank, size = environment.launcher, environment.rank, environment.size
@@ -120,7 +128,7 @@ def _join(config: RunConfig, environment: Environment, on_stop: OnStop, callback
         with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
-            _run(config, folder, comm, interruption, on_stop, callbacks)
+            _run(config, folder, comm, interruption, on_stop, callbacks, on_start)
     except Interrupted:
         raise
     except SharedError:
@@ -138,8 +146,10 @@ def _run(
     interruption: Interruption,
     on_stop: OnStop,
     callbacks: Sequence[Callback],
+    on_start: OnStart,
 ) -> None:
     try:
+        run_on_all(comm, lambda: on_start(folder) if on_start is not None and comm.rank == 0 else None)
         loop.run(config, folder, comm, interruption, callbacks)
         interruption.settle()
     except Interrupted as stop:
