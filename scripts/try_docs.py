@@ -1,13 +1,14 @@
 """Follows the README and the guide in a clean clone: runs their blocks, and compares what they print with the page.
 
-    python scripts/try_docs.py                               the README, the guide, and the pages for users in docs/
+    python scripts/try_docs.py                               the README, and all pages in docs/
     python scripts/try_docs.py docs/guide/choose.md          these pages
     python scripts/try_docs.py --folder DIR [PAGE ...]       in the clone of an earlier call, whose environment is ready
 
 The README's `make demo` makes the virtual environment. Commands run in the clone, in order; those that follow a command of
-the same page find its files. Lines of `text` after commands must be among the printed ones, in order; numbers may differ by
-a quarter. Each block is reported: it ran, differs, failed, or why it was not run here. The exit code is 1 if one differs or
-failed.
+the same page find its files. `HERE` makes commands for several hosts fit this machine, and `SHELLS` runs together what a page
+starts in several shells. Python that takes a model for known gets one. Lines of `text` after commands must be among the
+printed ones, in order; numbers may differ by a quarter. Each block is reported: it ran, differs, failed, or why it was not
+run here. The exit code is 1 if one differs or failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import doctest
 import itertools
 import os
 import re
@@ -30,31 +32,95 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.pages import Block, Following, blocks  # noqa: E402
 
-DOCS = (
-    "training recipes sweeps reports watching clusters plan doctor lines security elastic asynchronous robust sharded"
-)
-PAGES = ["README.md", *sorted(f"docs/guide/{path.name}" for path in (ROOT / "docs/guide").glob("*.md"))]
-PAGES += [f"docs/{name}.md" for name in DOCS.split()]
-ELSEWHERE = [  # what a command matches, and why it does not run here
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = [  # what a command or Python matches, and why it does not run here
     (r"\bmake (test|lint|docs|wheel)", ".ci/run runs it"),
-    (r"^pip install", "make demo has installed the package"),
-    (r"\bsrun\b|\bsbatch\b|#SBATCH|--slurm", "needs a cluster: scripts/try_cluster.sh"),
+    (r"\bsrun\b|\bsbatch\b|#SBATCH|--slurm(?!.*--dry-run)", "needs a cluster: scripts/try_cluster.sh"),
     (r"\bsudo\b|netlab", "needs root, and a machine that does nothing else"),
-    (r"^python benchmarks/|^thinwire sweep examples/sweeps/digits.toml$", "takes an hour or more"),
-    (r"\bnode1\b|\bhost:\d|example\.org|\bADDRESS\b|0\.0\.0\.0|--no-listen", "needs other hosts"),
-    (r"--credentials keys|^thinwire keys", "needs another host: tests/lab/cli/test_keys_command.py"),
-    (r"--elastic|torchft_lighthouse", "needs the extra elastic: benchmarks/chaos.py"),
-    (r"train (cifar10|imagenet|wmt16|wikitext)(?!.*--help)", "needs a data set"),
-    (r"mine:build|\.\.\. ", "names something of the reader's"),
+    (r"^python benchmarks/", "a study of an hour or more; the page says where it ran"),
+    (r"example\.org|\bADDRESS\b|http://host", "needs other hosts"),
+    (r"train (cifar10|imagenet|wmt16|wikitext|multi30k)(?!.*--help)", "needs a data set"),
+    (r'mesh\("cuda"|gpu\.py (?!--dry-run|#|$)', "needs a GPU"),
+    (r"torchft", "needs torchft: tests/comm/test_elastic_torchft.py"),
+    (r"\.\.\. ", "names something of the reader's"),
 ]
-SERVES = r"--serve|^thinwire relay"  # commands that run until they are stopped
+HERE = [  # what a command matches, and how it runs on this one machine, in an environment that has the package
+    (r"^pip install '?\.(\[[\w,]+\])?'?$", r"pip install -q -c constraints.txt 'thinwire\1'"),
+    (r"examples/sweeps/digits\.toml", "short/digits.toml"),
+    (r"--nnodes 2 --nproc-per-node [48]", "--nnodes 1 --nproc-per-node 2"),
+    (r"--nnodes [23] --nproc-per-node 1", "--nnodes 1 --nproc-per-node 2"),
+    (r"node1:29400", "localhost:0"),
+    (r"--interface eth0", "--interface lo"),
+    (r"(thinwire train text-gpt\S*)", r"\1 --max-steps 4"),
+    (r"--workers 16 --network", "--workers 16 --max-steps 4 --network"),
+]
+SHORT = r"""
+mkdir -p short
+sed -e 's/epochs = 10/epochs = 1/' -e 's/seed = .*/seed = [1]/' examples/sweeps/digits.toml > short/digits.toml
+python3 - <<'END'
+import sysconfig
+from pathlib import Path
+
+for name, size in (("my.txt", 60_000), ("other.txt", 6_000)):
+    Path(name).write_bytes(Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes()[:size])
+Path("mine.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(1000, 1000)\n")
+END
+"""  # what commands name and the reader has: a sweep of minutes, two texts, a function that returns a model
+PORT = """python3 -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])\""""
+SHELLS = {  # what commands for several shells or hosts match, and how they run together on this machine
+    r"^thinwire keys|--credentials keys": rf"""
+# The run between two homes, in two folders.
+set -e
+rm -rf keys home-b token.txt
+thinwire keys new keys
+thinwire keys token keys 127.0.0.1:$({PORT}) > token.txt &
+until grep -q "keys join" token.txt; do kill -0 $!; sleep 0.2; done
+mkdir home-b && cd home-b
+$(grep -o "thinwire keys join.*" ../token.txt)
+wait
+cd ..
+thinwire train digits --elastic --workers 1 --credentials keys --epochs 2 --name home-a --overwrite &
+(cd home-b; thinwire train digits --elastic --workers 1 --first-worker 1 --credentials keys --epochs 2 --name home-b)
+wait $!
+""",
+    r"--lighthouse http://host:29510 --first-worker": r"""
+# Workers that join an elastic run from another shell.
+set -e
+thinwire train digits --workers 2 --elastic --epochs 30 --name first --overwrite > first.txt 2>&1 & first=$!
+trap 'kill $first 2> /dev/null || true' EXIT
+until grep -q "http://" first.txt; do kill -0 $first; sleep 0.2; done
+joins="--elastic --epochs 30 --lighthouse $(grep -o "http://[^ ]*" first.txt | head -1) --first-worker 4"
+thinwire train digits --workers 2 $joins --name second --overwrite
+wait $first
+""",
+    r"^thinwire relay|--relay|--no-listen": rf"""
+# Two workers that can only dial out, and the relay between them.
+set -e
+relay=$({PORT})
+thinwire relay --bind 127.0.0.1:$relay & serves=$!
+trap 'kill $serves' EXIT
+export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$({PORT})
+options="--no-listen --relay 127.0.0.1:$relay --epochs 1 --name relayed --overwrite"
+RANK=1 thinwire train digits $options & other=$!
+RANK=0 thinwire train digits $options
+wait $other
+""",
+}
+SERVES = r"--serve|--otlp"  # commands that run until they are stopped
 BEFORE = {  # what a page expects to be there
-    "docs/watching.md": 'thinwire train digits --workers 2 --strategy "Gradients(sparse())"',
-    "docs/reports.md": "thinwire train digits --workers 2 --epochs 3",
+    "docs/watching.md": ['thinwire train digits --workers 2 --epochs 6 --strategy "Gradients(sparse())"'],
+    "docs/reports.md": [
+        f'thinwire train digits --workers 2 --epochs 3 --strategy "Gradients({averager})"'
+        for averager in ("Mean()", "Mean(TopK(0.01), ErrorFeedback())")
+    ],
+    "docs/training.md": ["thinwire train digits --workers 2 --epochs 1"],
 }
 WORDS_ALONE = {"docs/doctor.md", "docs/watching.md"}  # their numbers are of the machine
+READERS = (  # what Python in the docs takes for known
+    "tw thinwire torch nn dist DistributedDataParallel model ddp optimizer loss batches budget set_learning_rate schedule step"
+)
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
-SECONDS = 1800
+SECONDS = 1800  # for a command
 
 
 class Page:
@@ -72,20 +138,25 @@ class Page:
         self.environment |= {"VIRTUAL_ENV": str(bin.parent), "COLUMNS": "120", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment.pop("PYTHONPATH", None)
         self.printed, self.all_printed, self.python = "", "", list[Block]()
-        self.failures = 0
+        self.failures, self.together = 0, set[str]()
 
     def follow(self) -> int:
         """Run all blocks; returns how many failed or differ."""
-        if self.page in BEFORE:
-            self.shell(BEFORE[self.page], 0)
-        for block in blocks(self.clone / self.page):
-            if block.language in ("sh", "bash"):
+        shown = [
+            block for block in blocks(self.clone / self.page) if block.language in ("sh", "bash", "python", "text")
+        ]
+        for command in [SHORT, *BEFORE.get(self.page, [])] if shown else []:
+            self.shell(command, 0)
+        for block in shown:
+            if "#SBATCH" in block.code:
+                self.report(block.line, "not run", "a batch file", elsewhere("#SBATCH") or "")
+            elif block.language in ("sh", "bash"):
                 self.printed = ""
                 for line in block.code.replace("\\\n", " ").splitlines():
                     self.command(line, block.line)
             elif block.language == "python":
                 self.python_block(block)
-            elif block.language == "text" and self.printed:
+            elif self.printed:
                 self.compare(block)
                 self.printed = ""
         if self.page == "README.md":
@@ -101,15 +172,22 @@ class Page:
         text = re.sub(r"\s+# .*", "", text.strip())
         if text.startswith("make demo") and self.page != "README.md":
             return self.report(line, "not run", text, "the README's")
-        for pattern, why in ELSEWHERE:
+        for pattern, script in SHELLS.items():
             if re.search(pattern, text):
-                return self.report(line, "not run", text, why)
+                if pattern in self.together:
+                    return self.report(line, "not run", text, "ran above, with the others of its run")
+                self.together.add(pattern)
+                return self.shell(script, line)
+        here = text
+        for pattern, instead in HERE:
+            here = re.sub(pattern, instead, here)
+        if why := elsewhere(here):
+            return self.report(line, "not run", text, why)
         if text and not text.startswith("#"):
-            self.shell(text, line)
+            self.shell(here, line)
 
     def shell(self, text: str, line: int) -> None:
-        runs = sorted(self.clone.glob("runs/**/config.json"), key=lambda file: file.stat().st_mtime)
-        command = text.replace("runs/NAME", str(runs[-1].parent.relative_to(self.clone)) if runs else "runs/NAME")
+        command = with_newest_run(text, self.clone)
         began, serves = time.monotonic(), re.search(SERVES, text)
         process = subprocess.Popen(
             ["bash", "-c", command], cwd=self.clone, env=self.environment, text=True, start_new_session=True,
@@ -126,12 +204,14 @@ class Page:
         self.printed += out
         self.all_printed += out
         if process.returncode:
-            return self.report(line, "FAILED", text, f"exit code {process.returncode}: {(err or out)[-600:]}")
-        self.report(line, "ran", text, f"{time.monotonic() - began:.0f} s")
+            return self.report(line, "FAILED", text.strip(), f"exit code {process.returncode}: {(err or out)[-600:]}")
+        self.report(line, "ran", text.strip().replace("\n", "; "), f"{time.monotonic() - began:.0f} s")
 
     def python_block(self, block: Block) -> None:
         what = block.file or block.code.strip().splitlines()[0]
-        missing = unknown([*self.python, block])
+        if why := elsewhere(block.code) or example_with(block.code):
+            return self.report(block.line, "not run", what, why)
+        missing = [name for name in unknown([*self.python, block]) if name not in READERS.split()]
         if missing and not block.file:
             return self.report(block.line, "not run", what, f"a part of a script; it has no {', '.join(missing)}")
         self.python.append(block)
@@ -140,9 +220,10 @@ class Page:
         command = [".venv/bin/python", str(Path(__file__)), "--python", self.page, lines]
         run = subprocess.run(command, cwd=self.clone, env=self.environment, capture_output=True, text=True)
         self.printed = run.stdout
-        self.report(
-            block.line, "FAILED" if run.returncode else "ran", what, run.stderr[-600:] if run.returncode else ""
-        )
+        if run.returncode:
+            self.python.pop()
+            return self.report(block.line, "FAILED", what, run.stderr[-600:])
+        self.report(block.line, "ran", what)
 
     def compare(self, block: Block) -> None:
         lines = [line for line in block.code.splitlines() if line.strip()]
@@ -155,6 +236,25 @@ class Page:
                 self.report(block.line + number, "DIFFERS", repr(line.strip()), f"is not printed{found}")
                 printed = iter(self.printed.splitlines())
         self.report(block.line, "compared", f"{len(lines)} lines")
+
+
+def with_newest_run(text: str, clone: Path) -> str:
+    """The text with the newest run in place of `runs/NAME`."""
+    runs = sorted(clone.glob("runs/*/config.json"), key=lambda file: file.stat().st_mtime)
+    return text.replace("runs/NAME", str(runs[-1].parent.relative_to(clone)) if runs else "runs/NAME")
+
+
+def elsewhere(code: str) -> str | None:
+    """Why a command or a block of Python does not run here."""
+    return next((why for pattern, why in ELSEWHERE if re.search(pattern, code, re.MULTILINE)), None)
+
+
+def example_with(code: str) -> str | None:
+    """Which example has these very lines: its page says how to run it."""
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        if code in path.read_text(encoding="utf-8"):
+            return f"a part of {path.relative_to(ROOT)}"
+    return None
 
 
 def rows_not_printed(page: str, printed: str) -> list[str]:
@@ -197,6 +297,8 @@ def unknown(parts: list[Block]) -> list[str]:
 
 def dedented(code: str) -> str:
     """Lines of a longer script, so that they can be parsed; what is no statement by itself is left out."""
+    if code.startswith(">>>"):
+        code = doctest.script_from_examples(code)
     lines = code.splitlines()
     indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     text = "\n".join(line[indent:] for line in lines)
@@ -211,9 +313,60 @@ def run_python(page: str, lines: set[int]) -> None:
     """Run these blocks of Python of a page in this process; its files are saved in the current folder, the clone."""
     sys.path.insert(0, os.getcwd())
     following = Following(Path(page), Path.cwd())
-    for block in blocks(Path(page)):
-        if block.line in lines:
+    chosen = [
+        block._replace(code=with_newest_run(block.code, Path.cwd()))
+        for block in blocks(Path(page))
+        if block.line in lines
+    ]
+    following.names |= readers_names(set(unknown(chosen)))
+    for block in chosen:
+        if block.code.startswith(">>>"):
+            check_session(block, following.names)
+        else:
             following.run(block)
+
+
+def check_session(block: Block, names: dict[str, object]) -> None:
+    """Run an interactive session, and compare what it prints."""
+    test = doctest.DocTestParser().get_doctest(block.code, names, "page", "page", block.line)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    if runner.run(test).failed:
+        sys.exit(f"line {block.line}: the session prints something else")
+
+
+def readers_names(needed: set[str]) -> dict[str, object]:
+    """The names of `READERS` that are needed: a model in a process group of this process alone, and what trains it."""
+    if not needed & set(READERS.split()):
+        return {}
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import thinwire
+    import thinwire.lab.train
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    loss = nn.functional.cross_entropy
+
+    def step() -> None:
+        loss(model(batch[0]), batch[1]).backward()
+
+    if "model" in needed:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    known: dict[str, object] = {
+        "tw": thinwire,
+        "budget": 500,
+        "batches": itertools.cycle([batch]),
+        "schedule": lambda done: 0.01,
+    }
+    known |= {"set_learning_rate": lambda optimizer, rate: None} | locals()
+    return {name: known[name] for name in needed if name in READERS.split() and name != "ddp"} | (
+        {"ddp": DistributedDataParallel(model)} if "ddp" in needed else {}
+    )
 
 
 def clone_into(folder: Path) -> None:

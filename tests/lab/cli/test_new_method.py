@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -39,7 +40,7 @@ def environment(package) -> dict[str, str]:
         r'^\[project\.entry-points\."([\w.]+)"\]\n((?:.+\n)+)', (package / "pyproject.toml").read_text(), re.MULTILINE
     ):
         lines += [f"[{group}]", *section.replace('"', "").splitlines()]
-        lines += ["Broken = nearest_levels:Missing"] * group.endswith("algorithms")
+        lines += [f"Broken = nearest_levels:Missing{group.partition('.')[2]}"]
     (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
     path = os.pathsep.join([str(info.parent), str(package / "src"), os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -82,7 +83,10 @@ def check_names() -> int:
 
     ours = tw.parse("Gradients(Mean(NearestLevels(), ErrorFeedback()))")
     assert type(ours.averager.codec).__module__ == "nearest_levels.codec"
-    assert recipes()["nearest-levels-text"].config.parsed_strategy() == ours
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("thinwire"), "warning", (warned := []).append)
+        assert recipes()["nearest-levels-text"].config.parsed_strategy() == ours
+    assert len(warned) == 1 and "of the package nearest-levels are left out" in warned[0]
     for wrong, message in (("Broken()", "the entry point Broken"), ("NearestLevel()", "did you mean 'NearestLevels'")):
         with pytest.raises(ValueError, match=message):
             tw.parse(wrong)

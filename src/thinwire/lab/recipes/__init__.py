@@ -10,6 +10,7 @@ installed packages declare in the entry-point group `thinwire.recipes`:
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -21,24 +22,23 @@ from .base import SMALL, Recipe, Task, TaskMethod
 __all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "recipes", "tasks"]
 
 
+log = logging.getLogger("thinwire")
+
 ENTRY_POINT_GROUP = "thinwire.recipes"
 
 
 def tasks() -> list[Task]:
-    """All tasks.
-
-    Raises:
-        ValueError: the tasks of an installed package cannot be read.
-    """
+    """All tasks. Those of an installed package that cannot be read are left out, with a warning."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     found = [task for module in modules for task in getattr(module, "TASKS", ())]
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             found += entry.load()
         except Exception as error:
-            raise ValueError(
-                f"the recipes {entry.name} = {entry.value!r} of an installed package cannot be used: {error}"
-            ) from error
+            package = "" if entry.dist is None else entry.dist.name
+            log.warning(
+                f"the recipes {entry.value} of the package {package} are left out: {error}; mend or uninstall it"
+            )
     return found
 
 

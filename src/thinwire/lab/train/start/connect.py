@@ -142,7 +142,7 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-            if environment.one_node or not ipaddress.ip_address(address).is_loopback:
+            if environment.one_node or address == host or not ipaddress.ip_address(address).is_loopback:
                 return listening_store(str(address), port, RENDEZVOUS)
             why = f"{host} is {address} here"
         except OSError as error:
