@@ -75,8 +75,10 @@ def train_command(options: list[str]) -> None:
     if checkpoint is not None:
         _evaluate(config, checkpoint)
         return
-    serve = None if metrics is None else partial(served, place=place(metrics, "--metrics"))
-    again = options if metrics is None else [*options, "--metrics", metrics]
+    serve, again = None, options
+    if metrics is not None:
+        address, port = place(metrics, "--metrics")
+        serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics]
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"

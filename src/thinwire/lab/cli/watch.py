@@ -40,7 +40,7 @@ def watch_command(options: list[str]) -> None:
 
     seen = snapshot(folder)
     if asked.serve is not None:
-        served(folder, place(asked.serve, "--serve")).join()
+        served(folder, *place(asked.serve, "--serve")).join()
     with closing(OpenTelemetry()) if asked.otlp else nullcontext() as collector:
         if collector is not None:
             collector.set(seen)
@@ -58,12 +58,12 @@ def watch_command(options: list[str]) -> None:
                     collector.set(seen)
 
 
-def served(folder: Path, place: tuple[str, int]) -> threading.Thread:
-    """Serve a run's page in a thread that ends with the process, and print its address."""
+def served(folder: Path, address: str, port: int) -> threading.Thread:
+    """Serve a run's page in a thread that ends with the process, and print where; port 0 takes a free one."""
     from ..report.watch import server
 
-    serving = server(folder, *place)
-    print(f"  http://{place[0]}:{serving.server_address[1]}", flush=True)
+    serving = server(folder, address, port)
+    print(f"  http://{address}:{serving.server_address[1]}", flush=True)
     thread = threading.Thread(target=serving.serve_forever, daemon=True)
     thread.start()
     return thread

@@ -31,9 +31,8 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
         if not locked(lock):
             return None
         print(f"{BEGINS}{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", file=log, flush=True)
-        write_json(
-            run.records / "ended.json", {"code": None}
-        )  # stays if the process dies, also before it has read its run
+        # Stays if the process dies, also before it has read its run.
+        write_json(run.records / "ended.json", {"code": None})
         outer = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "thinwire.lab.sweep", str(run.records / "run.json")],
@@ -74,10 +73,8 @@ def read_run(path: Path) -> PlannedRun:
 def execute(path: Path) -> int:
     """Run in this process; returns the exit code and writes it to `ended.json`."""
     run = read_run(path)
-    if finished_summary(run) is not None:  # another process has finished it
-        return 0
     try:
-        code = _code_of(run)
+        code = 0 if finished_summary(run) is not None else _code_of(run)  # maybe another process has finished it
     except SystemExit as exit:  # a signal
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     write_json(run.records / "ended.json", {"code": code})

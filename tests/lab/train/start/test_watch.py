@@ -188,7 +188,12 @@ def test_under_a_launcher_the_store_listens_at_its_address_alone(monkeypatch, ca
     with pytest.raises(ValueError, match=f"port {port} of localhost is taken"):
         meeting_store(place)
     del store
-    # On several nodes the others could not reach the loopback.
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    here = meeting_store(replace(place, local_size=1, master_address="127.0.0.1", master_port=port))
+    assert listening(port) == ["0100007F"]  # who was told this address is on this machine
+    del here
+    # On several nodes the others could not reach the loopback by a name.
     for name, value in replace(place, local_size=1, local_rank=0).variables().items():
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as found:
