@@ -13,7 +13,7 @@ from .legend import add_legend
 from .mean_curve import Curve, curve, reading
 from .metrics import Metric
 from .runs import Run
-from .style import COLOURS, GREY, SMALL, WIDTH, line_style, logarithmic, new_figure, plain_axes
+from .style import COLOURS, GREY, SMALL, WIDTH, end_style, line_style, logarithmic, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -
     figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
     for i, found in drawn.items():
-        _draw(axes, found, groups[i].label, line_style(i), log_y)
+        _draw(axes, found, groups[i].label, line_style(i) | end_style(i), log_y)
     _finish(axes, axis, y, list(drawn.values()), log_y)
     if not log_y and all((found.y[np.isfinite(found.y)] % 1 == 0).all() for found in drawn.values()):
         axes.locator_params(axis="y", integer=True)  # numbers of workers
@@ -91,8 +91,7 @@ def _positive(found: Curve) -> Curve:
 
 
 def _draw(axes: Axes, found: Curve, label: str, style: dict[str, Any], log_y: bool) -> None:
-    axes.plot(found.x, found.y, label=label, **style)
-    axes.plot(*_last(found), "o", color=style["color"], markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
+    axes.plot(found.x, found.y, label=label, markevery=[_last(found)], **style)
     if found.std.any():
         lower = found.y - found.std
         lower = (
@@ -101,10 +100,9 @@ def _draw(axes: Axes, found: Curve, label: str, style: dict[str, Any], log_y: bo
         axes.fill_between(found.x, lower, found.y + found.std, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _last(found: Curve) -> tuple[float, float]:
-    """The last point that is finite: where a line ends."""
-    at = np.flatnonzero(np.isfinite(found.y))[-1]
-    return float(found.x[at]), float(found.y[at])
+def _last(found: Curve) -> int:
+    """The index of the last point that is finite: where a line ends."""
+    return int(np.flatnonzero(np.isfinite(found.y))[-1])
 
 
 def _finish(axes: Axes, axis: Axis, y: Metric, curves: Sequence[Curve], log_y: bool) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # The colours of Okabe and Ito, which differ under all common kinds of colour blindness; the darker ones first.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))  # after all colours are used
+ENDS = ("o", "s", "^")  # markers at the ends of lines with these dashes: a run with one test is a marker alone
 GREY, INK, GRID, AXIS = "#666666", "#222222", "#e6e6e6", "#bbbbbb"
 FORMATS = (".pdf", ".png", ".svg")
 WIDTH = 4.8  # inches
@@ -63,6 +64,12 @@ def line_style(number: int) -> dict[str, Any]:
     """Colour and dashes of the line with this number; the first 21 are all different."""
     turn = number // len(COLOURS)
     return {"color": COLOURS[(number + turn) % len(COLOURS)], "linestyle": DASHES[turn % len(DASHES)]}
+
+
+def end_style(number: int) -> dict[str, Any]:
+    """Marker at the end of the line with this number, as `line_style`; the first 21 are all different."""
+    marker = ENDS[number // len(COLOURS) % len(ENDS)]
+    return {"marker": marker, "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
 
 
 def plain_axes(axes: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
