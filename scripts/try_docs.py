@@ -209,7 +209,9 @@ class Page:
 
     def python_block(self, block: Block) -> None:
         what = block.file or block.code.strip().splitlines()[0]
-        if why := elsewhere(block.code) or example_with(block.code):
+        several = block.code.count("tw.attach(") > 1
+        why = "lines to choose from: tests/test_docs.py trains with each" if several else elsewhere(block.code)
+        if why := why or example_with(block.code):
             return self.report(block.line, "not run", what, why)
         missing = [name for name in unknown([*self.python, block]) if name not in READERS.split()]
         if missing and not block.file:
@@ -226,7 +228,8 @@ class Page:
         self.report(block.line, "ran", what)
 
     def compare(self, block: Block) -> None:
-        lines = [line for line in block.code.splitlines() if line.strip()]
+        frame = "╭╰" if self.page in WORDS_ALONE else ()  # with the name of a run and its state
+        lines = [line for line in block.code.splitlines() if line.strip() and line[0] not in frame]
         printed = iter(self.printed.splitlines())
         for number, line in enumerate(lines):
             before, printed = itertools.tee(printed)
