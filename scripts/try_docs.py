@@ -71,6 +71,7 @@ SHELLS = {  # what commands for several shells or hosts match, and how they run 
     r"^thinwire keys|--credentials keys": rf"""
 # The run between two homes, in two folders.
 set -e
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 rm -rf keys home-b token.txt
 thinwire keys new keys
 thinwire keys token keys 127.0.0.1:$({PORT}) > token.txt &
