@@ -77,7 +77,7 @@ thinwire keys new keys
 thinwire keys token keys 127.0.0.1:$({PORT}) > token.txt &
 until grep -q "keys join" token.txt; do kill -0 $!; sleep 0.2; done
 mkdir home-b && cd home-b
-$(grep -o "thinwire keys join.*" ../token.txt)
+$(grep -o "thinwire keys join.*" ../token.txt) --name home-b
 wait
 cd ..
 thinwire train digits --elastic --workers 1 --credentials keys --epochs 2 --name home-a --overwrite &
