@@ -172,16 +172,23 @@ def check_state(state: Any, owner: object) -> Any:
 # ---- other workers ----
 
 
-def redistribute(state: State, saved: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+def redistribute(
+    state: State,
+    saved: Sequence[Mapping[str, Any]],
+    rank: int,
+    size: int,
+    owners: Sequence[tuple[int, int]] | None = None,
+) -> None:
     """Go on from the states of another number of workers, as worker `rank` of `size`.
 
     Args:
-        state: that `init` has made for `size` workers.
-        saved: what `state_dict` returned on each worker before, in rank order.
+        state: that `init` has made for `size` workers; with `owners`, for one worker, which has not met the others yet.
+        saved: what `state_dict` returned on each worker before, in rank order; with `owners`, on some of them.
         rank: of this worker.
-        size: the new number of workers.
+        size: the new number of workers; with `owners`, of those that share `saved` among them.
+        owners: rank and number of workers of each of `saved`; None if these are all.
     """
-    rewind(state, _continued(state, saved, (rank, size)))
+    rewind(state, _continued(state, saved, (rank, size), owners=owners))
 
 
 def shared_part(state: State, without: Collection[str] = ()) -> dict[str, Any]:
@@ -223,11 +230,15 @@ def rewind(state: State, saved: Mapping[str, Any]) -> None:
 
 
 def _continued(
-    state: State, saved: Sequence[Mapping[str, Any]], place: tuple[int, int] | None, without: Collection[str] = ()
+    state: State,
+    saved: Sequence[Mapping[str, Any]],
+    place: tuple[int, int] | None,
+    without: Collection[str] = (),
+    owners: Sequence[tuple[int, int]] | None = None,
 ) -> dict[str, Any]:
     """The saved state of this worker: of this rank and number of workers, from all before; or None, it joins a live one."""
     if place is not None:
-        state.make_room(saved[0], *place)
+        state.make_room(saved[0], *(place if owners is None else (0, 1)))
 
     def part(name: str, kind: Kind) -> Any:
         if kind.name == "restart":
@@ -238,16 +249,35 @@ def _continued(
         if kind.name == "own" and place is not None:
             return _by_leaf(theirs, lambda tensors: keep_mean(tensors, *place))
         if kind.name == "cut" and place is not None:
+            if owners is not None:
+                return {key: _own_piece(state, key, value[key], theirs, owners, place) for key in theirs[0]}
             return {key: torch.cat([one[key] for one in theirs])[state.place(key, *place)] for key in theirs[0]}
         if kind.name == "nested":  # of what a live worker has and this one has not, nothing is shared
             theirs = [None] if value is None and place is None else theirs
-            return _each(value, theirs, lambda child, its: _continued(child, its, place))
+            return _each(value, theirs, lambda child, its: _continued(child, its, place, owners=owners))
         return mean_of(theirs) if kind.name == "averaged" else theirs[0]
 
     if place is None:
         for name in _of_kind(state, "agreed"):
             setattr(state, name, saved[0][name])
     return {name: part(name, kind) for name, kind in kinds(state).items() if kind.is_saved and name not in without}
+
+
+def _own_piece(
+    state: State,
+    key: str,
+    value: Tensor,
+    theirs: Sequence[Mapping[str, Tensor]],
+    owners: Sequence[tuple[int, int]],
+    place: tuple[int, int],
+) -> Tensor:
+    """All coordinates, zero but for this worker's share of the pieces; the sum over all workers has every piece once."""
+    whole, mine = torch.zeros_like(value), torch.zeros_like(value)
+    for one, owner in zip(theirs, owners, strict=True):
+        whole[state.place(key, *owner)] = one[key]
+    own = state.place(key, *place)
+    mine[own] = whole[own]
+    return mine
 
 
 def _restarted(value: Any, made: Any) -> Any:

@@ -231,3 +231,31 @@ def test_gossip_goes_on_among_the_living_and_keeps_their_mean(averager):
         assert sum(r[2] for r in results) == pytest.approx(len(ranks))
         torch.testing.assert_close(ends.mean(0), starts.mean(0), rtol=1e-3, atol=2e-2)
         assert (ends - ends.mean(0)).norm() < 0.7 * (starts - starts.mean(0)).norm()
+
+
+@pytest.mark.parametrize(
+    "taken", [{0: [0], 1: [1], 2: [2]}, {0: [0, 1, 2], 1: [0, 1, 2]}, {0: [0], 1: [1, 2], 2: [1, 2]}]
+)
+def test_owners_of_pieces_that_load_alone_have_each_piece_once_together(taken):
+    """Workers of an elastic run load what lies on their own disks; the first round adds up what they have."""
+    averager, x = tw.parse("Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce')"), torch.zeros(7, 2)
+
+    def saved(comm):
+        state = averager.init([("x", x)], comm)
+        memory = state.owner_memory
+        memory.residual["x"] += torch.arange(1.0, 15)[memory.place("x", comm.rank, comm.size)]
+        return state.state_dict()
+
+    def loaded(comm):
+        found = []
+        for worker, ranks in taken.items():
+            state = averager.init([("x", x)], comm)
+            sharers = [w for w, theirs in taken.items() if theirs == ranks]
+            place = (sharers.index(worker), len(sharers))
+            redistribute(state, [states[rank] for rank in ranks], *place, [(rank, 3) for rank in ranks])
+            found.append(state.owner_memory.residual["x"])
+        return sum(found)
+
+    states = tw.LocalWorld(3).run(saved)
+    (total,) = tw.LocalWorld(1).run(loaded)
+    assert total.tolist() == list(range(1, 15))

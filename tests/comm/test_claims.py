@@ -27,6 +27,14 @@ def test_committed_rounds_count_before_regroupings():
     assert missed.source == 1 and missed.healed == (0,)
 
 
+def test_a_checkpoint_with_more_rounds_does_not_outrank_most_workers_of_a_run_that_goes_on():
+    """Two went on from round 100 and are at 110; a third one, which was away, has a checkpoint of round 120."""
+    members = members_of([claim(0, 110, rank=0), claim(1, 110, rank=1), claim(2, 120)])
+    assert members.version == (110, 0) and members.healed == (2,) and members.sources == (0, 1)
+    fresh = members_of([claim(0, rank=0), claim(1, rank=1), claim(2, 120)])  # those two have committed nothing
+    assert fresh.version == (120, 0) and fresh.healed == (0, 1)
+
+
 def test_of_two_histories_with_as_many_rounds_one_is_healed():
     members = members_of([claim(0, 5, history="a"), claim(1, 5, history="b"), claim(2, 5, history="a")])
     assert members.source == 0 and members.healed == (1,)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
 from thinwire.comm.claims import Claim
 from thinwire.comm.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.history import History
@@ -348,3 +348,15 @@ def test_a_round_that_has_ended_is_known_however_many_rounds_without_a_joiner_fo
     for _ in range(2 * MAX_KEYS):
         snapshots.drop()
     assert snapshots.answer([b"steps", b"round"]) == [GONE]
+
+
+def test_a_worker_whose_sources_die_while_it_takes_over_their_state_begins_no_run_anew(monkeypatch):
+    """It had committed rounds. Its own state is replaced in part, and nobody is left with a whole one."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = Lighthouse(1, "127.0.0.1")
+    with ElasticCommunicator(place.address, 0, min_workers=1) as comm:
+        comm.load_state_dict({"rounds": 5})
+        comm._history.forget()
+        with pytest.raises(LostRounds, match="worker 0 had committed 5 rounds, .* go on from the last checkpoint"):
+            comm.form_round()
+    place.close()

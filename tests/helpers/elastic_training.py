@@ -1,4 +1,4 @@
-"""An elastic training run in which two workers kill themselves; for tests."""
+"""Elastic training runs whose workers kill themselves; for tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from helpers.command import fork_server_or_spawn
+from helpers.command import fork_server_or_spawn, fork_what_is_started
 from thinwire import ElasticSampler
 from thinwire.comm.process_world import worker_context
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import train
+from thinwire.lab.train.folder import checkpoint
+from thinwire.lab.train.models import DigitsNet
 from thinwire.lab.train.start.spawn import PRELOADED
 
 DYING = ((2, 2), (0, 8))  # workers, and the step after which each dies once, when all three are there
@@ -72,6 +74,38 @@ def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
     config = recipes()["digits"].config
     options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "strategy": strategy, "timeout": 60.0}
     train(replace(config, **options, epochs=epochs, resume=resume), callbacks=[] if resume else [dying])
+
+
+rename = checkpoint._rename
+
+
+def rename_or_die(unfinished, finished):
+    """Where a file says so: kill this worker and its launcher when a checkpoint is written, before it has its name."""
+    if Path(f"dies-{finished.name}").exists():
+        os.kill(int(Path("launcher").read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(unfinished, finished)
+
+
+checkpoint._rename = rename_or_die
+
+
+def nothing(model, row, comm):
+    """A callback, so that workers import this module."""
+    return {}
+
+
+def on_own_disk(folder: str, number: int, lighthouse: str) -> None:
+    """One worker of three, with a folder of its own, until step 12."""
+    from dataclasses import replace
+
+    fork_what_is_started()  # so that a fork server need not import all modules anew
+    os.chdir(folder)
+    Path("launcher").write_text(str(os.getpid()))
+    options = {"elastic": True, "workers": 1, "first_worker": number, "lighthouse": lighthouse, "min_workers": 3}
+    options |= {"strategy": "Gradients(Mean(TopK(0.1), ErrorFeedback()))", "model": DigitsNet(width=4)}
+    options |= {"name": "run", "resume": True, "log_every": 1, "checkpoint_every": 2, "keep": 9, "max_steps": 12}
+    train(replace(recipes()["digits"].config, **options), callbacks=[nothing])
 
 
 def killing_the_fork_server(model, row, comm):

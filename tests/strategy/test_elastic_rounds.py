@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm.members import LostRounds
 from thinwire.strategy.local.fragments import offset
 
 SIZES = (3, 4)  # of the layers
@@ -101,6 +103,62 @@ def test_undisturbed_elastic_rounds_are_those_of_a_fixed_number_of_workers_bit_f
     found = elastic(lambda comm, number: train(comm, strategy, 11), (0, 1, 2), 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert not torch.equal(found[0], found[1])
+
+
+# ---- checkpoints on disks of their own ----
+
+
+def saved_by_hand(comm, handle, model):
+    states = {"rounds": comm.state_dict(), "strategy": handle.state_dict(), "model": model.state_dict()}
+    return copy.deepcopy(states)
+
+
+def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_an_error(elastic):
+    """Workers 0 and 2 save after rounds 2 and 4, and worker 1 never. Then 0 and 1 go on apart, and meet worker 2 again."""
+    saved, apart = {}, {}
+
+    def work(comm, number, have, saves, rounds):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, "Gradients(Mean(TopK(0.5), ErrorFeedback(), min_ndim=0))", comm=comm)
+        if number in have:
+            comm.load_state_dict(have[number]["rounds"])
+            model.load_state_dict(have[number]["model"])
+            handle.load_state_dict(have[number]["strategy"])
+        all_live.wait(SECONDS)
+        handle.begin_round()
+        began = comm.counts.committed, vector(model).clone(), handle._state.memory.residual["layers.0"].clone()
+        for step in range(rounds):
+            optimizer.zero_grad()
+            model(number, step).backward()
+            optimizer.step()
+            if saves.get(number) == comm.counts.committed:
+                (apart if have else saved)[number] = saved_by_hand(comm, handle, model)
+        handle.detach()
+        return began
+
+    all_live = threading.Barrier(3)
+    elastic(lambda comm, number: work(comm, number, {}, {0: 2, 2: 4}, 4), (0, 1, 2), 3)
+    found = elastic(lambda comm, number: work(comm, number, saved, {}, 0), (0, 1, 2), 3)
+    newest = torch.cat([saved[2]["model"][f"layers.{i}"] for i in range(2)])
+    assert all(committed == 4 and torch.equal(model, newest) for committed, model, _ in found)
+    (strategy,) = saved[2]["strategy"].values()
+    residual = strategy["memory"]["residual"]["layers.0"]
+    assert torch.equal(found[2][2], residual) and residual.any() and not found[0][2].any()
+
+    all_live = threading.Barrier(2)
+    elastic(lambda comm, number: work(comm, number, {0: saved[0]}, {0: 7, 1: 7}, 5), (0, 1), 2)
+    all_live = threading.Barrier(3)
+
+    def meet(comm, number):
+        try:
+            return work(comm, number, apart | {2: saved[2]}, {}, 0)[0]
+        except LostRounds as error:
+            return str(error)
+
+    *others, refused = elastic(meet, (0, 1, 2), 2)
+    assert others == [7, 7]
+    assert "worker 2 has committed 2 rounds since round 2 that the newest state, that of worker 0 after 7" in refused
 
 
 # ---- a worker dies while its messages fly ----

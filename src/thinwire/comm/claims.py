@@ -166,12 +166,16 @@ def place_of(members: Sequence[Claim]) -> str:
 def members_of(claims: Sequence[Claim]) -> Members:
     """Who has the newest state, and who is healed from whom. Before the first round, all begin with the first worker's.
 
+    The state with the most committed rounds is the newest. But if more than half of the workers take part already, it is one of
+    theirs: a checkpoint with rounds that they do not know does not end their run.
+
     Where workers say what their state is, that of more than half of those with as many rounds is right.
 
     Raises:
         Diverged: there is no such majority.
     """
-    latest = max(claims, key=lambda c: (c.version, c.can_heal))
+    going_on = [c for c in claims if c.rank >= 0 and c.version.committed]
+    latest = max(going_on if 2 * len(going_on) > len(claims) else claims, key=lambda c: (c.version, c.can_heal))
     is_first = latest.version == Version()
     newest = [c for c in claims if not is_first and (c.version, c.history) == (latest.version, latest.history)]
     known = _majority(newest)

@@ -14,8 +14,9 @@ over Gloo, anew whenever the workers change. A round is a transaction:
 
 The vote itself may fail on some workers, if one dies in the middle of it. Then some commit, and those that do not are one
 round behind: the next `form` heals them, so that no half of a round lasts. `open` is such a vote too: each worker counts the
-times that it has regrouped, and one that has missed one is healed. The state with the most committed rounds is the newest. A
-worker that healing would make lose more than the one round in doubt raises an error instead.
+times that it has regrouped, and one that has missed one is healed. The state with the most committed rounds is the newest,
+also where workers begin from checkpoints on disks of their own. A worker that healing would make lose more than the one
+round in doubt raises an error instead.
 
 Comparing. Every `check_every` rounds each worker also says the hash of what all have in common. A worker that differs from
 more than half of them is named and healed. Where there is no such majority, all raise an error.
@@ -56,7 +57,7 @@ from .elastic_groups import GlooGroups, Groups, TcpGroups
 from .forming import Forming
 from .handle import CommunicationError
 from .healing import Healing
-from .history import History
+from .history import UNKNOWN, History
 from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from .patience import Patience
 from .side_streams import SideStreams
@@ -220,12 +221,22 @@ class ElasticCommunicator(Communicator):
             self.ledger.size = self.size
             with self._left_out_closes():
                 members = members_of(claims)
+                self._require_known(members)
             for number in differing(claims, members):
                 log.warning(
                     "after %d rounds worker %d differs from the others in what all have in common; it is healed",
                     *(members.version.committed, number),
                 )
             return None if self._known_place == self._forming.place and not members.healed else members
+
+    def _require_known(self, members: Members) -> None:
+        """Begin no run anew where a worker has given up its rounds for a state that nobody has any more."""
+        lost = self._history.num_forgotten
+        if lost and not members.version.committed:
+            raise LostRounds(
+                f"worker {self.number} had committed {lost} rounds, and was taking over a newer state when the last worker "
+                "that had it left: go on from the last checkpoint"
+            )
 
     def heal(self, members: Members) -> None:
         if members.source is None:
@@ -339,14 +350,32 @@ class ElasticCommunicator(Communicator):
         self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
         return bool((votes[:, 0] == 1.0).all())
 
-    def resume(self, rounds: int) -> None:
-        """Say that this worker's state is that of a checkpoint after so many rounds. Call it before the first round.
+    def state_dict(self) -> dict[str, Any]:
+        """Which rounds the present state is made of, for a checkpoint: their number, and digests of the last ones."""
+        return {"rounds": self._history.committed, "digests": list(self._history.digests)}
 
-        The workers of the newest checkpoint heal the others, and keep their own memory. Workers of a run that goes on have
-        newer state than any checkpoint.
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Say that this worker's state is that of a checkpoint. Call it before the first round.
+
+        Each worker may have a checkpoint of its own. The workers of the newest one heal the others.
+
+        Args:
+            saved: what `state_dict` returned; without "digests", the rounds are taken to be those of the others.
+
+        Raises:
+            ValueError: this cannot be, or a round has begun.
         """
-        require(0 <= rounds <= MAX_ROUNDS, f"worker {self.number}: a checkpoint of {rounds} rounds cannot be")
-        self._history, self.counts.committed = History(rounds), rounds
+        rounds, digests = saved["rounds"], saved.get("digests", [UNKNOWN])
+        require(
+            type(rounds) is int
+            and 0 <= rounds <= MAX_ROUNDS
+            and isinstance(digests, list)
+            and bool(digests)
+            and all(isinstance(digest, str) for digest in digests),
+            f"worker {self.number}: a checkpoint of {rounds} rounds cannot be",
+        )
+        require(self.members is None, f"worker {self.number}: load a checkpoint before the first round")
+        self._history, self.counts.committed = History(rounds, digests), rounds
 
     def between_rounds(self, do: Callable[[], Result]) -> Result | None:
         """Return `do()`, which calls operations between two rounds; None if a worker died meanwhile.

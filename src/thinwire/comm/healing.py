@@ -140,8 +140,9 @@ class Healing:
             )
             manifests = self._agreed(self._transfer, is_late=False)
             self._theirs = self._history_of(self._transfer.section(ROUNDS), members, history)
+            sections = self._fetched(self._transfer, manifests)
             history.forget()  # what is loaded in part is no state of the run
-            self._load(self._transfer, manifests)
+            self._load(sections)
         except (LostRounds, CommunicationError):
             raise
         except Exception as error:
@@ -158,7 +159,7 @@ class Healing:
         if self._theirs is None or self._transfer is None:
             return None
         try:
-            self._load(self._transfer, self._agreed(self._transfer, is_late=True))
+            self._load(self._fetched(self._transfer, self._agreed(self._transfer, is_late=True)))
             theirs, steps = self._theirs, self._transfer.steps()
         except CommunicationError:
             raise
@@ -204,9 +205,12 @@ class Healing:
         _refuse_loss(history, theirs, self._number, source)
         return theirs
 
-    def _load(self, transfer: Transfer, manifests: dict[str, Manifest]) -> None:
-        for name in (name for name in self.shared if name in manifests):
-            self.shared[name].load(unpacked(transfer.section(name)))
+    def _fetched(self, transfer: Transfer, manifests: dict[str, Manifest]) -> dict[str, Tensor]:
+        return {name: transfer.section(name) for name in self.shared if name in manifests}
+
+    def _load(self, sections: dict[str, Tensor]) -> None:
+        for name, section in sections.items():
+            self.shared[name].load(unpacked(section))
 
     def _count_failure(self, error: Exception) -> NoReturn:
         """Raise the error that says so."""
@@ -230,6 +234,6 @@ def _refuse_loss(own: History, theirs: History, number: int, source: int) -> Non
     elif lost > 1:
         raise LostRounds(
             f"worker {number} has committed {lost} rounds since round {own.committed - lost} that the newest state, that of "
-            f"worker {source} after {theirs.committed} rounds, does not contain: two runs went on at one Lighthouse. "
-            "Start this worker again to go on without these rounds"
+            f"worker {source} after {theirs.committed} rounds, does not contain: two runs went on apart. To go on without "
+            "these rounds, move this worker's checkpoints away, and start it again"
         )

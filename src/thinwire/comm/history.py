@@ -21,6 +21,7 @@ class History:
 
     Attributes:
         regroupings: how often the workers had changed before the last round.
+        num_forgotten: how many rounds this worker had committed when it began to take over another one's state.
 
     Example:
         >>> ours, theirs = History(), History()
@@ -36,7 +37,7 @@ class History:
 
     def __init__(self, committed: int = 0, digests: Sequence[str] = (UNKNOWN,)):
         self.committed, self.digests = committed, list(digests)[-LENGTH:]
-        self.regroupings = 0
+        self.regroupings = self.num_forgotten = 0
 
     @property
     def version(self) -> Version:
@@ -54,6 +55,7 @@ class History:
 
     def forget(self) -> None:
         """Begin again from no rounds."""
+        self.num_forgotten = max(self.num_forgotten, self.committed)
         self.committed, self.digests, self.regroupings = 0, [UNKNOWN], 0
 
     def num_lost_in(self, other: History) -> int:

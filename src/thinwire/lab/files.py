@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # workers of several machines may write the same file
     with naming(path):
         unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
         os.replace(unfinished, path)

@@ -220,24 +220,37 @@ class AveragerAttachment(Attachment):
         self._ready()
         return {key_of(self.comm.rank): {"identity": self._identity()} | self._record.state_dict()}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore what this worker's `state_dict` returned, or go on from the states of more or fewer workers.
 
         Then `saved` holds the states of all of them, as in `{**state_of_rank_0, **state_of_rank_1, ...}`. What workers
         had each for themselves is redistributed; see `thinwire.membership`. Where models differ between workers, give
         every worker the mean model.
 
+        A worker of an elastic run loads before its first round, and does not know how many there will be. It loads what it
+        returned itself, on any number of workers.
+
+        Args:
+            saved: what `state_dict` returned.
+            among: in elastic runs, this worker's place among those that load the same `saved` and share what is in it, and
+                their number.
+
         Raises:
             ValueError: a state is missing, or of another worker or another configuration.
         """
         self._ready()
-        entries = check_identity(self.call, saved, self._identity())
-        as_many = saved[next(iter(saved))]["identity"]["world_size"] == self.comm.size
-        if as_many:
-            rewind(self._record, entries[0])
+        is_elastic = self.comm.is_elastic
+        entries = check_identity(self.call, saved, self._identity(), is_elastic)
+        owners = [(entry["identity"]["rank"], entry["identity"]["world_size"]) for entry in entries]
+        states = [{name: value for name, value in entry.items() if name != "identity"} for entry in entries]
+        as_many = owners[0][1] == self.comm.size
+        if is_elastic:
+            redistribute(self._record, states, *among, owners)
+        elif as_many:
+            rewind(self._record, states[0])
         else:
-            redistribute(self._record, entries, self.comm.rank, self.comm.size)
-        self._loaded(redistributed=not as_many)
+            redistribute(self._record, states, self.comm.rank, self.comm.size)
+        self._loaded(redistributed=is_elastic or not as_many)
 
     def detach(self) -> None:
         """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.

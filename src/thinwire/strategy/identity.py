@@ -24,13 +24,18 @@ def describe_tensors(tensors: NamedTensors) -> str:
     return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors)
 
 
-def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+def check_identity(
+    call: str, saved: dict[str, Any], own: dict[str, Any], is_elastic: bool = False
+) -> list[dict[str, Any]]:
     """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to redistribute.
+
+    A worker of an elastic run loads before it knows the others, so it may load the states of any of the workers before.
 
     Args:
         call: the strategy's name, for messages.
         saved: what `AveragerAttachment.state_dict` returned, of this worker or of several.
         own: this worker's identity.
+        is_elastic: whether workers come and go.
 
     Returns:
         One state if it was saved on as many workers; else those of all workers that there were, in rank order.
@@ -42,15 +47,15 @@ def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> lis
     where = f"{call}: rank {rank} of {size} cannot load the state"
     owners = ", ".join(map(_worker, saved.values())) or "nobody"
     before = next(iter(saved.values()), own).get("identity", own)["world_size"]
-    needed = [rank] if before == size else list(range(before))
-    entries = [saved.get(key_of(r)) for r in needed]
+    needed = [rank] if before == size and not is_elastic else list(range(before))
+    entries = [saved.get(key_of(r)) for r in needed if not is_elastic or key_of(r) in saved]
     remedy = (
         "each worker loads what its own state_dict() returned"
         if before == size
         else f"another number of workers needs the states of all {before} in one dictionary"
     )
-    require(all(entry is not None and "identity" in entry for entry in entries), f"{where} of {owners}; {remedy}")
-    found = [entry for entry in entries if entry is not None]
+    found = [entry for entry in entries if entry is not None and "identity" in entry]
+    require(bool(found) and len(found) == len(entries), f"{where} of {owners}; {remedy}")
     for entry in found:
         theirs = entry["identity"]
         require(
@@ -59,7 +64,7 @@ def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any]) -> lis
         for field in ("strategy", "averager", "tensors"):
             there, here = _first_difference(theirs[field], own[field])
             require(there == here, f"{where} of another configuration: its {field} is {there}, expected {here}")
-    return [{name: value for name, value in entry.items() if name != "identity"} for entry in found]
+    return found
 
 
 def _worker(entry: Any) -> str:

@@ -106,10 +106,10 @@ class AsynchronousGossip(OwnModelAttachment):
         with self._exchange.settled():
             return super().state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """As in `AveragerAttachment`; on another number of workers every one goes on from the mean model."""
         with self._exchange.settled():
-            super().load_state_dict(saved)
+            super().load_state_dict(saved, among)
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return []

@@ -69,7 +69,7 @@ class GradientCompression(AveragerAttachment):
         self._scaler, self._ddp = runtime.scaler, ddp
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
         self._warn_unused: finalize[..., GradientCompression] | None = None
 
     @property
@@ -124,7 +124,7 @@ class GradientCompression(AveragerAttachment):
         if self.averager.has_momentum:
             check_optimizer(optimizer, [p for _, p in self.parameters])
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore what this worker's `state_dict` returned: now, or as soon as the first bucket connects the workers.
 
         The states of all workers together, in one dictionary, go on on another number of workers; see `AveragerAttachment`.
@@ -133,9 +133,9 @@ class GradientCompression(AveragerAttachment):
             ValueError: a state is missing, or of another worker or another configuration.
         """
         if self._state is None:
-            self._saved = saved
+            self._saved = saved, among
         else:
-            super().load_state_dict(saved)
+            super().load_state_dict(saved, among)
 
     def detach(self) -> None:
         """Stop averaging and end the threads. A plain module works as before; its gradients stay local.
@@ -168,7 +168,7 @@ class GradientCompression(AveragerAttachment):
             order={name: i for i, (name, _) in enumerate(self.parameters)} if self._ddp and comm.is_elastic else None,
         )
         if self._saved is not None:
-            self.load_state_dict(self._saved)
+            self.load_state_dict(*self._saved)
             self._saved = None
 
     def attach(self) -> None:

@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_another_number_of_workers(begun, finished):
     assert [(row["step"], row["epoch"]) for row in rows[8:]] == [(9, 2 + 5 / 6), (10, 3.0)]
     assert "test_accuracy" in rows[9] and json.loads((folder / "summary.json").read_text())["workers"] == 1
     facts = json.loads((folder / "checkpoints" / "step-000010" / "checkpoint.json").read_text())
-    assert facts["workers"] == 1 and facts["origin"] == [8, 2, 800]
+    assert facts["workers"] == [0] and facts["origin"] == [8, 2, 800]
 
 
 def test_a_finished_run_is_not_run_again(finished):
@@ -172,7 +172,7 @@ WHOLE_RUNS = [
     ("shared.pt", replaced(torch.ones(3)), "expected a dictionary, got Tensor"),
     ("checkpoint.json", lambda path: path.write_text("{"), "Expecting property name"),
     ("checkpoint.json", edit("step", "x"), "its step is 'x', expected 8"),
-    ("checkpoint.json", edit("workers", 0), "its workers are 0"),
+    ("checkpoint.json", edit("workers", 0), "its workers are 0, expected their numbers"),
     ("checkpoint.json", edit("origin", 5), "origin|iterable"),
     ("checkpoint.json", edit("rounds", -1), "its rounds are -1, expected a number"),
     ("checkpoint.json", edit("row", {"step": 8, "loss": "low"}), "loss should be a number"),
@@ -218,8 +218,8 @@ def test_workers_of_an_elastic_run_may_set_the_same_checkpoint_aside(begun, monk
     """Each loads for itself. Three found the damage before one of them renamed the folder: the others failed."""
     config, folder = begun
     (folder / "checkpoints" / "step-000008" / "shared.pt").unlink()
-    found, set_aside = threading.Barrier(3, timeout=60), checkpoint._set_aside
-    monkeypatch.setattr(checkpoint, "_set_aside", lambda *args: (found.wait(), set_aside(*args)))
+    found, set_aside = threading.Barrier(3, timeout=60), checkpoint.set_aside
+    monkeypatch.setattr(checkpoint, "set_aside", lambda *args: (found.wait(), set_aside(*args)))
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda _: alone(replace(config, workers=1), folder), range(3)))
     assert capsys.readouterr().err.count("kept as damaged") == 1
@@ -232,10 +232,10 @@ def test_a_checkpoint_that_another_worker_removes_meanwhile_is_not_damaged(begun
     config, folder = begun
     read_all = checkpoint._read_all
 
-    def read(path, comm):
+    def read(path, comm, started):
         if path.name == "step-000008":
             path.rename(path.with_name(f".{path.name}"))
-        return read_all(path, comm)
+        return read_all(path, comm, started)
 
     monkeypatch.setattr(checkpoint, "_read_all", read)
     alone(replace(config, workers=1), folder)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from helpers.elastic_training import elastic_run, run_without_fork_server
-from helpers.program import Program
+import torch
+from helpers.elastic_training import elastic_run, on_own_disk, run_without_fork_server
+from helpers.program import Program, below, programs, wait_until
 
+from thinwire.comm import ElasticCommunicator, Lighthouse
 from thinwire.lab.report import write_report
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10
+from thinwire.lab.train.folder import checkpoint
+from thinwire.lab.train.models import DigitsNet
+from thinwire.lab.train.results.metrics_files import read_rows
+from thinwire.lab.train.run import loop
+from thinwire.lab.train.run.interrupt import Interruption
 from thinwire.lab.train.run.state import RunState
 from thinwire.lab.train.run.workers import shared_settings
 from thinwire.lab.train.start.lighthouse import communicator
@@ -55,6 +66,69 @@ def test_killed_workers_are_started_again_and_healed_and_all_end_with_the_same_b
     assert summary["healings"] == rows[-1]["healings"] and summary["final"]["steps"] == steps[-1]
     page = write_report([tmp_path / "runs"], tmp_path / "report").page.read_text()
     assert "Workers of elastic runs" in page
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_any_worker_has_on_its_own_disk(tmp_path, monkeypatch):
+    """Worker 2 dies while it saves step 8, and all others are killed then. Worker 0 loses its disk, and a file of 2 is cut."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    disks = [tmp_path / str(number) for number in range(3)]
+    checkpoints = [disk / "runs/run/checkpoints" for disk in disks]
+
+    @contextmanager
+    def workers(order):
+        place = Lighthouse(3, "127.0.0.1", join_seconds=60.0)
+        arguments = [(str(disks[number]), number, place.address) for number in order]
+        with programs(on_own_disk, arguments, tmp_path) as started:
+            yield started
+        place.close()
+
+    for disk in disks:
+        disk.mkdir()
+    (disks[2] / "dies-step-000008").touch()
+    with workers(range(3)) as started:
+        wait_until(lambda: all((path / "step-000008").is_dir() for path in checkpoints[:2]), "the checkpoints")
+        processes = [process for program in started[:2] for process in below(program.pid)]
+        assert started[2].wait(60) == -signal.SIGKILL
+    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in processes), "the workers' end")
+    for path in checkpoints:
+        assert {part.name for part in path.glob("step-*/worker-*")} == {f"worker-{checkpoints.index(path)}.pt"}
+    assert checkpoint.latest(checkpoints[2]).name == "step-000006"
+    shutil.rmtree(disks[0])
+    disks[0].mkdir()
+    (disks[2] / "dies-step-000008").unlink()
+    damaged = checkpoints[2] / "step-000006/shared.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1000])
+
+    with workers((2, 1, 0)) as started:
+        assert [program.wait(150) for program in started] == [0, 0, 0], [program.stderr for program in started]
+        said = started[0].stderr
+    assert "step-000006/shared.pt is missing, truncated or damaged" in said
+    assert "the run goes on from the state of other workers, and step-000006 is kept as damaged-" in said, said
+    steps = [[row["step"] for row in read_rows(disk / "runs/run/metrics.jsonl", 99)] for disk in disks]
+    assert steps == [[9, 10, 11, 12], list(range(1, 13)), [*range(1, 9), 9, 10, 11, 12]]
+    states = [torch.load(path / "step-000012/shared.pt", weights_only=True)["model"] for path in checkpoints]
+    assert all(torch.equal(value, other[name]) for other in states[1:] for name, value in states[0].items())
+    assert {json.loads((path / "step-000012/checkpoint.json").read_text())["rounds"] for path in checkpoints} == {12}
+    assert all((disk / "runs/run/summary.json").exists() for disk in disks)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    config = RunConfig("digits", elastic=True, workers=1, batch_size=200, max_steps=2, model=DigitsNet(width=4))
+    place = Lighthouse(1, "127.0.0.1")
+
+    def run():
+        with ElasticCommunicator(place.address, 0, min_workers=1) as comm:
+            loop.run(config, tmp_path, comm, Interruption())
+
+    run()
+    (tmp_path / "checkpoints/step-000002/worker-0.pt").write_bytes(b"")
+    for _ in range(2):  # and not at the second try
+        with pytest.raises(
+            ValueError, match=r"step-000002/worker-0.pt is missing, .* no other checkpoint is whole. Restore"
+        ):
+            run()
+    place.close()
 
 
 def test_options_of_elastic_runs_are_checked(tmp_path):

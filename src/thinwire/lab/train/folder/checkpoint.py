@@ -1,8 +1,8 @@
 """Checkpoints: one folder each, which appears complete or not at all.
 
     checkpoints/step-000330/
-        checkpoint.json    numbers of steps and of committed rounds, the last row of metrics, the configuration; where this
-                           number of workers began
+        checkpoint.json    number of steps, the rounds that were committed, the numbers of the workers, the last row of
+                           metrics, the configuration; where this number of workers began
         shared.pt          equal on all workers: model and optimizer; if models differ, only the mean model
         worker-0.pt ...    different on each worker: the strategy's state, buffers (running statistics), the loss scaler, the
                            state of a recurrent model, random states, sums and bytes so far; if models differ, also model
@@ -11,7 +11,12 @@
 
 Every file loads with `torch.load(weights_only=True)`, and the model in `shared.pt` has the keys of the plain model. A
 checkpoint is written to a temporary name and renamed once all parts are on disk, so that a crash leaves the previous one
-intact. All workers write to the same folder; on several machines they need a shared file system.
+intact.
+
+All workers of a fixed number write to the same folder; on several machines they need a shared file system. Each worker of an
+elastic run writes to a folder of its own machine, which it may share with others: those whose parts it sees there. The first
+of these writes `shared.pt`. So folders may have different checkpoints. Each worker loads the newest one that it has, and the
+workers with the newest of all heal the others (`comm/healing.py`).
 
 If the last checkpoint is damaged, a run goes on from the newest whole one and says so. The damaged one is renamed to
 `damaged-step-000330`.
@@ -30,8 +35,7 @@ import os
 import shutil
 import uuid
 import zipfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -39,7 +43,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 
 from ....algorithm import require
-from ....comm import Communicator
+from ....comm import Communicator, ElasticCommunicator
 from ...files import naming, write_json
 from ..config import RunConfig
 from ..data import LOWER_IS_BETTER
@@ -60,9 +64,8 @@ def save(
     row: dict[str, Any],
     comm: Communicator,
     origin: Place = START,
-    rounds: int | None = None,
     position: dict[str, Any] | None = None,
-) -> None:
+) -> bool:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
     Args:
@@ -72,37 +75,50 @@ def save(
         row: the last row of metrics.
         comm: connects the workers.
         origin: where this number of workers began.
-        rounds: committed so far; None for one in each step.
         position: of an elastic run in its data; plain values.
+
+    Returns:
+        Whether this worker is the first of those that share its folder.
     """
-    with _appears_whole(folder, step, comm) as unfinished:
-        if unfinished is None:
-            return
-        own = training.own_state() | {"meter": meter.state_dict()}
-        _write(unfinished / f"worker-{comm.rank}.pt", own)
-        with training.strategy.average_model(comm):
-            if comm.rank == 0:
-                _write(unfinished / "shared.pt", training.shared_state())
-                description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": comm.size}
-                description |= {"origin": origin, "rounds": step if rounds is None else rounds, "position": position}
-                write_json(unfinished / "checkpoint.json", description)
-
-
-@contextmanager
-def _appears_whole(folder: Path, step: int, comm: Communicator) -> Iterator[Path | None]:
-    """Context that yields a temporary folder and renames it at the end; yields None if the checkpoint exists."""
+    elastic = comm if isinstance(comm, ElasticCommunicator) else None
+    number = comm.rank if elastic is None else elastic.number
     unfinished, finished = folder / f".{name_of(step)}", folder / name_of(step)
-    if comm.gather_objects(finished.is_dir())[0]:
-        yield None
-        return
-    for path in (folder, unfinished):  # does not create the run's own folder again if somebody removed it
-        path.mkdir(exist_ok=True)
-    yield unfinished
+    numbers, exist = zip(*comm.gather_objects((number, finished.is_dir())), strict=True)
+    place = finished if all(exist) else unfinished
+    if place is unfinished:
+        for path in (folder, unfinished):  # does not create the run's own folder again if somebody removed it
+            path.mkdir(exist_ok=True)
+        _write(_part(unfinished, number), training.own_state() | {"meter": meter.state_dict()})
+        comm.barrier()
+    # Where a file system shows late what others have written, two workers write the same.
+    is_first = number == next(n for n in numbers if elastic is None or n == number or _part(place, n).exists())
+    if place is finished:
+        return is_first
+    with training.strategy.average_model(comm):
+        if is_first:
+            _write(unfinished / "shared.pt", training.shared_state())
+            rounds = {"rounds": step} if elastic is None else elastic.state_dict()
+            description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": list(numbers)}
+            write_json(unfinished / "checkpoint.json", description | {"origin": origin, "position": position} | rounds)
     comm.barrier()
-    if comm.rank == 0:
+    if is_first:
         _to_disk(unfinished)
-        os.replace(unfinished, finished)
+        _rename(unfinished, finished)
         _to_disk(folder)
+    return is_first
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"worker-{number}.pt"
+
+
+def _rename(unfinished: Path, finished: Path) -> None:
+    try:
+        os.replace(unfinished, finished)
+    except OSError:
+        if not finished.is_dir():
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)  # this folder has had the checkpoint already, and others had not
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
@@ -228,7 +244,7 @@ def name_of(step: int) -> str:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers`, `origin`, `rounds` and `position`.
+    """The contents of `checkpoint.json`: `step`, `row`, `config`, `workers`, `origin`, `rounds`, `digests` and `position`.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -240,16 +256,17 @@ def describe(path: Path) -> dict[str, Any]:
         require(description["step"] == named, f"its step is {description['step']!r}, expected {named}")
         check_row(description["row"])
         require(isinstance(description["config"], dict), f"its config is {description['config']!r}, expected an object")
+        workers = description["workers"]
         require(
-            _is_count(description["workers"], 1),
-            f"its workers are {description['workers']!r}, expected a number from 1 on",
+            isinstance(workers, list) and bool(workers) and all(_is_count(number, 0) for number in workers),
+            f"its workers are {workers!r}, expected their numbers",
         )
         require(_is_count(description["rounds"], 0), f"its rounds are {description['rounds']!r}, expected a number")
         origin = Place(*description["origin"])
         require(
             all(_is_count(n, 0) for n in origin), f"its origin is {description['origin']!r}, expected three numbers"
         )
-        return description | {"origin": origin}
+        return {"digests": None} | description | {"origin": origin}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise _damaged(path / "checkpoint.json", reason) from error
@@ -278,7 +295,9 @@ class Loaded(NamedTuple):
         workers: how many workers saved it; as many as now without a checkpoint.
         origin: where these began.
         rounds: committed by then, which order the states of elastic workers.
+        digests: of the last of these, as `ElasticCommunicator.state_dict` has them; None in other runs.
         position: of an elastic run in its data; None in other runs.
+        damaged: in elastic runs, newer checkpoints that are damaged, by name, and why.
     """
 
     step: int
@@ -286,11 +305,24 @@ class Loaded(NamedTuple):
     workers: int
     origin: Place
     rounds: int
+    digests: list[str] | None
     position: dict[str, Any] | None
+    damaged: dict[str, str]
 
 
-def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicator) -> Loaded:
+def load_latest(
+    folder: Path, training: Training, meter: Meter, comm: Communicator, started: Sequence[int] = ()
+) -> Loaded:
     """Restore the newest whole checkpoint in place, if there is one. All workers call this together, before the first step.
+
+    A worker of an elastic run loads alone, before it has met the others. If all checkpoints that it has are damaged, others
+    may have whole ones.
+
+    Args:
+        folder: the run's `checkpoints`.
+        training, meter: the state to restore.
+        comm: connects the workers.
+        started: in elastic runs, the numbers of the workers that were started with this one, itself among them.
 
     Raises:
         ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or strategy.
@@ -299,21 +331,27 @@ def load_latest(folder: Path, training: Training, meter: Meter, comm: Communicat
     while (name := comm.gather_objects(_newest(folder, mistakes))[0]) is not None:
         path = folder / name
         try:
-            description, shared, parts = run_on_all(comm, partial(_read_all, path, comm))
+            found = run_on_all(comm, partial(_read_all, path, comm, started))
         except SharedError as error:
             if comm.gather_objects(path.is_dir())[0]:  # else another worker of an elastic run has removed it meanwhile
                 mistakes[name] = str(error)
             continue
-        run_on_all(comm, partial(_restore, path, description["workers"], shared, parts, training, meter, comm))
-        if mistakes and comm.rank == 0:
-            _set_aside(folder, mistakes, path)
-        return Loaded(*(description[name] for name in Loaded._fields))
-    if mistakes:
-        first = next(iter(mistakes.values()))
-        raise SharedError(
-            f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
-        )
-    return Loaded(0, {}, comm.size, START, 0, None)
+        run_on_all(comm, partial(_restore, path, found, training, meter, comm))
+        if mistakes and comm.rank == 0 and not comm.is_elastic:
+            set_aside(folder, mistakes, path.name)
+        values = found.description | {"workers": len(found.description["workers"]), "damaged": mistakes}
+        return Loaded(*(values[name] for name in Loaded._fields))
+    if mistakes and not comm.is_elastic:
+        raise none_is_whole(folder, mistakes)
+    return Loaded(0, {}, comm.size, START, 0, None, None, mistakes)
+
+
+def none_is_whole(folder: Path, mistakes: dict[str, str]) -> SharedError:
+    """The error of a run that has damaged checkpoints alone."""
+    first = next(iter(mistakes.values()))
+    return SharedError(
+        f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
+    )
 
 
 def _newest(folder: Path, without: Collection[str]) -> str | None:
@@ -321,30 +359,48 @@ def _newest(folder: Path, without: Collection[str]) -> str | None:
     return next((path.name for path in reversed(_finished(folder)) if path.name not in without), None)
 
 
-def _read_all(path: Path, comm: Communicator) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """A checkpoint's description, its shared part, and the parts of workers that this one needs: all if W has changed."""
+class _Found(NamedTuple):
+    """What a worker reads of a checkpoint.
+
+    Args:
+        description: the contents of `checkpoint.json`.
+        shared: of `shared.pt`.
+        parts: of the workers whose state it takes over: its own, or several.
+        among: its place among those that take over these parts, and their number; None to go on as the same worker.
+    """
+
+    description: dict[str, Any]
+    shared: dict[str, Any]
+    parts: list[dict[str, Any]]
+    among: tuple[int, int] | None
+
+
+def _read_all(path: Path, comm: Communicator, started: Sequence[int]) -> _Found:
     description = describe(path)
-    workers: int = description["workers"]
-    owners = [comm.rank] if workers == comm.size else range(workers)
-    return description, _read(path / "shared.pt"), [_read(path / f"worker-{rank}.pt") for rank in owners]
+    numbers: list[int] = description["workers"]
+    among: tuple[int, int] | None
+    if isinstance(comm, ElasticCommunicator):
+        here = [number for number in numbers if _part(path, number).exists()]
+        # Under a launcher, `started` has the workers of all machines.
+        stays = comm.number in here and (set(here) == set(started) or len(numbers) == len(started))
+        owners, among = ([comm.number], (0, 1)) if stays else (here, (started.index(comm.number), len(started)))
+        if not here:
+            raise _damaged(_part(path, comm.number), "the part of no worker is there")
+    elif len(numbers) == comm.size:
+        owners, among = [numbers[comm.rank]], None
+    else:
+        owners, among = numbers, (comm.rank, comm.size)
+    return _Found(description, _read(path / "shared.pt"), [_read(_part(path, owner)) for owner in owners], among)
 
 
-def _restore(
-    path: Path,
-    workers: int,
-    shared: dict[str, Any],
-    parts: list[dict[str, Any]],
-    training: Training,
-    meter: Meter,
-    comm: Communicator,
-) -> None:
-    alike = workers == comm.size
+def _restore(path: Path, found: _Found, training: Training, meter: Meter, comm: Communicator) -> None:
+    among, parts = found.among, found.parts
     try:
-        own = parts[0] if alike else training.redistribute(shared, parts, comm.rank, comm.size)
+        own = parts[0] if among is None else training.redistribute(found.shared, parts, *among)
         meters = [part["meter"] for part in parts]
         together = not training.strategy.models_differ
-        meter.load_state_dict(meters[0] if alike else meter.redistribute(meters, comm.rank, comm.size, together))
-        training.load_state(shared, own)
+        meter.load_state_dict(meters[0] if among is None else meter.redistribute(meters, *among, together))
+        training.load_state(found.shared, own, among if comm.is_elastic and among else (0, 1))
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(
@@ -353,10 +409,15 @@ def _restore(
         ) from error
 
 
-def _set_aside(folder: Path, mistakes: dict[str, str], used: Path) -> None:
+def set_aside(folder: Path, mistakes: dict[str, str], used: str) -> None:
     """Rename damaged checkpoints, so that their steps can be saved again, and say so.
 
     The workers of an elastic run may all try. One of them does it: a rename succeeds for one, and the others find nothing.
+
+    Args:
+        folder: the run's `checkpoints`.
+        mistakes: what is wrong with each, by name.
+        used: what the run goes on from instead.
     """
     names = []
     for name in mistakes:
@@ -369,7 +430,7 @@ def _set_aside(folder: Path, mistakes: dict[str, str], used: Path) -> None:
             own.rename(target)
     if names:
         log.warning(
-            f"{mistakes[names[0]]}; the run goes on from {used.name}, and {', '.join(names)} "
+            f"{mistakes[names[0]]}; the run goes on from {used}, and {', '.join(names)} "
             f"{'is' if len(names) == 1 else 'are'} kept as damaged-..."
         )
 

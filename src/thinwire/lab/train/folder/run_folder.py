@@ -93,9 +93,13 @@ def make_folder(config: RunConfig) -> Path:
             if config.resume:
                 check_same_run(config, folder)
             for report in folder.glob("worker-*-error.txt"):  # errors of an earlier attempt
-                report.unlink()
+                report.unlink(missing_ok=True)
             return folder
-        made = _claim(folder, config.suffix, numbered=config.name is None and not config.resume)
+        if config.resume:  # several tasks of an elastic run may make it at once
+            made = folder
+            made.mkdir(parents=True, exist_ok=True)
+        else:
+            made = _claim(folder, config.suffix, numbered=config.name is None)
         write_json(made / "config.json", config.as_dict())
         return made
 
@@ -169,9 +173,9 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
     Raises:
         ValueError: a field differs, or the folder is no run.
     """
-    began = (folder / "config.json").is_file()
-    is_empty = all(path.name == LOCK for path in folder.iterdir())
-    require(began or is_empty, f"{str(folder)!r} is not a run; choose another --name")
+    names = {path.name for path in folder.iterdir()}
+    is_empty = all(name == LOCK or name.endswith(".tmp") for name in names)
+    require("config.json" in names or is_empty, f"{str(folder)!r} is not a run; choose another --name")
     if (folder / "metrics.jsonl").exists():
         check_same(config, load_json_object(folder / "config.json"), folder)
     described = last_described(folder / "checkpoints")

@@ -150,10 +150,12 @@ class _Worker:
         self.watchers: list[Any] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
+        self.is_first_here = False
         self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
-        loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm)
+        loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
+        self.damaged = loaded.damaged
         self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
         if self.strategy.strategy.counts_commits:
             self.commits = Commits(cast(LocalUpdates, self.strategy), loaded.step)  # no others count them
@@ -167,13 +169,17 @@ class _Worker:
             if loaded.step:
                 before = course(config, data, loaded.workers, loaded.origin)
                 run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
-            self._share_with_joiners(workers.comm, loaded.rounds)
+            self._share_with_joiners(workers.comm)
+            workers.comm.load_state_dict(
+                {"rounds": loaded.rounds} | ({"digests": loaded.digests} if loaded.digests else {})
+            )
 
     def train(self, interruption: Interruption) -> int:
         """Take all steps; returns the signal that stopped the run, or 0."""
         state, stop, is_complete = self.state, 0, False
         while not (stop or is_complete):
             if self.workers.begin_round(self.strategy):
+                self._report_damage()
                 self._split()
                 if not self.workers.comm.is_elastic:
                     run_on_all(self.workers.comm, partial(self._open, state.done))
@@ -197,7 +203,7 @@ class _Worker:
                 self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
-        if self.workers.writes:
+        if self.workers.writes or self.is_first_here:
             write_json(self.folder / "summary.json", summary(self.config, self.data, state.row, self.strategy))
         return 0
 
@@ -206,6 +212,18 @@ class _Worker:
         for watcher in self.watchers:
             watcher.close()
         self.watchers = []
+
+    def _report_damage(self) -> None:
+        """Once the workers of an elastic run know who has the newest state: say what was wrong with own checkpoints."""
+        damaged, self.damaged, comm = self.damaged, {}, self.workers.comm
+        if not damaged or not isinstance(comm, ElasticCommunicator):
+            return
+        assert comm.members is not None
+        if not comm.members.version.committed:  # nobody has a whole one
+            raise checkpoint.none_is_whole(self.checkpoints, damaged)
+        is_healed = comm.rank in comm.members.healed
+        used = "the state of other workers" if is_healed else checkpoint.name_of(self.state.done)
+        checkpoint.set_aside(self.checkpoints, damaged, used)
 
     # ---- one step ----
 
@@ -340,8 +358,7 @@ class _Worker:
                 *trackers(config, self.folder),
             ]
 
-    def _share_with_joiners(self, comm: ElasticCommunicator, rounds: int) -> None:
-        comm.resume(rounds)
+    def _share_with_joiners(self, comm: ElasticCommunicator) -> None:
         comm.share("run", self._save, self._load, is_common=False)
         training = self.training
         if not self.strategy.models_differ:  # else the strategy does it
@@ -409,11 +426,10 @@ class _Worker:
         position, origin = None, self.state.origin
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
-        if comm.is_elastic:  # on several machines, workers have folders of their own
-            folder = Path(comm.gather_objects(str(folder.absolute()))[0])
-        rounds = comm.counts.committed if isinstance(comm, ElasticCommunicator) else None
-        checkpoint.save(folder, step, self.training, self.meter, self.state.row, comm, origin, rounds, position)
-        if comm.rank == 0:
+        self.is_first_here = checkpoint.save(
+            folder, step, self.training, self.meter, self.state.row, comm, origin, position
+        )
+        if self.is_first_here:
             checkpoint.tidy(folder, step, self.config, self.data.best_metric)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,11 +38,13 @@ class Workers(ABC):
         comm: connects the workers for metrics, tests and checkpoints.
         number: of this worker, which no other worker has.
         is_first: whether this worker begins the run's folder.
+        started: the numbers of the workers that were started with this one, itself among them.
     """
 
     comm: Communicator
     number: int
     is_first: bool
+    started: Sequence[int]
 
     @property
     @abstractmethod
@@ -89,7 +91,7 @@ class FixedWorkers(Workers):
     """The same workers from the first step to the last."""
 
     def __init__(self, comm: Communicator):
-        self.comm, self.number, self.is_first = comm, comm.rank, comm.rank == 0
+        self.comm, self.number, self.is_first, self.started = comm, comm.rank, comm.rank == 0, range(comm.size)
         self._has_begun = False
 
     @property
@@ -134,7 +136,7 @@ class ElasticWorkers(Workers):
     def __init__(self, config: RunConfig, comm: ElasticCommunicator, is_restart: bool):
         self.comm, self.number = comm, comm.number
         self.is_first = comm.number == config.first_worker and not is_restart
-        self._started = range(config.first_worker, config.first_worker + config.workers)
+        self.started = range(config.first_worker, config.first_worker + config.workers)
         self._members: Members | None = None
         self._synchronized: Members | None = None
         comm.check_agreement(shared_settings(config))
@@ -143,7 +145,7 @@ class ElasticWorkers(Workers):
     def writes(self) -> bool:
         """The first one alive of those that were started with this worker."""
         assert self.comm.members is not None
-        return self.number == min(number for number in self.comm.members.numbers if number in self._started)
+        return self.number == min(number for number in self.comm.members.numbers if number in self.started)
 
     @property
     def in_round(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +13,12 @@ from urllib.parse import urlsplit
 from ....algorithm import require
 from ....comm.addresses import own_address
 from ..config import RunConfig
-from ..folder.run_folder import folder_of, make_folder
+from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError
-from .connect import RENDEZVOUS, choose_interface, credentials_of, meeting_store
+from .connect import choose_interface, credentials_of, meeting_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
@@ -50,7 +49,7 @@ def join_elastic(
     choose_interface(config.interface, environment.one_node)
     config = replace(config, workers=environment.size, first_worker=0)
     try:
-        folder = _folder(config, environment.rank)
+        folder = make_folder(config)  # of this machine, or one that tasks share
         if on_start is not None and environment.rank == 0:
             on_start(folder)
         with _lighthouse(config, environment) as address, Interruption() as interruption:
@@ -66,17 +65,6 @@ def join_elastic(
     except Exception as error:
         raise WorkerError(failure(environment.rank, error)) from error
     return folder
-
-
-def _folder(config: RunConfig, rank: int) -> Path:
-    """The run's folder, which task 0 makes, and the others wait for."""
-    if rank == 0:
-        return make_folder(config)
-    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
-    while not (folder_of(config) / "config.json").exists():
-        require(time.monotonic() < deadline, f"task 0 has not made {folder_of(config)}; is the folder shared?")
-        time.sleep(0.1)
-    return folder_of(config)
 
 
 @contextmanager

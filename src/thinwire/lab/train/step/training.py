@@ -143,8 +143,12 @@ class Training:
             return redistributed | {"model": shared["model"], "optimizer": mean_of([one["optimizer"] for one in owns])}
         return redistributed | {"buffers": mean_of([one["buffers"] for one in owns])}
 
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore the results of `shared_state` and `own_state`, in place.
+
+        Args:
+            shared, own: the results.
+            among: in elastic runs, as in `AveragerAttachment.load_state_dict`.
 
         Raises:
             ValueError, RuntimeError, KeyError: they belong to another model, optimizer or averager.
@@ -153,7 +157,7 @@ class Training:
         self.model.load_state_dict(whole["model"] | own.get("buffers", {}))
         self.optimizer.load_state_dict(whole["optimizer"])
         self.scaler.load_state_dict(own["scaler"])
-        self.strategy.load_state_dict(own["averager"])
+        self.strategy.load_state_dict(own["averager"], among)
         self.carried = moved(own["carried"], self.device)
         set_random_state(own["random"])
 
