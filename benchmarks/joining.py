@@ -105,6 +105,7 @@ def worker(pipe: Connection, address: str, number: int, namespace: str, options:
         else:
             model.weight.grad = gradient
         before, began = comm.counts.committed, time.monotonic()
+        pipe.send(("update", began, steps))
         optimizer.step()
         steps += 1
         pipe.send(("step", time.monotonic(), comm.counts.committed))
@@ -207,7 +208,7 @@ def measure(options: argparse.Namespace, lab: Lab) -> dict[int, list[tuple[str, 
             for pipe in wait(list(pipes.values()), 0.1):
                 number = next(number for number, known in pipes.items() if known is pipe)
                 events[number].append(pipe.recv())  # type: ignore[union-attr]
-                if events[number][-1][0] not in ("step", "round"):
+                if events[number][-1][0] not in ("step", "update", "round"):
                     print(number, events[number][-1], file=sys.stderr, flush=True)
                 if options.case == "faults" and events[number][-1][0] == "under way":
                     lab.cut(JOINER)
@@ -240,12 +241,14 @@ def table(options: argparse.Namespace, events: dict[int, list[tuple[str, float, 
     told = {what: (at, came) for what, at, came in reversed(events[JOINER]) if what.endswith(("begins", "ends"))}
     took = told["finish ends"][0] - told["begin begins"][0]
     own = next(facts for what, _, facts in events[JOINER] if what == "round")
+    *others, came = (last_update(events[number], joined) for number in range(WORKERS + 1))
     models = {n: {f[2] for w, _, f in sum(events.values(), []) if w == "round" and f[0] == n} for n in rounds}
     lines = [
         f"{options.case}: {told['finish ends'][1] / 1e6:.0f} MB in {took:.1f} s, then {own[3]} of {options.every} steps",
         f"a step {step:.2f} s; a round {began:.2f} s to begin, and {exchanged[WORKERS]:.1f} s to exchange with {WORKERS} "
         f"workers, {exchanged[WORKERS + 1]:.1f} s with one more; equal models: "
         f"{all(len(found) == 1 for found in models.values())}",
+        f"the joiner came to its first exchange {(came - max(others)) / step:+.2f} steps after the last of the others",
     ]
     for committed, facts in sorted(rounds.items()):
         usual = (began, exchanged[facts[0][1]])
@@ -256,6 +259,12 @@ def table(options: argparse.Namespace, events: dict[int, list[tuple[str, float, 
             f"{facts[0][4]} rounds given up"
         )
     return lines
+
+
+def last_update(events: list[tuple[str, float, Any]], committed: int) -> float:
+    """When a worker came to the exchange of a round."""
+    end = next(i for i, (what, _, facts) in enumerate(events) if what == "round" and facts[0] == committed)
+    return next(at for what, at, _ in reversed(events[:end]) if what == "update")
 
 
 def held(facts: list[Any]) -> tuple[float, float]:

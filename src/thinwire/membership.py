@@ -31,9 +31,10 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from torch import Tensor
 from .algorithm import require
 from .schedule import Progress
 
+NORM_ELEMENTS = 1 << 17
 AS_MADE: Any = object()
 """Restart with what `init` has made."""
 
@@ -210,8 +212,31 @@ def load_shared(state: State, part: Mapping[str, Any], without: Collection[str] 
 
 def own_norm(state: State) -> float:
     """The Euclidean norm of this worker's own fields, which are lost if it fails."""
-    norms = [norm_of(_tensors(saved_field(state, name))) for name in _of_kind(state, "own", "cut")]
+    forms = [(kinds(state)[name].form, getattr(state, name)) for name in _of_kind(state, "own", "cut")]
+    norms = [norm_of(_tensors(form.save(state, value) if form else value)) for form, value in forms]
     return math.hypot(*norms, *[own_norm(child) for child in _children(state)])
+
+
+def before_regrouping(state: State) -> State:
+    """A copy to go back to if regrouping fails. It shares the tensors that regrouping leaves alone: own memory, unless tied."""
+    return copy.deepcopy(state, {id(t): t for t in _untouched(state)})
+
+
+def _untouched(state: State) -> Iterator[Tensor]:
+    for name, kind in kinds(state).items():
+        if kind.name in ("own", "config") and not kind.tied:
+            yield from _tensors_within(getattr(state, name))
+    for child in _children(state):
+        yield from _untouched(child)
+
+
+def _tensors_within(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for part in parts or (vars(value).values() if is_dataclass(value) else ()):
+        yield from _tensors_within(part)
 
 
 def untie(state: State) -> None:
@@ -464,4 +489,6 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
         >>> norm_of([torch.tensor([3.0]), torch.tensor([4.0])])
         5.0
     """
-    return math.sqrt(float(sum(t.double().square().sum() for t in tensors)))  # the host reads once
+    # Parts fit into a processor's cache. The host reads once.
+    parts = (part for t in tensors for part in t.reshape(-1).split(NORM_ELEMENTS))
+    return math.sqrt(float(sum(part.double().square().sum() for part in parts)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.membership import keep_mean, load_shared, own_norm, redistribute, shared_part
+from thinwire.membership import before_regrouping, keep_mean, load_shared, own_norm, redistribute, shared_part, untie
 
 SHAPES = {"weight": (12, 8), "bias": (5,)}
 GRADIENT_AVERAGERS = [
@@ -231,6 +233,35 @@ def test_gossip_goes_on_among_the_living_and_keeps_their_mean(averager):
         assert sum(r[2] for r in results) == pytest.approx(len(ranks))
         torch.testing.assert_close(ends.mean(0), starts.mean(0), rtol=1e-3, atol=2e-2)
         assert (ends - ends.mean(0)).norm() < 0.7 * (starts - starts.mean(0)).norm()
+
+
+def test_regrouping_that_fails_goes_back_without_copies_of_own_memory():
+    def worker(comm):
+        state = tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()).init([("x", x)], comm)
+        shifted = tw.Mean(tw.TopK(0.5), tw.memory.EF21()).init([("x", x)], comm)
+        shifted.memory.estimate["x"] += 1
+        for old in (state, shifted):
+            kept = before_regrouping(old)
+            untie(old)
+            old.exchange = "another"
+            yield old, kept
+
+    x = torch.zeros(7, 2)
+    (own, kept), (tied, copied) = tw.LocalWorld(1).run(lambda comm: list(worker(comm)))[0]
+    assert kept.memory.residual["x"] is own.memory.residual["x"] and kept.exchange != "another"
+    assert kept.memory.residual is not own.memory.residual  # a commit swaps them
+    assert not tied.memory.estimate["x"].any() and (copied.memory.estimate["x"] == 1).all()
+
+
+def test_the_norm_of_own_memory_is_that_of_all_its_elements():
+    memory = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+
+    def worker(comm):
+        state = tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()).init([("x", memory.view(300, 1000))], comm)
+        state.memory.residual["x"].copy_(memory)
+        return own_norm(state)
+
+    assert tw.LocalWorld(1).run(worker)[0] == pytest.approx(math.sqrt(math.fsum(v * v for v in memory.tolist())), 1e-14)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm.history import History
 from thinwire.comm.members import LostRounds
 from thinwire.strategy.local.fragments import offset
 
@@ -108,14 +109,9 @@ def test_undisturbed_elastic_rounds_are_those_of_a_fixed_number_of_workers_bit_f
 # ---- checkpoints on disks of their own ----
 
 
-def saved_by_hand(comm, handle, model):
-    states = {"rounds": comm.state_dict(), "strategy": handle.state_dict(), "model": model.state_dict()}
-    return copy.deepcopy(states)
-
-
 def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_an_error(elastic):
-    """Workers 0 and 2 save after rounds 2 and 4, and worker 1 never. Then 0 and 1 go on apart, and meet worker 2 again."""
-    saved, apart = {}, {}
+    """Workers 0 and 2 save after rounds 2 and 4, and worker 1 never. Later 0 and 1 have gone on apart, and meet worker 2."""
+    saved = {}
 
     def work(comm, number, have, saves, rounds):
         model = Quadratic()
@@ -128,12 +124,13 @@ def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_a
         all_live.wait(SECONDS)
         handle.begin_round()
         began = comm.counts.committed, vector(model).clone(), handle._state.memory.residual["layers.0"].clone()
-        for step in range(rounds):
+        while comm.counts.committed < rounds:
             optimizer.zero_grad()
-            model(number, step).backward()
+            model(number, comm.counts.committed).backward()
             optimizer.step()
             if saves.get(number) == comm.counts.committed:
-                (apart if have else saved)[number] = saved_by_hand(comm, handle, model)
+                states = {"rounds": comm.state_dict(), "strategy": handle.state_dict(), "model": model.state_dict()}
+                saved[number] = copy.deepcopy(states)
         handle.detach()
         return began
 
@@ -146,19 +143,56 @@ def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_a
     residual = strategy["memory"]["residual"]["layers.0"]
     assert torch.equal(found[2][2], residual) and residual.any() and not found[0][2].any()
 
-    all_live = threading.Barrier(2)
-    elastic(lambda comm, number: work(comm, number, {0: saved[0]}, {0: 7, 1: 7}, 5), (0, 1), 2)
-    all_live = threading.Barrier(3)
+    apart = History(2, saved[0]["rounds"]["digests"])
+    for _ in range(5):
+        apart.commit("apart")
+    went_on = saved[0] | {"rounds": {"rounds": 7, "digests": apart.digests}}
 
     def meet(comm, number):
         try:
-            return work(comm, number, apart | {2: saved[2]}, {}, 0)[0]
+            return work(comm, number, {0: went_on, 1: went_on, 2: saved[2]}, {}, 0)[0]
         except LostRounds as error:
             return str(error)
 
     *others, refused = elastic(meet, (0, 1, 2), 2)
     assert others == [7, 7]
     assert "worker 2 has committed 2 rounds since round 2 that the newest state, that of worker 0 after 7" in refused
+
+
+@pytest.mark.parametrize(("every", "left_out"), [(10, 5), (4, 3)])
+def test_a_joiner_comes_to_the_exchange_before_the_others(every, left_out, elastic):
+    """They have taken three steps when it has their state. It leaves out these and two more, but takes one at least."""
+    taken, told = threading.Barrier(3), threading.Barrier(3)
+
+    def worker(comm, number):
+        def finish_healing():
+            taken.wait(SECONDS)
+            steps = finish()
+            told.wait(SECONDS)
+            return steps
+
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, f"Local(Mean(), every={every})", comm=comm)
+        if number < 2:
+            comm.load_state_dict({"rounds": 5})
+        else:
+            finish, comm.finish_healing = comm.finish_healing, finish_healing
+        steps = 0
+        while comm.counts.committed < 6:
+            handle.begin_round()
+            optimizer.zero_grad()
+            model(number, steps).backward()
+            optimizer.step()
+            steps += 1
+            if number < 2 and steps == 3:
+                taken.wait(SECONDS)
+                told.wait(SECONDS)
+        return steps, comm.num_skipped, vector(model).tolist()
+
+    *others, joiner = elastic(worker, (0, 1, 2), 3)
+    assert joiner[:2] == (every - left_out, left_out)
+    assert all(one == (every, 0, joiner[2]) for one in others)
 
 
 # ---- a worker dies while its messages fly ----

@@ -7,13 +7,12 @@ the round began. On any other communicator the workers never change, and nothing
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator
-from ..membership import own_norm, rewind
+from ..membership import before_regrouping, own_norm, rewind
 
 Parts = Callable[[], Iterable[tuple[Any, NamedTensors]]]
 """The averager's states, and the tensors of each."""
@@ -48,7 +47,7 @@ class Transaction:
             try:
                 if members is not None:
                     comm.heal(members)
-                    before = [(state, copy.deepcopy(state)) for state, _ in self._parts()]
+                    before = [(state, before_regrouping(state)) for state, _ in self._parts()]
                     for state, tensors in self._parts():
                         self._averager.regroup(state, tensors, comm, members.before)
                 comm.open_round(members)

@@ -82,6 +82,8 @@ from .tensors import anchor_of, average_exactly, renamed, states_of
 if TYPE_CHECKING:
     from .local import Local
 
+STEPS_AHEAD = 2
+"""A worker that was healed leaves out more steps than the others have taken: theirs under way, and one as its first is slow."""
 LATE = ("anchor", "outer")
 """Fields of `LocalState` that are as large as the model."""
 PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
@@ -260,7 +262,8 @@ class LocalUpdates(OwnModelAttachment):
         if healed and self._heals_late:
             record, offsets = self._record, sorted(fragment.offset for fragment in self._fragments)
             last = next((offset for offset in offsets if offset > record.step), self._every + offsets[0]) - 1
-            missed = min(self._transaction.missed, last - record.step)
+            ahead = STEPS_AHEAD if self._transaction.missed else 0  # so that the others need not wait for it
+            missed = min(self._transaction.missed + ahead, last - record.step)
             record.num_steps += missed
             record.step = (record.step + missed) % self._every
             self.comm.num_skipped = missed
