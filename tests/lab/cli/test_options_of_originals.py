@@ -48,7 +48,7 @@ def configured(folder, monkeypatch):
         class Read(Exception):
             pass
 
-        def capture(config, advice):
+        def capture(config, *others):
             found.append(config)
             raise Read
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import MAX_SEGMENT_NUMEL
 from ..levels import Levels
 from ..momentum import Buffers, Momentum
-from ..quantize import Quantizer
+from ..quantize import Quantizer, Quantizers
 from ..scales import SUM_BLOCK
 from ..ternary import Ternary
 from . import (
@@ -147,7 +147,7 @@ def _block_sums() -> Iterator[Variant]:
         numel, least = PROGRAM_BLOCKS * SUM_BLOCK, 4 + 8 * numbers / SUM_BLOCK
         yield _launch(f"block_sums: {kind}", 0, numel, least, block_sums, XS, CPU, kind, loop_trips=32)
     for norm in ("max", "l2"):
-        rule = Quantizer(4, 15, MAX_SEGMENT_NUMEL, norm)
+        rule = Quantizers((Quantizer(4, 15, MAX_SEGMENT_NUMEL, norm),))
         yield _numbers(f"block_sums.store_scales: {norm}", quantize.encode, XS, BYTES, [0], rule, None)
     sums = torch.zeros(1, 2 * SUM_BLOCK, dtype=torch.float64, device=CPU)
     yield _launch("block_sums.fold", 0, BUCKET_NUMEL, 8 / SUM_BLOCK, fold, sums, [0], [2 * SUM_BLOCK], False)
@@ -229,7 +229,10 @@ def _quantize() -> Iterator[Variant]:
         (2, 2048, "l2", False, False),
         (4, 16384, "max", True, False),
     ):
-        what, rule = f"{bits} bits, buckets of {bucket_size}", Quantizer(bits, 2**bits - 1, bucket_size, norm)
+        what, rule = (
+            f"{bits} bits, buckets of {bucket_size}",
+            Quantizers((Quantizer(bits, 2**bits - 1, bucket_size, norm),)),
+        )
         # An L2 scale reads the elements twice; scales of large buckets are read for each element.
         cached_bytes = 4.0 if norm == "l2" or bucket_size > MAX_BUCKET else 0.0
         name, lost = f"quantize.encode: {what}, {norm}{', residual' if residual else ''}", XS if residual else None

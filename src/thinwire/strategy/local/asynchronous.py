@@ -75,8 +75,8 @@ class Clipped:
     """
 
     places: dict[int, int] = field(default_factory=dict)
-    rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    factors: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0, device="cpu"))
+    factors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, device="cpu"))
 
     def merge(self, changes: list[Tensor], group: Sequence[int], weights: Sequence[float]) -> kernels.flags.Flag:
         """Set `changes` to a weighted sum of some shares; returns whether it is finite."""
