@@ -149,7 +149,6 @@ folder, rank = pathlib.Path(r"{folder}"), int(os.environ["RANK"])
 own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 own.bind(("", 5000))
 own.settimeout(0.05)
-(folder / f"{{rank}} began").touch()
 got, end = [], time.monotonic() + {seconds}
 while time.monotonic() < end and not (folder / "stop").exists():
     for peer in range({hosts}):
@@ -160,6 +159,7 @@ while time.monotonic() < end and not (folder / "stop").exists():
             data, address = own.recvfrom(100)
             sender, sent = data.decode().split()
             got.append((int(sender), float(sent), time.monotonic(), address[0]))
+            (folder / f"{{rank}} hears").touch()
     except TimeoutError:
         pass
 (folder / str(rank)).write_text(json.dumps(got))
@@ -240,10 +240,10 @@ def test_a_line_is_cut_and_mended(tmp_path, line, monkeypatch):
 
         monkeypatch.setattr(lab, "mend", mend_and_tell)
         pinged = pool.submit(_pinged, lab, tmp_path, seconds=60.0)
-        _wait_until(lambda: all((tmp_path / f"{host} began").exists() for host in range(2)))
+        _wait_until(lambda: all((tmp_path / f"{host} hears").exists() for host in range(2)))
         with netlab.cuts(lab, ["1:0.5:1.5"]):
             assert mended.wait(30)
-        time.sleep(1)
+        time.sleep(2)  # hosts may have to look for each other's address again
         (tmp_path / "stop").touch()
         received = pinged.result()
     for host, got in enumerate(received):
