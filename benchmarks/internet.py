@@ -79,8 +79,8 @@ METHODS = {
     "4 bits every 4": Method("Local(Mean(QSGD(bits=4), exchange='scatter_reduce'), every=4)"),
     "Streaming DiLoCo": Method("streaming_diloco(every=20, fragments=2, delay=2)"),
     "SparseLoCo": Method("sparse_loco(every=20)"),
-    "MuLoCo": Method("mulo_co(20)", (0.01, 0.02, 0.04), "Muon"),
-    "DeMo": Method("demo()", (3e-4, 1e-3, 3e-3), "SGD", rate_in_loss=True),
+    "MuLoCo": Method("mulo_co(20)", (3e-3, 0.01, 0.02), "Muon"),
+    "DeMo": Method("demo()", (1e-3, 3e-3, 1e-2), "SGD", rate_in_loss=True),
 }
 
 
