@@ -399,8 +399,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=40.0, help="seconds within which the others must commit")
     parser.add_argument("--only", choices=CONFIGURATIONS, nargs="+", help="these configurations alone")
-    every_kind = [*FAULTS, *(name for name in LAB_FAULTS if name not in FAULTS)]
-    parser.add_argument("--kinds", nargs="+", choices=every_kind, help="these faults alone, such as kill NaN")
+    parser.add_argument("--kinds", nargs="+", choices=FAULTS | LAB_FAULTS, help="these faults alone, such as kill NaN")
     parser.add_argument("--at-once", type=int, default=1, help="configurations that run at the same time")
     parser.add_argument(
         "--lab", nargs="?", const="100mbit", metavar="LINE", help="on hosts of netlab.py, whose links fail; needs root"
@@ -427,7 +426,8 @@ def main() -> int:
         return 0
     kinds = LAB_FAULTS if options.lab else FAULTS
     if options.kinds is not None:
-        kinds = {name: (FAULTS | LAB_FAULTS)[name] for name in options.kinds}
+        known = FAULTS | LAB_FAULTS | kinds
+        kinds = {name: known[name] for name in options.kinds}
     configurations = options.only or list(CONFIGURATIONS)
     draws = random.Random(options.seed)
     drawn = [(configurations[i % len(configurations)], draw_fault(draws, kinds)) for i in range(options.faults)]

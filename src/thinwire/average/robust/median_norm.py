@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...algorithm import require
+from ...options import require_number
 from .base import Combined, Messages, Rule, clip_factors, norms_of, weighted_sum
 
 
@@ -40,8 +41,7 @@ class MedianNorm(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = isinstance(self.factor, (int, float)) and 1 <= self.factor < float("inf")
-        require(ok, f"MedianNorm: factor must be a finite number, 1 or more, got {self.factor!r}")
+        require_number("MedianNorm: factor", self.factor, least=1, below=math.inf)
 
     def combine(self, messages: Messages) -> Combined:
         factors, norms, dropped = self.factors(messages)

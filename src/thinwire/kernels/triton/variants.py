@@ -229,10 +229,8 @@ def _quantize() -> Iterator[Variant]:
         (2, 2048, "l2", False, False),
         (4, 16384, "max", True, False),
     ):
-        what, rule = (
-            f"{bits} bits, buckets of {bucket_size}",
-            Quantizers((Quantizer(bits, 2**bits - 1, bucket_size, norm),)),
-        )
+        what = f"{bits} bits, buckets of {bucket_size}"
+        rule = Quantizers((Quantizer(bits, 2**bits - 1, bucket_size, norm),))
         # An L2 scale reads the elements twice; scales of large buckets are read for each element.
         cached_bytes = 4.0 if norm == "l2" or bucket_size > MAX_BUCKET else 0.0
         name, lost = f"quantize.encode: {what}, {norm}{', residual' if residual else ''}", XS if residual else None
