@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.lab.train import RunConfig, WorkerError
-from thinwire.lab.train.start import watch
+from thinwire.lab.train.start import spawn, watch
 from thinwire.lab.train.start.connect import loopback_store, meeting_store
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.worker import report_failure
@@ -228,3 +228,23 @@ def test_the_time_limit_reaches_the_strategy_and_is_no_part_of_the_result():
         dist.destroy_process_group()
     with pytest.raises(ValueError, match="timeout must be above 0, got 0 seconds"):
         RunConfig("digits", timeout=0)
+
+
+class BesideADyingServer:
+    """A process whose fork server fails it so often, as one does that was killed just now."""
+
+    def __init__(self, *errors):
+        self.errors, self.is_started = list(errors), False
+
+    def start(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        self.is_started = True
+
+
+def test_a_worker_starts_once_the_end_of_a_killed_fork_server_is_seen():
+    process = BesideADyingServer(ConnectionRefusedError(), EOFError("unexpected EOF"), BrokenPipeError())
+    spawn._start(process)
+    assert process.is_started
+    with pytest.raises(EOFError):  # it is no server that is about to be replaced
+        spawn._start(BesideADyingServer(*[EOFError()] * 9), seconds=0.1)

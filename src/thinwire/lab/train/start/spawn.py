@@ -68,12 +68,12 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
 
 
 def _start(process: BaseProcess, seconds: float = 10.0) -> None:
-    """Start a process; a fork server that was killed just now still refuses, until its end is seen and another one starts."""
+    """Start a process; a fork server that was killed just now refuses or hangs up, until its end is seen and another starts."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             return process.start()
-        except (ConnectionRefusedError, ConnectionResetError):
+        except (ConnectionError, EOFError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
