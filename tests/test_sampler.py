@@ -30,12 +30,12 @@ def test_the_steps_have_the_same_blocks_on_any_number_of_workers(size):
     alone = run_threads(1, fixed, 10, 4, 5)[0]
     together = run_threads(size, fixed, 10, 4, 5)
     for step, (blocks, _) in enumerate(alone[0]):
-        dealt = [one[0][step] for one in together]
-        counted = Counter(block for taken, weight in dealt if weight > 0 for block in taken)
+        assigned = [one[0][step] for one in together]
+        counted = Counter(block for taken, weight in assigned if weight > 0 for block in taken)
         assert counted == Counter(blocks)
         # The weighted mean over workers of means over blocks is the mean over all blocks.
         for block in blocks:
-            total = sum(weight / len(taken) for taken, weight in dealt if block in taken)
+            total = sum(weight / len(taken) for taken, weight in assigned if block in taken)
             assert total / size == pytest.approx(1 / 4)
     blocks = [block for taken, _ in alone[0] for block in taken]
     assert sorted(blocks) == [Block(epoch, index) for epoch in range(2) for index in range(10)]

@@ -27,7 +27,7 @@ std::vector<float> flat(const Floats& floats) {
 
 Input vector_of(const std::vector<float>& values) { return {values.data(), values.size()}; }
 
-// As from a stranger: some bytes are changed.
+// Damaged: some bytes are changed.
 void damage(Message& message) {
     for (size_t i = 1; i < message.memory.size(); i += 97) message.memory[i] ^= 0xff;
 }

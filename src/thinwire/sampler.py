@@ -1,11 +1,11 @@
 """Who trains on which part of the data, when workers come and go: every block of an epoch is committed once.
 
-A *block* is a part of the data that one worker takes at once, such as a batch. All workers deal the blocks from one seeded
-order, with the same global batch in every step, whatever the number of workers. What is dealt is a *lease* (block, worker)
+A *block* is a part of the data that one worker takes at once, such as a batch. All workers assign the blocks in one seeded
+order, with the same global batch in every step, whatever the number of workers. An assignment is a *lease* (block, worker)
 until its round ends. All workers know all leases. The vote that commits a round says from how many blocks each part is made:
 
     committed    the blocks of workers whose part is in the round are done
-    given back   those of workers that died, or were healed, are dealt again first. So are those of a round that is given up,
+    given back   those of workers that died, or were healed, are assigned again first. So are those of a round that is given up,
                  unless workers keep what they did in it (`Local`, `Gossip`)
 
 With a delay or fragments of `Local`, several rounds merge what one step has changed. The first that ends after the step commits
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 class ElasticSampler:
-    """Deals the blocks of an epoch to the workers of a strategy; see the module's text.
+    """Assigns the blocks of an epoch to the workers of a strategy; see the module's text.
 
     All workers construct it together, and call `take` once before each step, after `begin_round` where workers come and go.
 
@@ -109,8 +109,8 @@ class ElasticSampler:
         return min([self._next, *self._returned, *under_way]) // self.num_blocks
 
     @property
-    def num_dealt(self) -> int:
-        """Blocks dealt since the start, in all epochs, without those that were given back."""
+    def num_assigned(self) -> int:
+        """Blocks assigned since the start, in all epochs, without those that were given back."""
         return self._next - len(self._returned)
 
     def upcoming(self, epoch: int) -> list[Block]:
@@ -136,18 +136,18 @@ class ElasticSampler:
         for _ in range(comm.num_skipped):
             self._lease(numbers)  # steps that the others took before this worker joined
         comm.num_skipped = 0
-        dealt = self._lease(numbers)
-        own = dealt[comm.rank :: comm.size]
+        places = self._lease(numbers)
+        own = places[comm.rank :: comm.size]
         self._num_own += len(own)
         self.weight = float(bool(own)) if self._keeps else len(own) * comm.size / self.per_step
-        return [self._block(place) for place in own or dealt[:1]]
+        return [self._block(place) for place in own or places[:1]]
 
     def _lease(self, numbers: Sequence[int]) -> list[int]:
-        """Deal the places of a step to workers."""
-        dealt = self._deal(self.per_step)
-        for i, place in enumerate(dealt):
+        """Assign the places of a step to workers."""
+        places = self._next_places(self.per_step)
+        for i, place in enumerate(places):
             self._leases.setdefault(numbers[i % len(numbers)], []).append(place)
-        return dealt
+        return places
 
     def claim(self) -> int:
         """How many blocks this worker's part of the present round is made from."""
@@ -212,14 +212,14 @@ class ElasticSampler:
         )
         self._next, self._returned, self._leases = saved["next"], sorted(saved["returned"]), leases
         self.per_step, self._num_own = saved["per_step"], 0
-        self._is_passive = self._sends_again and any(leases.values())  # the others exchange now, and deal no more
+        self._is_passive = self._sends_again and any(leases.values())  # the others exchange now, and assign no more
 
     def _end_step(self) -> None:
         """On a fixed number of workers, every step is committed."""
         if self._elastic is None:
             self.round_ended({number: len(lease) for number, lease in self._leases.items()})
 
-    def _deal(self, number: int) -> list[int]:
+    def _next_places(self, number: int) -> list[int]:
         """The next places: those that were given back, then new ones."""
         again, self._returned = self._returned[:number], self._returned[number:]
         first, self._next = self._next, self._next + number - len(again)

@@ -94,8 +94,8 @@ def test_a_saved_state_goes_on_to_the_bit(averager):
         return before, averager.diagnostics(state)
 
     whole, resumed = (tw.LocalWorld(4).run(worker, stop) for stop in (None, 5))
-    for (x, facts), (y, other) in zip(whole, resumed, strict=True):
-        assert torch.equal(x, y) and facts == other and facts["step_size"] > 0
+    for (x, found), (y, other) in zip(whole, resumed, strict=True):
+        assert torch.equal(x, y) and found == other and found["step_size"] > 0
 
 
 def test_moniqua_finds_out_that_its_bound_was_too_low():

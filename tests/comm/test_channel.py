@@ -1,4 +1,4 @@
-"""Channels: messages in no common order, in threads and in processes; deaths, silence and strangers."""
+"""Channels: messages in no common order, in threads and in processes; deaths, silence and outsiders."""
 
 from __future__ import annotations
 
@@ -209,15 +209,15 @@ def test_a_channel_to_oneself_is_a_mistake():
         run_threads(2, names_itself)
 
 
-def open_among(strangers, timeout_seconds, rank_1_comes=True):
-    """Two workers in threads talk while `strangers(port)` bothers rank 0; how long that took, or the error."""
+def open_among(outsiders, timeout_seconds, rank_1_comes=True):
+    """Two workers in threads talk while `outsiders(port)` connects to rank 0; how long that took, or the error."""
     barrier, addresses = threading.Barrier(2), [None, None]
     ended = threading.Event()
 
     def gather(rank, own):
         addresses[rank] = own
         if rank == 0:
-            threading.Thread(target=strangers, args=(own[0], own[1], ended), daemon=True).start()
+            threading.Thread(target=outsiders, args=(own[0], own[1], ended), daemon=True).start()
             time.sleep(0.3)
         barrier.wait()
         return addresses
@@ -260,17 +260,17 @@ def trickling(host, port, ended):
                 connection.sendall(b"x")
 
 
-@pytest.mark.parametrize("strangers", [idle, trickling])
-def test_strangers_who_are_slow_or_silent_delay_nobody(strangers, monkeypatch):
+@pytest.mark.parametrize("outsiders", [idle, trickling])
+def test_outsiders_who_are_slow_or_silent_delay_nobody(outsiders, monkeypatch):
     """They were read one after the other, 5 seconds each."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    took = open_among(strangers, 30.0)
+    took = open_among(outsiders, 30.0)
     assert max(took) < 12.0, took
 
 
-@pytest.mark.parametrize("strangers", [idle, trickling])
-def test_the_deadline_holds_whatever_strangers_do(strangers, monkeypatch):
+@pytest.mark.parametrize("outsiders", [idle, trickling])
+def test_the_deadline_holds_whatever_outsiders_do(outsiders, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    (said, took), _ = open_among(strangers, 2.0, rank_1_comes=False)
+    (said, took), _ = open_among(outsiders, 2.0, rank_1_comes=False)
     assert "nothing came from rank 1 in 2 seconds" in said
     assert took < 12.0

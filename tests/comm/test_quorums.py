@@ -37,8 +37,8 @@ class Scene:
         assert what in (QUORUM, WAIT)
         if what == WAIT:
             return None
-        told = json.loads(answer[0])
-        return "".join(worker for worker, _ in told["workers"]), told["number"]
+        quorum = json.loads(answer[0])
+        return "".join(worker for worker, _ in quorum["workers"]), quorum["number"]
 
 
 def test_a_quorum_waits_for_all_that_live_and_gives_all_the_same_answer(monkeypatch):
@@ -139,8 +139,8 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
         thread.join(60)
     place.close()
     for number in range(2):
-        told = {member.replica_id: member.data for member in found[number].participants}
-        assert told["2"] is None and told["0"]["number"] == 0 and told["1"]["number"] == 1
+        data = {member.replica_id: member.data for member in found[number].participants}
+        assert data["2"] is None and data["0"]["number"] == 0 and data["1"]["number"] == 1
 
 
 def test_credentials_belong_to_both_or_to_none(tmp_path):

@@ -97,10 +97,10 @@ def test_one_that_has_hung_up_is_not_joined(server):
 
 def test_those_that_say_something_else_are_sent_away(server):
     for said in (b"GET / HTTP/1.1\r\n\r\n".ljust(41), b"thinwire!" + bytes(32), b"thinwire"):
-        with socket.create_connection(server.address) as stranger:
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(1) == b""
+        with socket.create_connection(server.address) as outsider:
+            outsider.sendall(said)
+            outsider.shutdown(socket.SHUT_WR)
+            assert outsider.recv(1) == b""
     impatient = reach(server.address, WAIT, bytes(32), 10.0)
     impatient.sendall(b"something before it was joined")
     assert impatient.recv(1) == b""

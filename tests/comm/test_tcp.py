@@ -134,25 +134,25 @@ def test_an_exchange_goes_on_after_all_connections_were_lost():
     assert sum(result[1] for result in results) > 0
 
 
-# ---- strangers, and a machine that is full ----
+# ---- outsiders, and a machine that is full ----
 
 
-def meets_strangers(comm, folder: str) -> list[str]:
+def gets_connections_of_outsiders(comm, folder: str) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinwire").addHandler(handler)
     address = comm._connections.contact[:2]
-    doors = [socket.create_connection(address) for _ in range(3)]
-    doors[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
-    doors[1].close()
-    wait_until(lambda: lines, "the line about the stranger")
+    connections = [socket.create_connection(address) for _ in range(3)]
+    connections[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
+    connections[1].close()
+    wait_until(lambda: lines, "the warning about the outsider")
     conforms(comm)
     return lines
 
 
-def test_strangers_are_sent_away_and_the_run_goes_on(tmp_path):
-    for lines in run_tcp(2, meets_strangers, str(tmp_path)):
+def test_outsiders_are_sent_away_and_the_run_goes_on(tmp_path):
+    for lines in run_tcp(2, gets_connections_of_outsiders, str(tmp_path)):
         assert all("does not know the run's secret" in line for line in lines) and lines
 
 
@@ -174,7 +174,7 @@ def runs_out_of_descriptors(comm) -> tuple[int, float]:
         except OSError as error:
             assert error.errno == errno.EMFILE
     comm.barrier()
-    doors = [socket.create_connection((host, port)) for _ in range(4)] if comm.rank == 1 else []
+    connections = [socket.create_connection((host, port)) for _ in range(4)] if comm.rank == 1 else []
     busy = time.process_time()
     time.sleep(1.5)
     busy = time.process_time() - busy
@@ -184,7 +184,7 @@ def runs_out_of_descriptors(comm) -> tuple[int, float]:
         for file in files:
             os.close(file)
     conforms(comm)
-    del doors
+    del connections
     return sum("cannot take a connection: Too many open files" in line for line in lines), busy
 
 

@@ -126,9 +126,9 @@ def worker(
         if not sizes or sizes[-1] != comm.size:
             sizes.append(comm.size)
             print(comm.size, flush=True)
-    facts = {"number": number, "model": digest_of(model), "sizes": sizes}
-    facts |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
-    print(json.dumps(facts | {"losses": comm.counts.losses}), flush=True)
+    result = {"number": number, "model": digest_of(model), "sizes": sizes}
+    result |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
+    print(json.dumps(result | {"losses": comm.counts.losses}), flush=True)
     os._exit(0)
 
 

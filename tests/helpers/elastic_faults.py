@@ -19,7 +19,7 @@ from thinwire.comm import ElasticCommunicator, forming, patience
 def train(
     comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, version="", **options
 ):
-    """Train a small model until so many rounds are committed among at least `among` workers; return the facts."""
+    """Train a small model until so many rounds are committed among at least `among` workers; return the result."""
     warnings.simplefilter("ignore")
     if version:
         check = comm.check_agreement
@@ -79,14 +79,14 @@ def ailing(address: str, number: int, ails: str, at: int, among: int, rounds: in
         if fewer > rounds:
             raise StopIteration
 
-    facts = {}
+    result = {}
     try:
-        facts = train(comm, rounds=10**6, before_round=before_round)
+        result = train(comm, rounds=10**6, before_round=before_round)
     except StopIteration:
-        facts = {"done": True}
+        result = {"done": True}
     except Exception as error:
-        facts = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(facts), flush=True)
+        result = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Each finding from facts that have it, and none from facts that do not."""
+"""Each finding where a host or a line has the fault, and none where they have not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSIONS = {"thinwire": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "kernel"
 MB, GB = 1e6, 10**9
 
 
-def host(rank: int, **facts) -> Host:
+def host(rank: int, **fields) -> Host:
     ok = Host(
         name=f"node{rank}",
         versions=VERSIONS,
@@ -34,7 +34,7 @@ def host(rank: int, **facts) -> Host:
         free_bytes=8 * GB,
         compiler="/usr/bin/c++",
     )
-    return replace(ok, **facts)
+    return replace(ok, **fields)
 
 
 HOSTS = [host(rank) for rank in range(3)]
@@ -88,8 +88,8 @@ BAD_HOSTS = {
 
 @pytest.mark.parametrize("name", BAD_HOSTS)
 def test_a_bad_host_is_named_with_what_is_wrong_and_the_remedy(name):
-    facts, what, remedy = BAD_HOSTS[name]
-    found = findings([HOSTS[0], host(1, **facts), HOSTS[2]])
+    fields, what, remedy = BAD_HOSTS[name]
+    found = findings([HOSTS[0], host(1, **fields), HOSTS[2]])
     assert [f.ranks for f in found] == [(1,)]
     assert what in found[0].what and remedy in found[0].remedy
 
@@ -150,8 +150,8 @@ def test_hosts_with_the_same_fault_are_one_finding():
 
 
 def test_facts_survive_json():
-    for facts in ({}, {"gpus": ("A",), "speeds": {"flops": 1e9}}):
-        assert Host.of(json.loads(json.dumps(host(1, **facts).as_dict()))) == host(1, **facts)
+    for fields in ({}, {"gpus": ("A",), "speeds": {"flops": 1e9}}):
+        assert Host.of(json.loads(json.dumps(host(1, **fields).as_dict()))) == host(1, **fields)
 
 
 def test_time_limits_follow_from_the_slowest_line_and_the_longest_round_trip():

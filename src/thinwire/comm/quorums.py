@@ -191,8 +191,8 @@ def _read(answer: bytes) -> Any:
         ConnectionError: it is none.
     """
     try:
-        told = json.loads(answer)
-        number, members = int(told["number"]), [_member(str(id), claim) for id, claim in told["workers"]]
+        quorum = json.loads(answer)
+        number, members = int(quorum["number"]), [_member(str(id), claim) for id, claim in quorum["workers"]]
     except (ValueError, TypeError, KeyError) as error:
         raise ConnectionError(f"the Lighthouse gave an answer that is none: {error}") from None
     return SimpleNamespace(quorum_id=number, participants=members)

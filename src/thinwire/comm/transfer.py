@@ -83,7 +83,7 @@ class Transfer:
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
         self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record
         self._clients = {s: Client(*parsed_address(s.address), credentials) for s in sources}
-        self._told: dict[Source, dict[str, Manifest]] = {}
+        self._manifests: dict[Source, dict[str, Manifest]] = {}
 
     def close(self) -> None:
         """Close the connections."""
@@ -100,7 +100,7 @@ class Transfer:
             ValueError: they differ, and no majority says the same.
         """
         reasons, deadline = dict[Source, str](), time.monotonic() + self._limit_seconds
-        self._told = {}
+        self._manifests = {}
         answers: SimpleQueue[tuple[Source, dict[str, Manifest] | str]] = SimpleQueue()
         for source in self.sources:
             threading.Thread(
@@ -109,15 +109,15 @@ class Transfer:
                 daemon=True,
             ).start()
         end = deadline
-        while len(self._told) + len(reasons) < len(self.sources) and time.monotonic() < end:
+        while len(self._manifests) + len(reasons) < len(self.sources) and time.monotonic() < end:
             self._tick()
             with contextlib.suppress(Empty):
-                source, told = answers.get(timeout=4 * PAUSE_SECONDS)
-                if isinstance(told, str):
-                    reasons[source] = told
+                source, answer = answers.get(timeout=4 * PAUSE_SECONDS)
+                if isinstance(answer, str):
+                    reasons[source] = answer
                 else:
-                    self._told[source] = told
-                most = max(Counter(map(self._root, self._told.values())).values(), default=0)
+                    self._manifests[source] = answer
+                most = max(Counter(map(self._root, self._manifests.values())).values(), default=0)
                 if 2 * most > len(self.sources):
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         return self._believed(reasons)
@@ -126,9 +126,9 @@ class Transfer:
         """What a source says of its state, or why it says nothing."""
         try:
             while True:
-                what, *told = self._ask(source, b"manifests", *(name.encode() for name in names))
+                what, *values = self._ask(source, b"manifests", *(name.encode() for name in names))
                 if what == OK:
-                    return {name: Manifest.parsed(m) for name, m in zip(names, told, strict=True) if m}
+                    return {name: Manifest.parsed(m) for name, m in zip(names, values, strict=True) if m}
                 if what != WAIT or time.monotonic() > deadline:
                     return "it cannot save its state" if what == FAILED else "it has left the round"
                 time.sleep(PAUSE_SECONDS)
@@ -139,10 +139,10 @@ class Transfer:
         return root_of(manifests, manifests.keys() - self._differing)
 
     def _believed(self, reasons: dict[Source, str]) -> dict[str, Manifest]:
-        if not self._told:
+        if not self._manifests:
             said = "; ".join(f"worker {source.number}: {reason}" for source, reason in sorted(reasons.items()))
             raise CommunicationError(f"no source answers ({said})" if said else "no source answers")
-        roots = {source: self._root(told) for source, told in self._told.items()}
+        roots = {source: self._root(manifests) for source, manifests in self._manifests.items()}
         (root, most), *_ = Counter(roots.values()).most_common()
         if 2 * most <= len(roots):
             said = "; ".join(f"worker {source.number}: {root[:12]}" for source, root in sorted(roots.items()))
@@ -153,15 +153,15 @@ class Transfer:
                 *(source.number, most, self._number),
             )
         self.sources = [source for source in self.sources if roots.get(source) == root]
-        return self._told[self.sources[0]]
+        return self._manifests[self.sources[0]]
 
     def steps(self) -> int:
         """How many steps a source has taken since the round began; 0 if none says so."""
         for source in self.sources:
             try:
-                what, *told = self._ask(source, b"steps")
+                what, *values = self._ask(source, b"steps")
                 if what == OK:
-                    return max(0, int(told[0]))
+                    return max(0, int(values[0]))
             except (OSError, ValueError):
                 continue
         return 0
@@ -176,10 +176,10 @@ class Transfer:
             ValueError: none sends what it has announced.
         """
         if name not in self._differing:
-            return self._fetched(name, self.sources, self._told[self.sources[0]][name])
+            return self._fetched(name, self.sources, self._manifests[self.sources[0]][name])
         for source in [*self.sources]:
             try:
-                return self._fetched(name, [source], self._told[source][name])
+                return self._fetched(name, [source], self._manifests[source][name])
             except (CommunicationError, ValueError):
                 if source == (self.sources or [source])[-1]:
                     raise
@@ -210,7 +210,7 @@ class Transfer:
             try:
                 if source not in self.sources:
                     raise Refused(f"worker {source.number} sent a wrong chunk")
-                what, *told = self._ask(source, b"chunk", name.encode(), str(number).encode())
+                what, *values = self._ask(source, b"chunk", name.encode(), str(number).encode())
             except OSError as error:
                 fetch.put_back(number, f"worker {source.number}: {reason_of(error)}")
                 if isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
@@ -220,7 +220,7 @@ class Transfer:
             if what != OK:
                 fetch.put_back(number, f"worker {source.number} has left the round")
                 return
-            if len(told) != 1 or not fetch.take(number, told[0]):
+            if len(values) != 1 or not fetch.take(number, values[0]):
                 fetch.put_back(number, f"worker {source.number} sent a wrong chunk")
                 if source in self.sources:
                     self.sources.remove(source)

@@ -4,7 +4,7 @@ save    every tensor of the state that belongs to a parameter is saved in the pa
         worker writes its shard. The state of replica r lies under `rank<r>`. What has another size, such as PowerSGD's Q of
         a shard, lies under a key that names the shard.
 load    as many replicas as before: each reads its own state, with the same bits. Another number: each reads the states of
-        all, and `Strategy.load_state_dict` deals out what was a worker's own, so that what is late keeps its weight.
+        all, and `Strategy.load_state_dict` divides what was a worker's own among them, so that what is late keeps its weight.
 """
 
 from __future__ import annotations

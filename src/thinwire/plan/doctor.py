@@ -1,6 +1,6 @@
-"""What is wrong with hosts and lines, and what follows from them. Pure functions: facts go in, findings come out.
+"""What is wrong with hosts and lines, and what follows from them. Pure functions from hosts and lines to findings.
 
-`lab/bench/host.py` collects the facts of a host, and `measure.py` measures the lines.
+`lab/bench/host.py` describes a host, and `measure.py` measures the lines.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def measure_lines(comm: Communicator, effort: Effort = Effort()) -> Lines:
     for pairs in rounds:
         if comm.rank in pairs:
             own[pairs[comm.rank]] = _pair(comm, pairs[comm.rank], effort, effort.seconds / (len(rounds) + 1))
-    rows = [{int(peer): _Row(*row) for peer, row in told.items()} for told in comm.gather_objects(own)]
-    measured = [row for told in rows for row in told.values()]
+    rows = [{int(peer): _Row(*row) for peer, row in of_worker.items()} for of_worker in comm.gather_objects(own)]
+    measured = [row for of_worker in rows for row in of_worker.values()]
     rates, longest = [row.rate for row in measured], max(row.round_trip for row in measured)
     num_bytes = max(1, min(effort.together_bytes, int(min(rates) * max(TOGETHER_SECONDS, longest))))
     together = measure_together(comm, TOGETHER_REPETITIONS, num_bytes)

@@ -122,7 +122,7 @@ def test_the_page_and_its_data(serving):
     kind, body = get(serving, "/run.json")
     seen = json.loads(body)
     assert kind == "application/json" and seen["state"] == "running" and seen["rows"] == ROWS
-    assert ["loss", "1"] in seen["facts"]
+    assert ["loss", "1"] in seen["figures"]
 
 
 def test_prometheus_reads_the_moment(serving, run):

@@ -1,4 +1,4 @@
-"""Data sets on small files made here: what is loaded, dealt out, augmented and scored; and what is said of bad input."""
+"""Data sets on small files made here: loading, division among workers, augmentation and scores; and errors of bad input."""
 
 from __future__ import annotations
 

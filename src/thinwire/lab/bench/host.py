@@ -1,4 +1,4 @@
-"""The facts of this host and this process, for `thinwire doctor`."""
+"""Describes this host and this process, for `thinwire doctor`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIDE, COPIED, REPETITIONS = 1024, 1 << 24, 5  # rows of a matrix whose product i
 
 
 def this_host(is_launched: bool, is_timed: bool = False) -> Host:
-    """The facts of this host; after the workers have met, also of its connections.
+    """Describe this host; after the workers have met, also of its connections.
 
     Args:
         is_launched: whether a launcher started this process, which then has the ports.

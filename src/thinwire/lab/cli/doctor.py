@@ -49,7 +49,7 @@ class Doctor:
     speed: bool = False
     """Also measure how fast each host computes."""
     json: Path | None = None
-    """Write facts, measurements and findings to this file."""
+    """Write host descriptions, measurements and findings to this file."""
 
     def __post_init__(self) -> None:
         require_integer("workers", self.workers, 1)
@@ -91,13 +91,13 @@ def doctor_command(options: list[str]) -> None:
     else:
         from ..bench.host import this_host
 
-        _tell(asked, _diagnosed(asked, Diagnosis([this_host(False, asked.speed)])))
+        _report(asked, _diagnosed(asked, Diagnosis([this_host(False, asked.speed)])))
 
 
 def examine_all(asked: Doctor, rendezvous: str) -> None:
-    """The work of one worker: tell the others its facts, connect with them, measure, and tell on rank 0.
+    """The work of one worker: describe its host to the others, connect, measure, and report on rank 0.
 
-    The facts go through the store by which workers meet, so that they are known where the workers cannot connect.
+    Descriptions go through the store of the rendezvous, so that they are known where the workers cannot connect.
     """
     from ...comm.tcp import TcpCommunicator
     from ...plan import Effort, measure_lines
@@ -109,7 +109,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
     effort, rank = Effort(asked.seconds, round(1e6 * asked.megabytes)), int(os.environ["RANK"])
     try:
         store = meeting(rendezvous, asked.timeout)
-        hosts = _all_told(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
+        hosts = _exchange_hosts(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
         with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
             if rank == 0 and comm.size > 1:
                 print(f"The measurement {effort.announced(comm.size)}.", flush=True)
@@ -121,24 +121,24 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
     except RuntimeError as error:  # PyTorch's and ours
         if rank == 0 or not hosts:
             of_whom = "" if hosts else f"rank {rank} alone"
-            _tell(asked, _diagnosed(asked, Diagnosis(hosts or [this_host(True, asked.speed)])), of_whom)
+            _report(asked, _diagnosed(asked, Diagnosis(hosts or [this_host(True, asked.speed)])), of_whom)
         reason = str(error).strip().splitlines()[0].partition(". Exception raised from")[0]
         fail(f"rank {rank} could not connect with the others: {reason}", 1)
         sys.exit(1)
     if rank == 0:
-        _tell(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))
+        _report(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))
 
 
-def _all_told(store: Store, rank: int, size: int, facts: Callable[[], Host]) -> list[Host]:
-    """The facts of all workers. Rank 0 collects its own last: then the store is connected with all others."""
+def _exchange_hosts(store: Store, rank: int, size: int, describe: Callable[[], Host]) -> list[Host]:
+    """The hosts of all workers. Rank 0 describes its own last: then the store is connected with all others."""
     from ...plan.doctor import Host
 
-    def told(other: int) -> Host:
+    def read(other: int) -> Host:
         return Host.of(json.loads(store.get(f"doctor/{other}")))
 
-    others = [told(other) for other in range(1, size)] if rank == 0 else []
-    store.set(f"doctor/{rank}", json.dumps(facts().as_dict()))
-    return [told(0), *others] if rank == 0 else [told(other) for other in range(size)]
+    others = [read(other) for other in range(1, size)] if rank == 0 else []
+    store.set(f"doctor/{rank}", json.dumps(describe().as_dict()))
+    return [read(0), *others] if rank == 0 else [read(other) for other in range(size)]
 
 
 def _connections(comm: Communicator) -> int:
@@ -169,7 +169,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
 # ---- tables ----
 
 
-def _tell(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
+def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     """Print everything, and write the file."""
     if asked.json is not None:
         asked.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
@@ -200,7 +200,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
     def buffers(host: Host) -> str:
         return f"{host.send_buffer_bytes / 1e6:.3g}, {host.receive_buffer_bytes / 1e6:.3g}"
 
-    facts: dict[str, Callable[[Host], str]] = {
+    properties: dict[str, Callable[[Host], str]] = {
         "host": lambda host: host.name,
         "address": lambda host: host.address,
         "interface, MTU": lambda h: f"{h.interface.name}, {h.interface.mtu}" if h.interface else "none has the address",
@@ -219,7 +219,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
         "not built": lambda host: ", ".join(host.missing) or "nothing",
     }
     shown = hosts[:MOST_COLUMNS]
-    rows = [[name, *[tell(host) for host in shown]] for name, tell in facts.items()]
+    rows = [[name, *[text(host) for host in shown]] for name, text in properties.items()]
     rows += [[name, *[host.versions.get(name, "") for host in shown]] for name in shown[0].versions]
     rows += [[name, *[f"{host.speeds[name] / 1e9:.3g} G/s" for host in shown]] for name in shown[0].speeds]
     columns = ["", *[f"rank {rank}" for rank in range(len(shown))]] if len(hosts) > 1 else ["", of_whom]

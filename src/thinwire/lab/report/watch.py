@@ -87,15 +87,15 @@ def state_of(seen: dict[str, Any]) -> str:
     return f"no row for {age / 3600:.0f} h" if age >= 3600 else f"no row for {age / 60:.0f} min"
 
 
-def facts(seen: dict[str, Any]) -> list[tuple[str, str]]:
+def figures(seen: dict[str, Any]) -> list[tuple[str, str]]:
     """The numbers of the moment by name, those that the run has.
 
     Example:
-        >>> facts({"now": {"step": 3, "loss": 0.25, "bytes_sent": 2_000_000, "dense_fp32_bytes": 8_000_000}})
+        >>> figures({"now": {"step": 3, "loss": 0.25, "bytes_sent": 2_000_000, "dense_fp32_bytes": 8_000_000}})
         [('step', '3'), ('loss', '0.25'), ('sent by a worker', '2 MB'), ('fewer than fp32', '4 times')]
     """
     now = seen["now"]
-    known = [(words, now[key], form) for key, words, form in _FACTS if now.get(key) is not None]
+    known = [(words, now[key], form) for key, words, form in _FIGURES if now.get(key) is not None]
     shown = [(words, form(value)) for words, value, form in known]
     if now.get("bytes_sent") and now.get("dense_fp32_bytes"):
         place = next(i for i, (words, _) in enumerate(shown) if words == "sent by a worker")
@@ -111,7 +111,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-_FACTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", _number),
     ("epoch", "epoch", _number),
     ("loss", "loss", _number),
@@ -143,7 +143,7 @@ def as_rich(seen: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
-    for words, value in facts(seen):
+    for words, value in figures(seen):
         grid.add_row(words, value)
     losses = [row["loss"] for row in seen["rows"] if isinstance(row.get("loss"), (int, float))]
     if len(losses) > 1:
@@ -183,7 +183,7 @@ def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
 
     def as_json() -> bytes:
         seen = snapshot(folder)
-        return json.dumps(seen | {"state": state_of(seen), "facts": facts(seen)}).encode()
+        return json.dumps(seen | {"state": state_of(seen), "figures": figures(seen)}).encode()
 
     answers: dict[str, tuple[str, Callable[[], bytes]]] = {
         "/": ("text/html; charset=utf-8", lambda: page),

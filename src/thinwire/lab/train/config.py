@@ -223,7 +223,7 @@ class RunConfig:
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(
-            not named, f"elastic runs go over Gloo or NCCL, and deal their data evenly; leave out {', '.join(named)}"
+            not named, f"elastic runs go over Gloo or NCCL, and divide their data evenly; leave out {', '.join(named)}"
         )
 
     @property

@@ -78,8 +78,8 @@ def test_the_last_checkpoints_and_the_best_are_kept(finished):
     assert len(files) >= 3 * len(kept)
     for file in files:
         torch.load(file, weights_only=True)
-    facts = json.loads((finished / "checkpoints" / "step-000009" / "checkpoint.json").read_text())
-    assert facts["step"] == 9 and facts["row"]["test_accuracy"] == tested[9] and facts["config"]["strategy"]
+    described = json.loads((finished / "checkpoints" / "step-000009" / "checkpoint.json").read_text())
+    assert described["step"] == 9 and described["row"]["test_accuracy"] == tested[9] and described["config"]["strategy"]
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(begun, finished):
@@ -111,8 +111,8 @@ def test_a_run_goes_on_with_another_number_of_workers(begun, finished):
     assert rows[:8] == without_times(finished)[:8]
     assert [(row["step"], row["epoch"]) for row in rows[8:]] == [(9, 2 + 5 / 6), (10, 3.0)]
     assert "test_accuracy" in rows[9] and json.loads((folder / "summary.json").read_text())["workers"] == 1
-    facts = json.loads((folder / "checkpoints" / "step-000010" / "checkpoint.json").read_text())
-    assert facts["workers"] == [0] and facts["origin"] == [8, 2, 800]
+    described = json.loads((folder / "checkpoints" / "step-000010" / "checkpoint.json").read_text())
+    assert described["workers"] == [0] and described["origin"] == [8, 2, 800]
 
 
 def test_a_finished_run_is_not_run_again(finished):

@@ -16,8 +16,8 @@ another number of workers. All workers run this code. One of them also shows the
 number of workers, metrics use a communicator of their own, so that the ledger counts only the training.
 
 In an elastic run, workers may come, go and die between any two lines. One that joins is healed: it gets model, optimizer and
-position from a live worker. Blocks of data are dealt so that each is committed once (`blocks.py`); those of a round that is
-given up are dealt again. Rows and checkpoints are made between two rounds. If a worker dies meanwhile, they are left out.
+position from a live worker. Blocks of data are assigned so that each is committed once (`blocks.py`); those of a round that is
+given up are assigned again. Rows and checkpoints are made between two rounds. If a worker dies meanwhile, they are left out.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Worker:
                 after = self._after_step if self.commits is None else self._after_own_step
                 stop = after(self.upcoming_step, interruption)
                 self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
-            elif self.blocks is not None:  # its blocks are dealt again
+            elif self.blocks is not None:  # its blocks are assigned again
                 self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop

@@ -1,9 +1,9 @@
-"""The steps of an elastic run: every block of an epoch is committed once, whoever comes, goes or dies meanwhile.
+"""The steps of an elastic run: every block of an epoch is committed once, while workers come, go and die.
 
-A block is the batches of one worker's step. An `ElasticSampler` deals one to each worker of a step, from an order that the seed
-and the epoch choose. What a block holds is a function of the seed alone, whichever worker has it. The blocks of a worker that
-dies before its round is committed are dealt again, first. An epoch ends with the step that commits the last of its blocks. It
-has as many blocks as the data have whole ones; which examples are left over differs from epoch to epoch.
+A block is the batches of one worker's step. An `ElasticSampler` assigns one to each worker of a step, in an order that the
+seed and the epoch choose. The content of a block follows from the seed alone, whichever worker has it. The blocks of a worker
+that dies before its round is committed are assigned again, first. An epoch ends with the step that commits the last of its
+blocks. It has as many blocks as the data fill; the examples that are left over differ from epoch to epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BlockCourse:
 
     Args:
         step: number of steps so far.
-        blocks: dealt so far, since the start of the run, without those that were given back.
+        blocks: assigned so far, since the start of the run, without those that were given back.
         num_blocks: in an epoch.
         size: number of workers.
         epochs: of the run.
@@ -66,14 +66,14 @@ class BlockCourse:
 
 
 class BlockSteps:
-    """Deals and loads the blocks of one worker of an elastic run; all workers construct it together.
+    """Assigns and loads the blocks of one worker of an elastic run; all workers construct it together.
 
     Args:
         config, data: of the run.
         handle: the strategy at work.
 
     Attributes:
-        sampler: deals the blocks.
+        sampler: assigns the blocks.
         weight: of this worker's last step, see `ElasticSampler`.
     """
 
@@ -93,25 +93,25 @@ class BlockSteps:
     def load(self, position: dict[str, Any] | None, place: Place) -> None:
         """Go on from a checkpoint: from the sampler's position, or from the place of a run that was not elastic."""
         num_blocks = self.sampler.num_blocks
-        dealt = place.epoch * num_blocks + min(place.examples // self._examples, num_blocks)
-        began: dict[str, Any] = {"next": dealt, "returned": [], "leases": {}, "per_step": 1, "own": 0}
+        assigned = place.epoch * num_blocks + min(place.examples // self._examples, num_blocks)
+        began: dict[str, Any] = {"next": assigned, "returned": [], "leases": {}, "per_step": 1, "own": 0}
         self.sampler.load_state_dict(position or began)
 
     def course(self, step: int, size: int) -> BlockCourse:
         """The course of the run after `step` steps, on so many workers."""
         self._epoch = max(self._epoch, self.sampler.epoch)
         config, num_blocks = self._config, self.sampler.num_blocks
-        return BlockCourse(step, self.sampler.num_dealt, num_blocks, size, config.epochs, config.max_steps)
+        return BlockCourse(step, self.sampler.num_assigned, num_blocks, size, config.epochs, config.max_steps)
 
     def place(self, step: int) -> Place:
         """The place in the run after `step` steps, for a checkpoint that goes on with a fixed number of workers."""
-        epoch, blocks = divmod(self.sampler.num_dealt, self.sampler.num_blocks)
+        epoch, blocks = divmod(self.sampler.num_assigned, self.sampler.num_blocks)
         return Place(step, epoch, blocks * self._examples)
 
     def take(self, step: int, comm: Communicator, clock: Clock) -> Step:
         """The step after `step` steps, once the workers of its round are known."""
         self.sampler.per_step = comm.size
-        before, num_blocks = self.sampler.num_dealt, self.sampler.num_blocks
+        before, num_blocks = self.sampler.num_assigned, self.sampler.num_blocks
         next_epoch = -(-before // num_blocks)
         (block,) = self.sampler.take()
         self.weight = self.sampler.weight

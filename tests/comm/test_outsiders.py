@@ -29,15 +29,15 @@ SECRET, OTHER = b"s" * 32, b"o" * 32
 # ---- who knows the secret ----
 
 
-def open_pair(strangers):
-    """Two workers in threads open a channel and talk, while `strangers(host, port)` is at rank 0's door."""
+def open_pair(outsiders):
+    """Two workers in threads open a channel and talk, while `outsiders(host, port)` connects to rank 0."""
     addresses, ready, heard = [None, None], threading.Barrier(2), {}
 
     def worker(rank):
         def gather(own):
             addresses[rank] = own
             if rank == 0:
-                strangers(own[0], own[1])
+                outsiders(own[0], own[1])
             ready.wait()
             return addresses
 
@@ -55,32 +55,32 @@ def open_pair(strangers):
     return heard
 
 
-def test_strangers_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, caplog):
+def test_outsiders_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    doors = []
+    connections = []
 
-    def strangers(host, port):
+    def outsiders(host, port):
         for said in (b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO.size), HELLO.pack(1, b"n" * 32, b"p" * 32)):
-            doors.append(socket.create_connection((host, port)))
-            doors[-1].sendall(said)
-        # As it was before: the rank, and a secret of another run.
+            connections.append(socket.create_connection((host, port)))
+            connections[-1].sendall(said)
+        # It knows the form of a greeting, and the secret of another run.
         knows_another = socket.create_connection((host, port))
-        doors.append(knows_another)
+        connections.append(knows_another)
         knows_another.sendall(HELLO.pack(1, b"n" * 32, proof(OTHER, b"connect", 1, 0, b"?" * 64)))
 
     with caplog.at_level(logging.WARNING, "thinwire"):
-        assert open_pair(strangers) == {0: 5, 1: 5}
+        assert open_pair(outsiders) == {0: 5, 1: 5}
     lines = [line for line in caplog.messages if "does not know the run's secret" in line]
-    assert len(lines) == len(doors) == 3
+    assert len(lines) == len(connections) == 3
     assert all("\n" not in line and "rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
 
 
-def test_a_crowd_of_silent_strangers_is_sent_away(monkeypatch, caplog):
+def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    doors = []
+    connections = []
     crowd = MAX_GREETINGS + AT_ONCE + 20
     with caplog.at_level(logging.WARNING, "thinwire"):
-        heard = open_pair(lambda *address: doors.extend(socket.create_connection(address) for _ in range(crowd)))
+        heard = open_pair(lambda *address: connections.extend(socket.create_connection(address) for _ in range(crowd)))
     assert heard == {0: 5, 1: 5}
     assert sum("was silent for too long" in line for line in caplog.messages) >= 19
 
