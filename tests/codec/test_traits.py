@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def demands_of(codec):
     return {name for name in DEMANDS if getattr(codec.traits, name)}
 
 
+@cache  # each codec is wrapped by several combinators
 def mean(codec, scale):
     """The mean of four workers, whose weights are exact, by an all-gather of gradients that come multiplied by `scale`."""
 

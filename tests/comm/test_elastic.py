@@ -42,7 +42,7 @@ def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatc
     averager = "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback(), exchange='scatter_reduce')"
 
     def start(number, dies_among=None, dies_in="round"):
-        return Program(worker, address, number, averager, 6, 20, dies_among, dies_in, 2, folder, folder=tmp_path)
+        return Program(worker, address, number, averager, 6, 8, dies_among, dies_in, 2, folder, folder=tmp_path)
 
     survivors = [start(2), start(3)]  # before the others, whose state would heal them if they came late
     wait_until(lambda: survivors[0].stdout.split() == ["2"], "a round of the first two")
@@ -56,15 +56,15 @@ def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatc
     assert [program.wait(180) for program in (*survivors, *joined)] == [0] * 6, [
         p.stderr for p in (*survivors, *joined)
     ]
-    facts = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]
-    assert len({fact["model"] for fact in facts}) == 1
-    for fact in facts[:2]:
-        assert fact["healings"] == 0, fact  # they have kept their memory
-        assert fact["aborted"] >= 2 and fact["slowest"] < 60, fact  # nobody was silent for as long as is allowed
+    results = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]
+    assert len({result["model"] for result in results}) == 1
+    for result in results[:2]:
+        assert result["healings"] == 0, result  # they have kept their memory
+        assert result["aborted"] >= 2 and result["slowest"] < 60, result  # nobody was silent for as long as is allowed
         for victim in (0, 1):  # one that joined again and fell behind at once has lost nothing
-            assert any(number == victim and norm > 0 for _, number, norm, _ in fact["losses"]), fact
-        assert 2 in fact["sizes"] and fact["sizes"][-1] == 6, fact
-    assert [fact["healings"] for fact in facts[2:]] == [1] * 4
+            assert any(number == victim and norm > 0 for _, number, norm, _ in result["losses"]), result
+        assert 2 in result["sizes"] and result["sizes"][-1] == 6, result
+    assert [result["healings"] for result in results[2:]] == [1] * 4
     place.kill()
 
 

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import with_forked_programs
+from helpers.spawn import spawn
+from torch import nn
 
+import thinwire as tw
 from thinwire.integrations.numbers import SHORT_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +83,51 @@ def lightning_resumes(folder: Path) -> None:
     assert_equal(whole, second)
 
 
+def in_fabric(net: nn.Module) -> nn.Module:
+    """The model in DDP, as Fabric's `setup` returns it."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Started(LightningEnvironment):
+        creates_processes_externally = True
+
+        def global_rank(self) -> int:
+            return torch.distributed.get_rank()
+
+        def world_size(self) -> int:
+            return 2
+
+        def local_rank(self) -> int:
+            return torch.distributed.get_rank()
+
+        def set_global_rank(self, rank: int) -> None:
+            pass
+
+        def set_world_size(self, size: int) -> None:
+            pass
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
+    fabric.launch()
+    return fabric.setup(net)
+
+
+def fabric_worker(comm: tw.comm.Communicator) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False)
+    model = in_fabric(net)
+    with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8))) as handle:
+        model(torch.full((1, 3), float(comm.rank))).sum().backward()
+        assert [name for name, _ in handle.parameters] == ["weight"]
+    assert net.weight.grad is not None
+    return net.weight.grad
+
+
+def lightning_works(folder: Path) -> None:
+    for gradient in spawn(2, fabric_worker):
+        torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
+    lightning_resumes(folder)
+
+
 def accelerate_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "accelerate_digits.py")]
     printed = run(example, "--epochs", 1, "--output", folder / "first")
@@ -141,7 +189,7 @@ def assert_equal_states(a: Any, b: Any) -> None:
 
 
 def test_lightning(tmp_path):
-    with_forked_programs(["lightning.pytorch", "sklearn.datasets"], lightning_resumes, tmp_path)
+    with_forked_programs(["lightning.pytorch", "sklearn.datasets"], lightning_works, tmp_path)
 
 
 def test_accelerate(tmp_path):

@@ -19,7 +19,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.comm import CommunicationError
 
-SIZE, NUM_STEPS, SETTLED = 4, 25, 10
+SIZE, NUM_STEPS, SETTLED = 4, 12, 10
 DIRECTED = tw.PushSum(tw.topology.DirectedGraph(((0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0))))
 AVERAGERS = [
     tw.Mix(),

@@ -140,52 +140,16 @@ def test_swapped_arguments_are_told_so():
             tw.attach(nn.Linear(1, 1), strategy)
 
 
-def wrapped_worker(comm, wrap):
+def compiled_worker(comm):
     torch.manual_seed(0)
     net = nn.Linear(3, 2, bias=False)
-    model = WRAP[wrap](net)
+    model = torch.compile(DistributedDataParallel(net), backend="eager")
     with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8))) as handle:
         model(torch.full((1, 3), float(comm.rank))).sum().backward()
         assert [name for name, _ in handle.parameters] == ["weight"]
     return net.weight.grad
 
 
-def with_fabric(net):
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    class Started(LightningEnvironment):
-        creates_processes_externally = True
-
-        def global_rank(self):
-            return torch.distributed.get_rank()
-
-        def world_size(self):
-            return 2
-
-        def local_rank(self):
-            return torch.distributed.get_rank()
-
-        def set_global_rank(self, rank):
-            pass
-
-        def set_world_size(self, size):
-            pass
-
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
-    fabric.launch()
-    return fabric.setup(net)
-
-
-WRAP = {
-    "compile": lambda net: torch.compile(DistributedDataParallel(net), backend="eager"),
-    "fabric": with_fabric,
-}
-
-
-@pytest.mark.parametrize("wrap", ["compile", pytest.param("fabric", marks=pytest.mark.integration)])
-def test_a_wrapper_around_ddp_works(wrap):
-    if wrap == "fabric":
-        pytest.importorskip("lightning")
-    for gradient in spawn(2, wrapped_worker, wrap):
+def test_compiled_ddp_works():
+    for gradient in spawn(2, compiled_worker):
         torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
