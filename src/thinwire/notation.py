@@ -30,10 +30,7 @@ from .suggestion import suggestion
 
 ENTRY_POINT_GROUP = "thinwire.algorithms"
 
-METHODS = (
-    *("asynchronous_diloco", "demo", "diloco", "dion", "mulo_co", "no_loco"),
-    *("sparse_loco", "streaming_diloco"),
-)
+METHODS = "asynchronous_diloco demo diloco dion mulo_co no_loco sparse_loco streaming_diloco".split()
 """Functions of `strategy` that the notation knows; each makes a strategy."""
 
 _T = TypeVar("_T", bound=type[Algorithm])

@@ -287,18 +287,12 @@ def measure_together(
         True
     """
     require(comm.size >= 2, "measure_together needs at least two workers")
-    byte, following, before = (
-        torch.zeros(1, dtype=torch.uint8, device="cpu"),
-        (comm.rank + 1) % comm.size,
-        (comm.rank - 1) % comm.size,
-    )
+    byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
     def exchange(num_bytes: int = 1, times: int = 1) -> None:
-        sent, got = (
-            torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"),
-            torch.empty(num_bytes, dtype=torch.uint8, device="cpu"),
-        )
-        gots = [got, *(torch.empty_like(got) for _ in range(times - 1))]
+        sent = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        gots = [torch.empty_like(sent) for _ in range(times)]
         for handle in [comm.exchange({following: sent}, {before: got}) for got in gots]:
             handle.wait()
 

@@ -132,30 +132,9 @@ class DavisSouthernWomen(Undirected):
             )
 
 
-NUM_WOMEN = 18
-EVENTS_OF_WOMEN = (  # events 1 to 14; a row of the published table each, from Evelyn Jefferson to Flora Price
-    (1, 2, 3, 4, 5, 6, 8, 9),
-    (1, 2, 3, 5, 6, 7, 8),
-    (2, 3, 4, 5, 6, 7, 8, 9),
-    (1, 3, 4, 5, 6, 7, 8),
-    (3, 4, 5, 7),
-    (3, 5, 6, 8),
-    (5, 6, 7, 8),
-    (6, 8, 9),
-    (5, 7, 8, 9),
-    (7, 8, 9, 12),
-    (8, 9, 10, 12),
-    (8, 9, 10, 12, 13, 14),
-    (7, 8, 9, 10, 12, 13, 14),
-    (6, 7, 9, 10, 11, 12, 13, 14),
-    (7, 8, 10, 11, 12),
-    (8, 9),
-    (9, 11),
-    (9, 11),
-)
-
-
 @lru_cache(maxsize=1)
 def _davis() -> Adjacency:
-    edges = [(w, NUM_WOMEN + event - 1) for w, events in enumerate(EVENTS_OF_WOMEN) for event in events]
-    return adjacency_of([*edges, *((event, woman) for woman, event in edges)], size=32)
+    import networkx  # PyTorch needs it too
+
+    graph = networkx.convert_node_labels_to_integers(networkx.davis_southern_women_graph())
+    return adjacency_of(graph.to_directed().edges, size=32)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..options import require_integer
 from .base import Neighbours, Topology
 from .circulant import Circulant, Groups
 from .random_graphs import UniformStream
@@ -39,10 +40,8 @@ class RandomPairs(Topology):
     num_steps: int = 64
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.seed, int) and self.seed >= 0):
-            raise ValueError(f"RandomPairs: seed must be an integer, 0 or more, got {self.seed!r}")
-        if not (isinstance(self.num_steps, int) and self.num_steps >= 1):
-            raise ValueError(f"RandomPairs: num_steps must be a positive integer, got {self.num_steps!r}")
+        require_integer("RandomPairs: seed", self.seed, 0)
+        require_integer("RandomPairs: num_steps", self.num_steps, 1)
 
     def _period(self, size: int) -> int:
         return 1 if size == 2 else self.num_steps

@@ -38,28 +38,12 @@ from ..base import Averager, NamedTensors, check_agreement, copy_changed
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from .clip import Clip, clip_gradients, clip_means
-from .exchange import (
-    EXCHANGES,
-    OWNER_MEMORY,
-    AllGather,
-    AllReduce,
-    Job,
-    Load,
-    OwnerMemory,
-    PendingExchange,
-    Shares,
-    Whole,
-    agree_on_nodes,
-    cheapest,
-    check_divisor,
-    check_rule,
-    flatten,
-    launched_nodes,
-    message_nbytes,
-    pack,
-    result_buffers,
-    split_like,
-)
+from .exchange import EXCHANGES, Load, cheapest
+from .exchange.all_gather import AllGather, check_divisor, check_rule
+from .exchange.all_reduce import AllReduce
+from .exchange.base import Job, PendingExchange, Shares, flatten, message_nbytes, pack, result_buffers, split_like
+from .exchange.hierarchical import agree_on_nodes, launched_nodes
+from .exchange.scatter_reduce import OWNER_MEMORY, OwnerMemory, Whole
 from .state import MeanState
 
 

@@ -19,7 +19,8 @@ from ...kernels import Flag
 from ...membership import State, agreed, config, nested, pending, shared
 from ...schedule import Progress
 from ..robust.record import RuleState
-from .exchange import Observe, OwnerMemory, PendingExchange, ScatterReduce, Shares, Whole
+from .exchange.base import Observe, PendingExchange, Shares
+from .exchange.scatter_reduce import OwnerMemory, ScatterReduce, Whole
 from .line_meter import LineMeter, Message
 
 

@@ -35,9 +35,9 @@ from ...membership import WHOLE, State, config, restart, shared
 from ..base import Codec
 from ..compose.chain import chain
 from ..compose.per_layer import PerLayer
-from ..dense import Identity
-from ..quantize import QSGD
-from ..sparse import TopK
+from ..dense.cast import Identity
+from ..quantize.qsgd import QSGD
+from ..sparse.top_k import TopK
 from ..traits import Traits
 from ..types import Key
 from .allocation import Choice, Matrix, allocate

@@ -74,10 +74,6 @@ class BlockwiseTopK(Sparsifier):
         selected = kernels.select.topk_in_chunks(segments, self.block, num_kept(self.ratio, self.block), last_counts)
         return Selection(*selected, [self.count(s.numel()) for s in segments])
 
-    @property
-    def _word_bits(self) -> int:
-        return (self.block - 1).bit_length()
-
     def _runs(self, counts: list[int], numels: list[int]) -> list[_Run]:
         return _runs((self.block - 1).bit_length(), tuple(counts), tuple(numels))
 

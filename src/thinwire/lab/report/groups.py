@@ -11,21 +11,7 @@ from .runs import Run
 
 # These fields set where a run is stored and how its workers connect, but not what it computes.
 IGNORED = {
-    *(
-        "seed",
-        "name",
-        "suffix",
-        "output",
-        "overwrite",
-        "resume",
-        "requeue",
-        "port",
-        "interface",
-        "keep",
-        "checkpoint_every",
-        "wandb",
-        "mlflow",
-    ),
+    *"seed name suffix output overwrite resume requeue port interface keep checkpoint_every wandb mlflow".split(),
 }
 SIZES = {"workers", "epochs", "max_steps"}  # always named where they differ: longer runs are no better methods
 MISSING = "not set"

@@ -25,50 +25,7 @@ Each exchange is an object that has these formulas; `words.py` finds it by its w
 
 from __future__ import annotations
 
-from .all_gather import AllGather, check_divisor, check_rule
-from .all_reduce import AllReduce
-from .base import (
-    Finish,
-    Job,
-    Observe,
-    PendingExchange,
-    Shares,
-    Stages,
-    flatten,
-    message_nbytes,
-    pack,
-    result_buffers,
-    split_like,
-)
 from .contract import Exchange, Load
-from .hierarchical import agree_on_nodes, launched_nodes
-from .scatter_reduce import OWNER_MEMORY, OwnerMemory, ScatterReduce, Whole
 from .words import EXCHANGES, cheapest
 
-__all__ = [
-    "EXCHANGES",
-    "OWNER_MEMORY",
-    "OwnerMemory",
-    "AllGather",
-    "AllReduce",
-    "Exchange",
-    "Finish",
-    "PendingExchange",
-    "Job",
-    "Load",
-    "Observe",
-    "ScatterReduce",
-    "Shares",
-    "Whole",
-    "Stages",
-    "agree_on_nodes",
-    "cheapest",
-    "check_divisor",
-    "check_rule",
-    "flatten",
-    "launched_nodes",
-    "message_nbytes",
-    "pack",
-    "result_buffers",
-    "split_like",
-]
+__all__ = ["EXCHANGES", "Exchange", "Load", "cheapest"]
