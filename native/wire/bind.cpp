@@ -145,6 +145,7 @@ NB_MODULE(_engine, m) {
         .def("cut", &Engine::cut, Unlocked())
         .def("connects", &Engine::connects, "peer"_a, "is_mine"_a, Unlocked())
         .def("lose", &Engine::lose, "peer"_a, "reason"_a, Unlocked())
+        .def("drained", &Engine::drained, "seconds"_a, Unlocked())
         .def("close", &Engine::close, "seconds"_a, Unlocked())
         .def("counts", &Engine::counts, "peer"_a, Unlocked());
     m.attr("STREAM_SHIFT") = kStreamShift;

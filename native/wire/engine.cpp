@@ -38,6 +38,8 @@ constexpr int kSigns = 4;                   // of life, in the time limit, so th
 constexpr int kTurns = 8;                   // of reading from one connection before the others
 constexpr int kMaxStripes = 64;
 constexpr int kMaxCopies = 3;               // of a chunk that is late
+constexpr uint64_t kWindow = 128 << 20;     // bytes that a peer may leave unacknowledged: copies of them are kept
+constexpr int kMaxAsks = 1024;              // for an acknowledgement, over one connection
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -125,6 +127,7 @@ struct Engine::Connection {
     size_t unwritten = 0;      // index of the first that is not written whole
     size_t part = 0;           // bytes of that one that are written
     uint64_t pushed = 0, written = 0;
+    uint64_t asked = 0;  // up to where it has asked for an acknowledgement
     // receiving
     std::vector<uint8_t> ahead = std::vector<uint8_t>(kAhead);
     size_t ahead_begin = 0, ahead_end = 0;
@@ -133,7 +136,11 @@ struct Engine::Connection {
     uint8_t* into = nullptr;
     size_t left = 0;  // of the chunk
     uint64_t taken = 0, told = 0;
+    int asks = 0;
 
+    uint64_t unacknowledged() const {
+        return frames.empty() ? 0 : pushed - frames.front().end + sizeof(Header) + frames.front().header.length;
+    }
     uint64_t sealed() const { return session ? session->pending() : 0; }  // written, and not with the kernel yet
 
     ssize_t send(iovec* pieces, int count) {
@@ -430,30 +437,39 @@ void Engine::lose(int rank, const std::string& reason) {
     wake();
 }
 
-void Engine::close(double seconds) {
+bool Engine::drained(double seconds) {
     Lock lock(mutex_);
-    closing_ = true;
-    auto until = after(seconds);
-    for (Peer& peer : peers_)
-        for (auto& c : peer.connections)
-            if (!c->is_dead) control(*c, kAsk, 0);
-    auto settled = [&] {
+    return flushed_.wait_until(lock, after(seconds), [&] {
+        bool is_drained = true;
         for (Peer& peer : peers_) {
             if (!failure_.empty() || !peer.gone.empty()) continue;
-            if (peer.has_work()) return false;
-            for (auto& c : peer.connections)
-                for (auto& frame : c->frames)  // of two that close at the same time, none acknowledges the other's last answer
-                    if (!c->is_dead && frame.chunk) return false;
+            is_drained = is_drained && !peer.has_work();
+            for (auto& c : peer.connections) {
+                if (c->is_dead) continue;
+                uint64_t last = 0;  // of two that close at the same time, none acknowledges the other's last answer
+                for (auto& frame : c->frames)
+                    if (frame.chunk) last = frame.end;
+                is_drained = is_drained && last == 0;
+                if (last > c->asked && last <= c->written) {
+                    control(*c, kAsk, 0);
+                    c->asked = c->pushed;
+                    wake();
+                }
+            }
         }
-        return true;
-    };
-    wake();
-    flushed_.wait_until(lock, until, settled);
+        return is_drained;
+    });
+}
+
+void Engine::close(double seconds) {
+    drained(seconds);
+    Lock lock(mutex_);
+    closing_ = true;
     for (Peer& peer : peers_)
         for (auto& c : peer.connections)
             if (!c->is_dead) control(*c, kBye, 0), c->ends = true, flush(*c, true);
     wake();
-    flushed_.wait_until(lock, std::min(until, after(2)), [&] {
+    flushed_.wait_until(lock, after(std::min(seconds, 2.0)), [&] {
         for (Peer& peer : peers_)
             for (auto& c : peer.connections)
                 if (!c->is_dead) return false;
@@ -646,6 +662,7 @@ void Engine::control(Connection& c, Kind kind, uint64_t number) {
 // Gives a connection its next chunk, if there is one for it.
 bool Engine::take_work(Connection& c) {
     Peer& peer = *c.peer;
+    if (c.unacknowledged() > kWindow / peer.connections.size()) return false;
     bool is_first = peer.connections.front().get() == &c, is_alone = peer.connections.size() == 1;
     if (is_first && !peer.small.empty()) {
         push(c, std::move(peer.small.front()));
@@ -860,11 +877,16 @@ bool Engine::begin(Connection& c) {
         if (h.number > c.written) return leave(c, "acknowledged what was never sent"), false;
         acknowledged(c, h.number);
     } else if (h.kind == kAsk) {
+        if (++c.asks > kMaxAsks) return leave(c, "asks for too many acknowledgements"), false;
         c.told = c.taken + sizeof(Header);
         control(c, kAck, c.told);
         flush(c, true);
     } else if (h.kind == kWant) {
-        events_.push_back({Event::kWant, peer.rank, static_cast<int>(std::min<uint64_t>(h.number, kMaxStripes + 1))});
+        Event event{Event::kWant, peer.rank, static_cast<int>(std::min<uint64_t>(h.number, kMaxStripes + 1))};
+        auto same = [&](const Event& other) { return other.what == event.what && other.peer == event.peer; };
+        auto waiting = std::find_if(events_.begin(), events_.end(), same);  // so that their number is bounded
+        if (waiting == events_.end()) events_.push_back(event);
+        else waiting->number = std::max(waiting->number, event.number);
         events_ready_.notify_all();
     } else if (h.kind == kBye || h.kind == kFail) {
         peer.has_said_goodbye = h.kind == kBye;

@@ -68,7 +68,9 @@ class Engine {
     void cut();                                             // all connections; what they had goes over new ones
     void connects(int peer, bool is_mine);                  // which of both makes the connections; at first, the higher rank
     void lose(int peer, const std::string& reason);         // the peer is dead
-    void close(double seconds);                             // waits for acknowledgements, then says goodbye
+    // Whether peers have all that was sent, which it waits for. Connections that are lost meanwhile are made anew.
+    bool drained(double seconds);
+    void close(double seconds);                             // says goodbye once peers have all, or after so many seconds
     Counts counts(int peer);
 
   private:

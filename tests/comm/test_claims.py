@@ -10,7 +10,14 @@ from thinwire.comm.members import Diverged, Version
 
 
 def claim(number, committed=0, regroupings=0, rank=-1, **others):
-    values = {"id": f"id{number}", "store": "host:1", "history": "h", "settings": "s", "connection": "", "nonce": "n"}
+    values = {
+        "id": f"id{number}",
+        "store": "10.0.0.1:1",
+        "history": "h",
+        "settings": "s",
+        "connection": "",
+        "nonce": "n",
+    }
     return Claim(**values | {"number": number, "version": Version(committed, regroupings), "rank": rank} | others)
 
 
@@ -140,7 +147,15 @@ def test_a_place_depends_on_every_question():
 )
 def test_a_claim_that_cannot_be_true_is_dropped(wrong):
     data = claim(3, 7).data()
-    assert read_claim("a", "host:1", data) is not None
-    assert read_claim("a", "host:1", data | wrong) is None
+    assert read_claim("a", "10.0.0.1:1", data) is not None
+    assert read_claim("a", "10.0.0.1:1", data | wrong) is None
     assert read_claim("a", "nowhere", data) is None and read_claim("a", "h" * 1000 + ":1", data) is None
-    assert read_claim("a", "host:1", None) is None
+    assert read_claim("a", "10.0.0.1:1", None) is None
+
+
+@pytest.mark.parametrize(
+    "store", ["10.0.0.1:70000", "a\0b:1", "a..b:1", "slow.example.org:1", "10.0.0.1", ":1", "1" * 300]
+)
+def test_a_worker_says_an_address_that_need_not_be_looked_up(store):
+    assert read_claim("a", store, claim(3).data()) is None
+    assert read_claim("a", "[::1]:1", claim(3).data()) is not None

@@ -74,14 +74,14 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
 
     def quorum(**request):
         number, workers = next(told)
-        claim = Claim(workers, "host:1", 0, Version(), "", "", "", -1, "")
-        participants = [SimpleNamespace(replica_id=w, store_address="host:1", data=claim.data()) for w in workers]
+        claim = Claim(workers, "10.0.0.1:1", 0, Version(), "", "", "", -1, "")
+        participants = [SimpleNamespace(replica_id=w, store_address="10.0.0.1:1", data=claim.data()) for w in workers]
         return SimpleNamespace(quorum_id=number, participants=participants)
 
     asker = Asker(lambda seconds: SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a", 1.0)
     found = []
     for _ in range(6):
-        asker.ask(Claim("a", "host:1", 0, Version(), "", "", "", -1, ""), 1.0)
+        asker.ask(Claim("a", "10.0.0.1:1", 0, Version(), "", "", "", -1, ""), 1.0)
         found.append(asker.is_partial)
     asker.close()
     assert found == [False, False, False, False, True, False]

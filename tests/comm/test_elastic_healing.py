@@ -327,6 +327,7 @@ def test_bytes_that_are_no_state_are_a_value_error_and_take_no_memory():
             ["dict", ["a"]],
             ["dict", [["list"], 1]],
             ["call", "print"],
+            ["list", *[["tensor", "float32", [16], 0]] * 2],  # the same bytes twice would take any amount of memory
             {"a": 1},
             [],
         ),

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):
         heard = open_pair(lambda *address: connections.extend(socket.create_connection(address) for _ in range(crowd)))
     assert heard == {0: 5, 1: 5}
     assert sum("was silent for too long" in line for line in caplog.messages) >= 19
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
+    """An old caller of another address stays, though the flood's callers came later."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    doors = []
+
+    def strangers(*address):
+        doors.append(socket.create_connection(address))
+        for _ in range(MAX_GREETINGS + AT_ONCE + 20):
+            doors.append(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert open_pair(strangers) == {0: 5, 1: 5}
+    turned_away = [line for line in caplog.messages if "was silent for too long" in line]
+    assert len(turned_away) >= 19 and all("from 127.0.0.2:" in line for line in turned_away)
 
 
 def test_a_recorded_proof_is_of_no_use_and_a_listener_must_know_the_secret_too():

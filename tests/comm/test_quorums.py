@@ -31,7 +31,7 @@ class Scene:
         for id in ids:
             assert self.quorums.answer([b"beat", id.encode()]) == [OK]
 
-    def ask(self, id, nonce=b"1", claim='["host:1", {}]'):
+    def ask(self, id, nonce=b"1", claim='["10.0.0.1:1", {}]'):
         """The workers of the quorum and its number; None while there is none."""
         what, *answer = self.quorums.answer([b"ask", id.encode(), nonce, claim.encode()])
         assert what in (QUORUM, WAIT)
@@ -98,7 +98,14 @@ def test_a_question_of_a_worker_that_died_is_forgotten(monkeypatch):
 
 @pytest.mark.parametrize(
     "question",
-    [[b"ask", b"a", b"1"], [b"ask", b"a", b"1", b"x" * 5000], [b"kill", b"a"], [b"beat"], [b"ask", b"\xff", b"", b""]],
+    [
+        [b"ask", b"a", b"1"],
+        [b"ask", b"a", b"1", b"x" * 5000],
+        [b"kill", b"a"],
+        [b"beat"],
+        [b"ask", b"\xff", b"", b""],
+        [b"beat", b"x" * 1000],
+    ],
 )
 def test_what_is_no_question_is_an_error(question):
     with pytest.raises(ValueError):
@@ -127,7 +134,7 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
         if number == 2:
             client._client.ask(b"ask", b"2", b"nonce", b"[" * 2000, seconds=5)
             return
-        own = Claim(str(number), "host:1", number, Version(), "", "", "", -1, "n")
+        own = Claim(str(number), "10.0.0.1:1", number, Version(), "", "", "", -1, "n")
         found[number] = client.quorum(str(number), timedelta(seconds=20), own.store, own.data())
 
     for number in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import logging
 import os
 import resource
@@ -75,6 +76,16 @@ def test_who_does_not_come_to_the_store_is_named():
 def test_wrong_arguments_of_a_meeting_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TcpCommunicator.from_store(dist.HashStore(), **{"rank": 0, "size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    "said", [["a\0b", 1, "", ""], ["127.0.0.1", 1 << 17, "", ""], ["127.0.0.1", 1, 2, ""], [], "x", None]
+)
+def test_an_address_that_cannot_be_one_names_who_told_it(said):
+    store = dist.HashStore()
+    store.set("thinwire/1/0", json.dumps([*said, "00" * 32] if isinstance(said, list) else said))
+    with pytest.raises(CommunicationError, match="rank 0 says that it is at .* which is no address"):
+        TcpCommunicator.from_store(store, 1, 2, timeout_seconds=60.0)
 
 
 def test_workers_that_close_at_the_same_time_do_not_wait_for_each_others_last_words(monkeypatch):

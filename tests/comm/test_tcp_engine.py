@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -170,6 +172,34 @@ def test_memory_that_nobody_waits_for_is_given_back_when_all_is_acknowledged():
     wait_until(lambda: operation in engine.finished(), "the end of the operation")
 
 
+@pytest.mark.parametrize("is_connected_again", [True, False])
+def test_closing_waits_while_a_line_is_cut(is_connected_again):
+    """What was under way goes over a new connection, though this worker is closing; a peer that is dead is not waited for."""
+    engine, *_, first = said()
+    memory = noise(8_000_000, 0)  # more than the system keeps for a peer that does not read
+    engine.post([described(0, memory, 1)], [])
+    assert not engine.drained(0.0)
+    closing = threading.Thread(target=engine.close, args=(60.0,), daemon=True)
+    closing.start()
+    first.close()
+    wait_until(lambda: engine.counts(1).connections == 0, "the loss")
+    closing.join(0.1)
+    assert closing.is_alive()
+    if is_connected_again:
+        ours, second = socket.socketpair()
+        engine.attach(1, ours.detach())
+        assert read_message(second, 8_000_000) == memory.numpy().tobytes()
+        assert HEADER.unpack(second.recv(HEADER.size, socket.MSG_WAITALL))[0] == ASK
+        num_chunks = -(-8_000_000 // (1 << 18))
+        second.sendall(HEADER.pack(ACK, 0, 8_000_000 + num_chunks * HEADER.size, 0, 0))
+        assert HEADER.unpack(second.recv(HEADER.size, socket.MSG_WAITALL))[0] == BYE
+        second.close()
+    else:
+        engine.lose(1, "rank 1 has died")
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 @pytest.mark.parametrize("is_lost_before", [False, True])
 def test_memory_that_was_given_back_is_not_read_again(is_lost_before):
     """What was not acknowledged is sent again with the bytes that it had, whether the connection is lost before or later."""
@@ -189,6 +219,37 @@ def test_memory_that_was_given_back_is_not_read_again(is_lost_before):
     ours, second = socket.socketpair()
     engine.attach(1, ours.detach())
     assert read_message(second, 400_000) == expected
+
+
+def test_a_peer_that_never_acknowledges_takes_bounded_memory():
+    """It reads all; what it has not acknowledged is kept for another connection, so after a while it gets no more."""
+    engine, *_, theirs = said()
+    memory, num_read = noise(1 << 20, 0), 0
+    operations = [engine.post([described(number, memory, 1)], []) for number in range(160)]
+    theirs.settimeout(60.0)
+    while num_read <= 128 << 20:
+        num_read += len(theirs.recv(1 << 20))
+    theirs.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        while part := theirs.recv(1 << 20):
+            num_read += len(part)
+    assert num_read < 130 << 20
+    theirs.sendall(HEADER.pack(ACK, 0, num_read, 0, 0))
+    theirs.settimeout(30.0)
+    while num_read < (160 << 20) + 640 * HEADER.size:
+        num_read += len(theirs.recv(1 << 20))
+    finished(engine, operations[-1])
+
+
+def test_questions_of_a_peer_take_bounded_memory():
+    engine, operation, *_, theirs = said()
+    theirs.sendall(HEADER.pack(WANT, 0, 9, 0, 0) * 1000 + HEADER.pack(ASK, 0, 0, 0, 0))
+    theirs.recv(HEADER.size)  # all was read
+    assert engine.events(1.0) == [(_engine.WANT, 1, 9)]
+    with contextlib.suppress(ConnectionError):
+        theirs.sendall(HEADER.pack(ASK, 0, 0, 0, 0) * 2000)
+    with pytest.raises(RuntimeError, match="rank 1 asks for too many acknowledgements"):
+        engine.wait(operation, 30.0)
 
 
 # ---- a peer that lies ----

@@ -193,6 +193,7 @@ LIES = {
     "a frame of 2^32 bytes": b"\xff\xff\xff\xff",
     "a field of 2^32 bytes": struct.pack("!II", 8, 2**32 - 1) + b"four",
     "half a length": struct.pack("!I", 2) + b"ab",
+    "a million fields": struct.pack("!I", 4 << 20) + bytes(4 << 20),
 }
 
 
@@ -214,7 +215,9 @@ def test_a_worker_that_lies_is_dropped_and_named_and_the_others_go_on(lie, crede
     store.close()
 
 
-@pytest.mark.parametrize("question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"get"], [b"wait", b"soon"]])
+@pytest.mark.parametrize(
+    "question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"get"], [b"wait", b"soon"], [b"wait", b"9" * 400]]
+)
 def test_a_question_that_has_no_answer_ends_the_connection(question, credentials):
     store = listening_store("127.0.0.1", 0, SOON, credentials[0])
     store.set("word", "no number")
@@ -239,6 +242,39 @@ def test_a_store_holds_so_many_bytes(credentials, monkeypatch):
     theirs.set("c", "x" * 800)
     assert MAX_TABLE_BYTES == 1 << 26
     store.close()
+
+
+def test_what_nobody_reads_takes_bounded_memory(credentials, caplog, monkeypatch):
+    """Callers that ask for long answers, and do not read them; the next one is refused until they have gone."""
+    monkeypatch.setattr(tls, "MAX_UNREAD_BYTES", 10 << 20)
+    listener = Listener("127.0.0.1", 0, credentials[0], lambda question: [bytes(3 << 20)] * len(question))
+    context = credentials[1].context(server=False)
+    silent = []
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        for _ in range(2):
+            silent.append(connect_tls("127.0.0.1", listener.port, context, 10))
+            silent[-1].settimeout(None)
+            send_frame(silent[-1], b"long", b"and longer")  # its answer does not fit into what the system keeps
+        refused = "second at 127.0.0.1"
+        wait_until(
+            lambda: any(refused in m and "until somebody reads them" in m for m in caplog.messages), "a refusal", 20
+        )
+    assert listener._num_unread == 6 << 20
+    for one in silent:
+        one.close()
+    wait_until(lambda: listener._num_unread == 0, "it has gone", 10)
+    with connect_tls("127.0.0.1", listener.port, context, 10) as reader:
+        send_frame(reader, b"long")
+        assert len(read_frame(reader)[0]) == 3 << 20
+    listener.close()
+
+
+def test_a_long_question_is_for_stores_only(credentials, listener):
+    with connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10) as connection:
+        with contextlib.suppress(OSError):
+            send_frame(connection, bytes(tls.MAX_QUESTION_BYTES))
+        with pytest.raises(OSError):
+            read_frame(connection)
 
 
 def test_the_store_does_what_pytorchs_does(credentials):

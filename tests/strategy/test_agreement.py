@@ -14,6 +14,10 @@ from thinwire.strategy.local import agreement
 from thinwire.strategy.local.quorum import Quorum
 
 
+def _share(head):
+    return len(head).to_bytes(8, "little") + head
+
+
 class Network:
     """Delivers messages one at a time, in an order that a seed chooses; those of one worker to another stay in order."""
 
@@ -171,4 +175,38 @@ def test_a_phase_ends_when_all_that_are_left_are_done(monkeypatch):
     while net.deliver():
         pass
     assert [net.workers[rank]._ended[0] for rank in (1, 2)] == [1, 1]
+    net.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (agreement.Kind.NOTE, b"[" * 100_000),
+        (agreement.Kind.NOTE, b"{}"),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1], "speed": 1, "have": [0, 0]}')),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1], "speed": 1, "have": []}')),
+        (agreement.Kind.SHARE, b"\xff" * 8),
+    ],
+)
+def test_a_worker_whose_words_cannot_be_read_is_lost_and_the_others_go_on(kind, said, monkeypatch, caplog):
+    net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
+    for rank in range(4):
+        net.workers[rank].send(0, 0, 1, torch.tensor([rank], dtype=torch.uint8))
+    net.queues[4, 1].append(Message(4, kind, torch.frombuffer(bytearray(said), dtype=torch.uint8)))
+    while net.deliver():
+        pass
+    for rank in range(4):
+        net.workers[rank].check()
+        ((version, shares),) = described(net.taken[rank][0])
+        assert version == 1 and [worker for worker, *_ in shares] == [0, 1, 2, 3]
+    assert any("rank 1 goes on without rank 4, which sent what cannot be read" in line for line in caplog.messages)
+    net.close()
+
+
+def test_only_the_leader_ends_a_phase(monkeypatch):
+    net = Network(3, 1, Quorum(), 0, monkeypatch)
+    note = b'{"is": "end", "phase": 9, "versions": [9]}'
+    for source in (2, 0):
+        net.handlers[1][0](Message(source, agreement.Kind.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
+        assert net.workers[1]._ended[0] == (9 if source == 0 else 0)
     net.close()

@@ -21,6 +21,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.average import PairwiseState
 from thinwire.average.gossip.layout import Layout
+from thinwire.comm import CommunicationError
+from thinwire.strategy.gossip.pairwise_exchange import MAX_REASON_BYTES, Kind, PairwiseExchange
 
 SHAPE = (6, 4)
 N = 24
@@ -54,6 +56,34 @@ class Worker:
     @property
     def weight(self):
         return self.model.weight.detach().clone()
+
+
+# ---- a partner that lies ----
+
+
+def test_a_partner_that_asks_again_before_it_has_its_answer_is_named():
+    """What it sends would wait in memory, any number of times, until this worker makes a step."""
+
+    def worker(comm):
+        averager = tw.average.Pairwise()
+        state = averager.init([("w", torch.zeros(8))], comm)
+        if comm.rank == 0:
+            exchange = PairwiseExchange(averager, state, comm)
+            with pytest.raises(
+                CommunicationError, match="rank 1 sent a message of kind 1 and 32 bytes that does not belong"
+            ):
+                exchange.finish()
+            comm.barrier()
+            exchange.close()
+        else:
+            channel = comm.open_channel([0], MAX_REASON_BYTES)
+            for _ in range(2):
+                channel.send(0, Kind.ASK, torch.zeros(8))
+            assert channel.receive([0]).kind == Kind.FAILURE
+            comm.barrier()
+            channel.close()
+
+    tw.LocalWorld(2).run(worker)
 
 
 # ---- what the algorithm promises ----

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeVar
+
+Caller = TypeVar("Caller")
 
 
 def name_of(connection: socket.socket) -> str:
@@ -13,6 +19,36 @@ def name_of(connection: socket.socket) -> str:
         host, port = connection.getpeername()[:2]
         return f"{host}:{port}"
     return "an address that is gone"
+
+
+def is_contact(host: object, port: object) -> bool:
+    """Whether these can be the address and port of a worker; a name would have to be looked up, which takes time.
+
+    Example:
+        >>> is_contact("10.0.0.1", "29500"), is_contact("::1", 0), is_contact("a.example.org", 1), is_contact("::1", 70_000)
+        (True, True, False, False)
+    """
+    if not (type(port) is int or (isinstance(port, str) and port.isdecimal() and len(port) <= 5)):
+        return False
+    try:
+        ipaddress.ip_address(host.strip("[]") if isinstance(host, str) else "")
+    except ValueError:
+        return False
+    return 0 <= int(port) < 1 << 16
+
+
+def oldest_of_busiest(callers: Mapping[Caller, str]) -> Caller:
+    """Which of too many callers has to go: the oldest one of the address that has most.
+
+    Args:
+        callers: and the addresses that they come from, the oldest first.
+
+    Example:
+        >>> oldest_of_busiest({1: "10.0.0.1", 2: "10.0.0.2", 3: "10.0.0.2"})
+        2
+    """
+    busiest = Counter(callers.values()).most_common(1)[0][0]
+    return next(caller for caller, host in callers.items() if host == busiest)
 
 
 def own_address(interface: str | None = None, meeting: str | None = None) -> tuple[socket.AddressFamily, str]:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .addresses import is_contact
 from .members import Diverged, Members, Version
 
 MAX_ROUNDS = 1 << 48
@@ -82,18 +83,14 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
     """The claim that came from the network; None if it cannot be true.
 
     Example:
-        >>> own = Claim("a", "host:1", 3, Version(7, 1), "ab", "cd", "", -1, "ef")
-        >>> read_claim("a", "host:1", own.data()) == own
+        >>> own = Claim("a", "10.0.0.1:1", 3, Version(7, 1), "ab", "cd", "", -1, "ef")
+        >>> read_claim("a", "10.0.0.1:1", own.data()) == own
         True
-        >>> read_claim("a", "host:1", own.data() | {"version": [2**63, 0]}) is None
+        >>> read_claim("a", "10.0.0.1:1", own.data() | {"version": [2**63, 0]}) is None
         True
     """
-    if (
-        not isinstance(data, dict)
-        or set(data) != FIELDS
-        or not store.rpartition(":")[2].isdecimal()
-        or len(store) > MAX_TEXT
-    ):
+    host, _, port = store.rpartition(":")
+    if not isinstance(data, dict) or set(data) != FIELDS or not is_contact(host, port):
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]

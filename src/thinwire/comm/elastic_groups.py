@@ -16,8 +16,9 @@ from torch import Tensor
 from ..algorithm import require
 from .credentials import Credentials
 from .handle import CommunicationError, reason_of
-from .lighthouse import store_at, torchft
+from .lighthouse import Missing, store_at, torchft
 from .tcp import TcpCommunicator, is_available
+from .tcp.connections import WrongContact
 
 HANG_UP_TAG = 1  # all messages have tag 0
 Wait = Callable[[], Any]
@@ -158,14 +159,17 @@ class TcpGroups(Groups):
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
         self.hang_up()
-        self._comm = TcpCommunicator.from_store(
-            store_at(place, limit, self._credentials),
-            rank,
-            size,
-            timeout_seconds=self._timeout.total_seconds(),
-            meeting_seconds=limit.total_seconds(),
-            credentials=self._credentials,
-        )
+        try:
+            self._comm = TcpCommunicator.from_store(
+                store_at(place, limit, self._credentials),
+                rank,
+                size,
+                timeout_seconds=self._timeout.total_seconds(),
+                meeting_seconds=limit.total_seconds(),
+                credentials=self._credentials,
+            )
+        except WrongContact as error:
+            raise Missing([error.rank]) from error
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         sent = _in_main_memory(tensor)

@@ -22,6 +22,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from .claims import MAX_TEXT
 from .credentials import Credentials, parsed_address
 from .tls import Client, Refused
 
@@ -71,6 +72,8 @@ class Quorums:
             ValueError: it is neither.
         """
         what, id, *rest = question
+        if len(id) > MAX_TEXT:
+            raise ValueError(f"a name has at most {MAX_TEXT} bytes")
         with self._formed:
             self._beat(id.decode())
             if what == b"beat":
@@ -90,7 +93,7 @@ class Quorums:
             raise Refused(f"there are {MAX_WORKERS} workers already")
 
     def _ask(self, id: str, nonce: bytes, claim: bytes) -> list[bytes]:
-        if len(claim) > MAX_CLAIM_BYTES or len(nonce) > 32 or len(id) > 200:
+        if len(claim) > MAX_CLAIM_BYTES or len(nonce) > 32:
             raise ValueError(f"a claim has at most {MAX_CLAIM_BYTES} bytes")
         now = self._clock()
         deadline = now + WAIT_SECONDS

@@ -70,7 +70,8 @@ def unpacked(payload: Tensor) -> Any:
         if begin > payload.numel():
             raise ValueError(f"its description has {length} bytes, and all of it {payload.numel()}")
         described = json.loads(payload[LENGTH.size : begin].numpy().tobytes())
-        return _read(described, payload[-(-begin // ALIGNMENT) * ALIGNMENT :], 0)
+        tensors = payload[-(-begin // ALIGNMENT) * ALIGNMENT :]
+        return _read(described, _Tensors(tensors), 0)
     except (struct.error, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:  # of PyTorch as well
         raise ValueError(f"the bytes are not those of a state: {error}") from None
 
@@ -104,7 +105,25 @@ def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
     raise TypeError(f"a state has plain values and tensors, got {type(value).__name__}")
 
 
-def _read(described: Any, tensors: Tensor, depth: int) -> Any:
+class _Tensors:
+    """The tensors in a payload. Their bytes follow one another, so together they take no more memory than came."""
+
+    def __init__(self, payload: Tensor):
+        self._payload, self._end = payload, 0
+
+    def take(self, dtype: torch.dtype, shape: Any, place: Any) -> Tensor:
+        if not all(type(size) is int and size >= 0 for size in (*shape, place)) or place != self._end:
+            raise ValueError(f"it has a tensor of shape {str(shape)[:80]} at byte {place}, expected byte {self._end}")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if place + num_bytes > self._payload.numel():
+            raise ValueError(
+                f"it has a tensor of {num_bytes} bytes at byte {place}, and all have {self._payload.numel()}"
+            )
+        self._end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return self._payload[place : place + num_bytes].clone().view(dtype).view(shape)
+
+
+def _read(described: Any, tensors: _Tensors, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError(f"a state has at most {MAX_DEPTH} levels")
     if not isinstance(described, list):
@@ -114,19 +133,10 @@ def _read(described: Any, tensors: Tensor, depth: int) -> Any:
     kind, *values = described
     if kind == "tensor":
         dtype, shape, place = values
-        return _tensor(DTYPES[dtype], shape, place, tensors)
+        return tensors.take(DTYPES[dtype], shape, place)
     if kind == "dict":
         return {_read(key, tensors, depth + 1): _read(value, tensors, depth + 1) for key, value in values}
     read = [_read(one, tensors, depth + 1) for one in values]
     if kind not in ("list", "tuple"):
         raise ValueError(f"it has a value of an unknown kind {str(kind)[:80]!r}")
     return tuple(read) if kind == "tuple" else read
-
-
-def _tensor(dtype: torch.dtype, shape: Any, place: Any, tensors: Tensor) -> Tensor:
-    if not all(type(size) is int and size >= 0 for size in (*shape, place)) or place % ALIGNMENT:
-        raise ValueError(f"it has a tensor of shape {str(shape)[:80]} at byte {place}")
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if place + num_bytes > tensors.numel():
-        raise ValueError(f"it has a tensor of {num_bytes} bytes at byte {place}, and all have {tensors.numel()}")
-    return tensors[place : place + num_bytes].clone().view(dtype).view(shape)

@@ -10,6 +10,9 @@ that it was accepted: in TLS 1.3 its handshake ends before the listener has seen
     listener  -> client     a frame: the answer; and so on
 
 A frame is its length (4 bytes, at most `MAX_FRAME_BYTES`), then fields: the length of each (4 bytes), and its bytes.
+
+A worker with credentials may lie too. So a question is short where no long one is needed, answers that nobody reads take
+`MAX_UNREAD_BYTES` at most, all together, and a caller that does not read its answer in `UNREAD_SECONDS` is sent away.
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ import ssl
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .addresses import oldest_of_busiest
 from .credentials import WRONG, Credentials, name_in
 
 MAX_FRAME_BYTES = 1 << 22
+MAX_QUESTION_BYTES = 1 << 16
+"""Of a question, but to a store."""
+MAX_FIELDS = 1 << 14
+MAX_UNREAD_BYTES, UNREAD_SECONDS = 1 << 28, 300
 MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
 MAX_CONNECTIONS = 4096
@@ -57,25 +64,30 @@ def send_frame(connection: socket.socket, *fields: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def read_frame(connection: socket.socket) -> list[bytes]:
+def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> list[bytes]:
     """The fields of the next frame.
 
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
     (size,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    if size > MAX_FRAME_BYTES:
-        raise Refused(f"a frame of {size} bytes was announced, expected at most {MAX_FRAME_BYTES}")
+    if size > max_bytes:
+        raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
     return list(_fields(_read(connection, size)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
-    while body:
-        size = LENGTH.unpack_from(body)[0] if len(body) >= LENGTH.size else MAX_FRAME_BYTES
-        if size > len(body) - LENGTH.size:
+    at = 0
+    for _ in range(MAX_FIELDS):
+        if at == len(body):
+            return
+        begin = at + LENGTH.size
+        at = begin + (LENGTH.unpack_from(body, at)[0] if begin <= len(body) else MAX_FRAME_BYTES)
+        if at > len(body):
             raise Refused("a frame ends within a field")
-        yield body[LENGTH.size : LENGTH.size + size]
-        body = body[LENGTH.size + size :]
+        yield body[begin:at]
+    if at < len(body):
+        raise Refused(f"a frame has more than {MAX_FIELDS} fields")
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
@@ -101,13 +113,23 @@ class Listener:
         credentials: of this worker; None answers everybody, without TLS.
         answer: the answer to a question; it is called in many threads.
         asks_all: whether it also answers callers without a certificate, as only `thinwire keys token` does.
+        max_bytes: of a question.
 
     Raises:
         OSError: the port is taken, or the host has no address.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials | None, answer: Answer, asks_all: bool = False):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials | None,
+        answer: Answer,
+        asks_all: bool = False,
+        max_bytes: int = MAX_QUESTION_BYTES,
+    ):
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
+        self._max_bytes, self._num_unread = max_bytes, 0  # bytes of answers
         self._listener = listening_socket(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -174,12 +196,8 @@ class Listener:
             return
         with self._lock:
             self._greeting[connection] = address[0]
-            hosts = list(self._greeting.values())
-        if len(hosts) > MAX_HANDSHAKES:
-            busiest = Counter(hosts).most_common(1)[0][0]
-            oldest = next((c for c, host in list(self._greeting.items()) if host == busiest), None)
-            if oldest is not None:
-                _end(oldest)
+            if len(self._greeting) > MAX_HANDSHAKES:
+                _end(oldest_of_busiest(self._greeting))
         threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
@@ -206,10 +224,11 @@ class Listener:
                 self._open.add(raw)
             caller = f"{name_in(shown)} at {caller}" if shown else caller
             connection.sendall(ACCEPTED)
-            if not self._asks_all:
-                connection.settimeout(None)
             while not self._is_closed:
-                send_frame(connection, *self._answered(read_frame(connection)))
+                connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
+                question = read_frame(connection, self._max_bytes)
+                connection.settimeout(UNREAD_SECONDS)
+                self._send(connection, self._answered(question))
         except ssl.SSLCertVerificationError as error:
             self._log(caller, WRONG.get(error.verify_code, error.verify_message))
         except (Refused, ssl.SSLError) as error:
@@ -229,8 +248,22 @@ class Listener:
     def _answered(self, question: list[bytes]) -> list[bytes]:
         try:
             return self._answer(question)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, OverflowError) as error:
             raise Refused(f"it asks what has no answer ({error})") from error
+
+    def _send(self, connection: socket.socket, answer: list[bytes]) -> None:
+        size = sum(map(len, answer))
+        with self._lock:
+            self._num_unread += size
+        try:
+            if size > self._max_bytes and self._num_unread > MAX_UNREAD_BYTES:
+                raise Refused(f"more than {MAX_UNREAD_BYTES} bytes of answers wait until somebody reads them")
+            send_frame(connection, *answer)
+        except TimeoutError:
+            raise Refused(f"it did not read its answer in {UNREAD_SECONDS} seconds") from None
+        finally:
+            with self._lock:
+                self._num_unread -= size
 
     def _log(self, caller: str, why: str | None) -> None:
         """Name who was refused; a flood of them gets a line a second."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .credentials import Credentials
-from .tls import Client, Listener, Refused
+from .tls import MAX_FRAME_BYTES, Client, Listener, Refused
 
 MAX_TABLE_BYTES = 1 << 26
 """Keys and values together; meeting takes some hundred bytes a worker."""
@@ -60,7 +60,7 @@ class TlsStore(dist.Store):
         self._listener: Listener | None = None
         self._table = Table() if listens else None
         if self._table is not None:
-            self._listener = Listener(address, port, credentials, self._table.answer)
+            self._listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
             self.port = self._listener.port
             return
         self.port, self._client = port, Client(address, port, credentials)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from helpers.program import wait_until
 from helpers.report_runs import write_run
 from helpers.schemas import lost
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -25,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.lab.cli import main
 from thinwire.lab.report.exporters import prometheus
-from thinwire.lab.report.watch import MAX_ROWS, server, snapshot, sparkline, state_of
+from thinwire.lab.report.watch import MAX_CALLERS, MAX_ROWS, server, snapshot, sparkline, state_of
 from thinwire.lab.train.results.metrics_files import COLUMNS
 
 DASHBOARD = Path(__file__).parents[3] / "examples" / "watch" / "grafana.json"
@@ -82,6 +84,20 @@ def serving(run):
         yield made
         made.shutdown()
         thread.join()
+
+
+def test_callers_that_say_nothing_take_bounded_room_and_time(serving, monkeypatch):
+    """More than it hears at once are sent away at once, the others after a while; then it answers again."""
+    monkeypatch.setattr(serving.RequestHandlerClass, "timeout", 1.0)
+    address = serving.server_address[:2]
+    silent = [socket.create_connection(address) for _ in range(MAX_CALLERS + 8)]
+    for one in silent:
+        one.settimeout(60)
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(1) == b""
+    before = threading.active_count()
+    wait_until(lambda: '"step": 20' in get(serving, "/run.json")[1], "an answer", 30)
+    assert threading.active_count() <= before + MAX_CALLERS
 
 
 def test_the_moment_has_the_last_rows_and_the_rates_between_them(run):

@@ -281,7 +281,10 @@ class TcpCommunicator(Communicator):
         self._close(0.0)
 
     def close(self) -> None:
-        self._close(CLOSE_SECONDS)
+        self._close(math.inf)
+
+    def __exit__(self, kind: object = None, *exception: object) -> None:
+        self._close(math.inf if kind is None else CLOSE_SECONDS)
 
     def _close(self, seconds: float) -> None:
         with self._lock:

@@ -24,10 +24,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import relay
-from ..addresses import name_of
+from ..addresses import is_contact, name_of, oldest_of_busiest
 from ..handle import CommunicationError
 from .handshake import Greeting, introduce, proof
 from .identity import Identity
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..credentials import Credentials
     from ._engine import Engine, Session
 
-MAX_GREETINGS = 64  # that are not finished, at a time; the oldest connection is closed
+MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one
 AT_ONCE = 8  # connections to one peer that are being made
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
@@ -75,9 +75,31 @@ class Contact(NamedTuple):
     name: str
     """In its certificate."""
 
+    @classmethod
+    def told(cls, rank: int, told: Any) -> Contact:
+        """What another worker has told.
+
+        Raises:
+            WrongContact: it cannot be true.
+        """
+        if isinstance(told, list) and len(told) == len(cls._fields):
+            host, port, seen_as, name = told
+            is_seen = seen_as == "" or is_contact(seen_as, 0)
+            if is_contact(host, port) and type(port) is int and is_seen and isinstance(name, str):
+                return cls(host, port, seen_as, name)
+        raise WrongContact(rank, f"rank {rank} says that it is at {str(told)[:80]!r}, which is no address")
+
     def is_reached_by(self, other: Contact) -> bool:
         """Whether the other one can dial this one: it listens, and is not behind a NAT, or both are behind the same."""
         return bool(self.port) and self.seen_as in ("", self.host, other.seen_as)
+
+
+class WrongContact(CommunicationError):
+    """A worker has told an address that cannot be one, `rank`."""
+
+    def __init__(self, rank: int, message: str):
+        self.rank = rank
+        super().__init__(message)
 
 
 class Connections:
@@ -224,7 +246,8 @@ class Connections:
             greetings[connection.fileno()] = Greeting(connection, self._rank, self._secret, session), session
             poll.register(connection, select.POLLIN)
         if len(greetings) > MAX_GREETINGS + AT_ONCE * len(self._peers):
-            self._turn_away(poll, greetings, next(iter(greetings)), "was silent for too long")
+            hosts = {at: name_of(one.connection).rpartition(":")[0] for at, (one, _) in greetings.items()}
+            self._turn_away(poll, greetings, oldest_of_busiest(hosts), "was silent for too long")
 
     def _end_greeting(self, poll: select.poll, greetings: Greetings, descriptor: int) -> None:
         if why := self._refusal(*greetings[descriptor]):

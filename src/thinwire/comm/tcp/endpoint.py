@@ -5,6 +5,7 @@ Collectives and channels (`communicator.py`, `channel.py`) each have endpoints o
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -17,13 +18,13 @@ from weakref import finalize
 from torch import Tensor
 
 from ..handle import CommunicationError
-from .connections import Connections, Contact, Place
+from .connections import Connections, Contact, Place, WrongContact
 from .handshake import SECRET_BYTES
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
-CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got
+CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got, where this worker has an error
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 
 
@@ -86,7 +87,8 @@ class Endpoint:
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
             said = gather([*self.connections.contact, secret])
-            self.connections.open(self.engine, [Contact(*one[:-1]) for one in said], bytes.fromhex(said[0][-1]))
+            contacts = [Contact.told(rank, one[:-1] if isinstance(one, list) else one) for rank, one in enumerate(said)]
+            self.connections.open(self.engine, contacts, _secret_in(said[0][-1]))
         except BaseException:
             self.close()
             raise
@@ -123,12 +125,27 @@ class Endpoint:
             for operation in self.engine.finished():
                 del self._alive[operation]
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Hang up once peers have what was sent, or after so many seconds. Calling it again does nothing."""
+    def close(self, seconds: float = math.inf) -> None:
+        """Hang up once peers have what was sent, at the latest after so many seconds, or the time limit: a line may be cut.
+
+        Calling it again does nothing.
+        """
         if self._forgotten.detach():
-            self.engine.close(min(seconds, self._timeout))
-            self.connections.close()
-            self._alive.clear()
+            deadline = time.monotonic() + min(seconds, self._timeout)
+            try:
+                while (left := deadline - time.monotonic()) > 0 and not self.engine.drained(min(1.0, left)):
+                    pass  # now and then, Python looks for signals
+            finally:
+                self.engine.close(min(seconds, EXIT_SECONDS))
+                self.connections.close()
+                self._alive.clear()
+
+
+def _secret_in(text: Any) -> bytes:
+    with contextlib.suppress(TypeError, ValueError):
+        if len(secret := bytes.fromhex(text)) == SECRET_BYTES:
+            return secret
+    raise WrongContact(0, "rank 0 has told no secret of the run")
 
 
 def _end(engine: Engine, connections: Connections, process: int) -> None:

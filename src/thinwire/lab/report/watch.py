@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from .runs import read_rows
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+MAX_CALLERS, SILENT_SECONDS = 32, 10.0
 MAX_ROWS = 400  # that are drawn; longer runs show every n-th row
 BARS = "▁▂▃▄▅▆▇█"
 PHASES = ("data", "compute", "encode", "wait", "decode")
@@ -169,6 +171,29 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for value in means)
 
 
+class _Server(ThreadingHTTPServer):
+    """Answers `MAX_CALLERS` at a time: it may run beside the training, which needs threads and descriptors too."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._places = threading.Semaphore(MAX_CALLERS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the caller has hung up, or does not read."""
+
+
 def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
     """An HTTP server with the page at `/`, its data at `/run.json`, and Prometheus' metrics at `/metrics`.
 
@@ -192,6 +217,8 @@ def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
     }
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = SILENT_SECONDS
+
         def do_GET(self) -> None:
             kind, make = answers.get(self.path.partition("?")[0], (None, None))
             if make is None:
@@ -212,6 +239,6 @@ def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
             """Log nothing: the page asks every two seconds."""
 
     try:
-        return ThreadingHTTPServer((address, port), Handler)
+        return _Server((address, port), Handler)
     except OSError as error:
         raise ValueError(f"cannot listen at {address}:{port}: {error.strerror}; give another port") from None

@@ -205,11 +205,11 @@ class PairwiseExchange:
             message = self._receive(left)
             if message is None:
                 pass
-            elif message.kind == Kind.ASK:
+            elif message.kind == Kind.ASK and all(one.source != message.source for one in asks):
                 asks.append(message)
             elif message.kind == Kind.FINISHED:
                 finished.add(message.source)
-            elif message.kind == Kind.GOODBYE:
+            elif message.kind == Kind.GOODBYE and message.source in left:
                 left.remove(message.source)
             else:
                 raise _unexpected(message)

@@ -20,13 +20,15 @@ When a worker is lost, or leaves as agreed, the others agree on a new *view*: th
 Half a round cannot last: a commit that one member knows is in the view of all. A share that is part of a commit reaches all,
 because every member keeps the shares of others until all have them. Workers that are cut off do not go on apart: a view needs
 more than half of the last one's members, or half of them with its lowest rank. Those who left as agreed do not count. A worker
-that was silent for longer than the time limit finds itself left out, and raises an error.
+whose messages cannot be read is lost too. A worker that was silent for longer than the time limit finds itself left out, and
+raises an error.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import logging
 import struct
 import threading
 import time
@@ -46,6 +48,7 @@ from .quorum import Quorum
 ALIGNMENT = 16  # of the payload in a share, so that it may be viewed as floats
 MAX_NOTE_BYTES = 1 << 20
 _LENGTH = struct.Struct("<q")
+log = logging.getLogger("thinwire")
 
 
 class Kind(IntEnum):
@@ -207,8 +210,13 @@ class Agreement:
                     self._on_share(message)
                 else:
                     self._on_note(message.source, json.loads(bytes(message.payload.tolist())))
-            except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-                self._fail(f"rank {message.source} sent what cannot be read: {error!r}; do all run the same version?")
+            except Exception as error:  # a thread that ended would leave the training waiting
+                log.warning(
+                    "rank %d goes on without rank %d, which sent what cannot be read: %.200r; do all run the same version?",
+                    *(self.rank, message.source, error),
+                )
+                self._messenger.forget(message.source)
+                self._lose({message.source}, set())
 
     def _on_share(self, message: Message) -> None:
         share, speed, have = self._unpacked(message.payload)
@@ -228,7 +236,7 @@ class Agreement:
             self._decide()
         elif kind == "speed":
             self.speeds[source] = float(note["speed"])
-        elif kind == "end":
+        elif kind == "end" and source == self._leader:
             self._ended = max(self._ended, (note["phase"], note["versions"]))
             self._changed.notify_all()
         elif kind == "ask":
