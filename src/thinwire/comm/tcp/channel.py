@@ -22,7 +22,7 @@ from ..buffers import as_bytes
 from ..channel import HEADER_BYTES, Channel
 from ..handle import CommunicationError
 from .connections import Place
-from .endpoint import Endpoint, Message
+from .endpoint import CLOSE_SECONDS, Endpoint, Message
 
 HEADER = struct.Struct("<qB")  # bytes of the payload, and kind
 
@@ -69,7 +69,7 @@ class TcpChannel(Channel):
             for meeting in meetings:
                 self._endpoint.wait(meeting)
         except BaseException:
-            self.close()
+            self._endpoint.close(CLOSE_SECONDS)
             raise
         self._expected: dict[int, Expected] = {}
         self._lost: dict[int, str] = {}  # why

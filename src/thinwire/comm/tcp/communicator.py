@@ -182,7 +182,7 @@ class TcpCommunicator(Communicator):
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
-            self.close()
+            self._close(CLOSE_SECONDS)
             raise
         self.ledger = type(self.ledger)(size)
 

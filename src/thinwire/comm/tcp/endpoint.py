@@ -90,7 +90,7 @@ class Endpoint:
             contacts = [Contact.told(rank, one[:-1] if isinstance(one, list) else one) for rank, one in enumerate(said)]
             self.connections.open(self.engine, contacts, _secret_in(said[0][-1]))
         except BaseException:
-            self.close()
+            self.close(CLOSE_SECONDS)
             raise
 
     def begin(self, sends: list[Message], receives: list[Message]) -> int:
