@@ -139,6 +139,20 @@ def test_clipping_reports_what_it_dropped():
     torch.testing.assert_close(clipped.norms, torch.tensor([5.0, 5.0, 50.0], dtype=torch.float64))
 
 
+def test_workers_without_a_part_shorten_nobody():
+    """Two of four have just joined and send zeros; of two messages nobody can tell which one is too large."""
+    rows = torch.tensor([[3.0, 4.0], [0.0, 50.0]])
+    joined = torch.zeros(2, 2)
+    for given in (rows, torch.cat([rows, joined]), torch.cat([rows, rows[:1], rows[:1], joined, joined])):
+        combined = MedianNorm().combine(Messages(given, [2]))
+        torch.testing.assert_close(
+            combined.dropped,
+            torch.zeros(len(given), dtype=torch.float64).index_fill_(
+                0, torch.tensor([1] if len(given) > 4 else [], dtype=torch.long), 45.0
+            ),
+        )
+
+
 def test_buckets_are_means_of_shuffled_groups():
     given = messages(7, seed=3)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(3))

@@ -94,6 +94,7 @@ def train(comm, strategy, steps):
         "Local(Mean(TopK(0.5), ErrorFeedback(), min_ndim=0), every=4, delay=2, alpha=0.5, outer=OuterSGD())",
         "Local(Mean(QSGD(bits=4), min_ndim=0), every=4, fragments=2, delay=3, alpha=0.5, outer=OuterSGD())",
         "Local(Mean(TopK(0.5), ErrorFeedback(), min_ndim=0), every=2, fragments=2, delay=1, outer=OuterSGD())",
+        "Local(Mean(QSGD(bits=4), rule=MedianNorm(factor=1.1)), every=4, outer=OuterSGD())",
         "Local(Mix(Ring()), every=4, fragments=2, delay=1, alpha=0.5, outer=OuterSGD(), pull=0.3)",
         "Gossip(Mix(), overlap=True)",
         "Gossip(PushSum(), overlap=True, staleness=2, order='adapt_then_combine')",

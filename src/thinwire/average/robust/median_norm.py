@@ -18,7 +18,8 @@ class MedianNorm(Rule):
 
     Equation, for each tensor: `1/k sum_i x_i min(1, factor m / |x_i|)`, m the median of `|x_1| ... |x_k|`, the lower one of
     two. It bounds how far one worker can move the mean, and changes little where all norms are alike. It does not notice a
-    wrong direction. Where most workers send zeros of a tensor, it becomes zero.
+    wrong direction. Where most workers send zeros of a tensor, it becomes zero; a worker whose whole message is zero, such as
+    one that has just joined, does not count. Messages of fewer than three workers are not clipped.
 
     Args:
         factor: how many median norms pass. Higher => less is lost of honest messages, a wrong one moves the mean further.
@@ -53,7 +54,10 @@ class MedianNorm(Rule):
         All are float64.
         """
         norms = torch.stack([norms_of(segment) for segment in messages.rows.split(messages.numels, -1)], -1)
-        factors = clip_factors(norms, self.factor * norms.sort(0).values[(len(norms) - 1) // 2])
+        counted = norms[norms.any(1)]
+        factors = torch.ones_like(norms)
+        if len(counted) > 2:
+            factors = clip_factors(norms, self.factor * counted.sort(0).values[(len(counted) - 1) // 2])
         return factors, norms.square().sum(-1).sqrt(), (norms * (1 - factors)).square().sum(-1).sqrt()
 
 
