@@ -104,7 +104,8 @@ def asynchronous_diloco(
         delay: tau, steps from the send of a change to its merging; higher => slower networks and uneven steps are hidden.
         bits: of each element, see `QSGD`; None sends float32.
         lr: of the outer optimizer.
-        momentum: of the outer optimizer; None => 0.9 with a quorum of all, else 0.4: late changes act as momentum of their own.
+        momentum: of the outer optimizer; None => 0.8 with a quorum of all, else 0.4: what is merged tau steps after its send,
+            or rounds later, acts as momentum of its own.
 
     Returns:
         A strategy; the inner optimizer is AdamW.
@@ -117,7 +118,7 @@ def asynchronous_diloco(
         >>> tw.strategy.asynchronous_diloco(every=50, quorum=2)
         Local(Mean(), every=50, outer=OuterSGD(momentum=0.4), delay=3, quorum=Quorum(workers=2))
     """
-    momentum = momentum if momentum is not None else 0.9 if quorum is None else 0.4
+    momentum = momentum if momentum is not None else 0.8 if quorum is None else 0.4
     averager = Mean() if bits is None else Mean(QSGD(bits=bits), min_ndim=0)
     return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, quorum=Quorum(quorum))
 
