@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.average.mean.exchange import EXCHANGES, Load, cheapest
+from thinwire.average.mean.exchange import EXCHANGES, Load, cheapest, scatter_reduce
 from thinwire.average.mean.exchange.base import pack, unpack
 from thinwire.average.mean.exchange.scatter_reduce import shard_nbytes
+from thinwire.kernels import flags
 
 SPARSE_EXCHANGES = [word for word, exchange in EXCHANGES.items() if exchange.selects_again]
 SPARSE, QUANTIZED = tw.TopK(0.1), tw.QSGD(bits=4)
@@ -226,6 +227,35 @@ def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
         sent = size * sum(r[name].double() for r in everyone[0][0])
         # A few roundings a step of numbers below 2^6, on each worker.
         torch.testing.assert_close((sent.view(-1) + kept), total.view(-1), rtol=0, atol=size * num_steps * 2.0**-18)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "bucket"])
+@pytest.mark.parametrize(
+    "codec",
+    [QUANTIZED, CHAIN, tw.RandomK(0.1, shared=True), tw.codec.SVD(rank=1), tw.SignSGD(), tw.Cast("float8_e5m2")],
+)
+def test_one_call_of_the_codec_for_all_owners_gives_the_same(codec, granularity, monkeypatch):
+    """As on a GPU; all owners' payloads are cut from one and joined to one."""
+    averager = mean_of(codec, "scatter_reduce", memory=not codec.traits.votes, granularity=granularity)
+    calls, encode = [], type(codec).encode
+    monkeypatch.setattr(type(codec), "encode", lambda *args: calls.append(0) or encode(*args))
+
+    def run():
+        calls.clear()
+        everyone = tw.LocalWorld(3).run(run_steps, averager)
+        return [results for results, _ in everyone], [state.state_dict() for _, state in everyone], len(calls)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scatter_reduce, "_sections", lambda job: None)
+        expected, memories, num_calls = run()
+    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
+    together, same, fewer = run()
+    for some, others in zip(together, expected, strict=True):
+        assert_equal(some, others)
+    for some, others in zip(map(leaves, same), map(leaves, memories), strict=True):
+        assert_equal([some], [others])
+    steps = 3 * 3 * (1 if averager.whole_model else 2)  # of all workers; each encodes the sum of what it owns, too
+    assert fewer <= 2 * steps < num_calls
 
 
 def test_scatter_reduce_of_an_unbiased_codec_is_unbiased():

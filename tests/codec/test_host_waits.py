@@ -111,7 +111,7 @@ def test_corrupt_indices_are_reported_once_a_round(monkeypatch):
     """Off the CPU, kernels count faults, stay inside their buffers, and `read` raises them."""
     counters = torch.zeros(len(flags.Fault), dtype=torch.int32)
     monkeypatch.setattr(flags, "fault_counters", lambda device: counters)
-    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)
+    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
     codec, out = tw.TopK(0.1), torch.zeros(100)
     with kernels.use_backend("reference"):
         payload = codec.encode(torch.arange(100.0))
@@ -146,7 +146,7 @@ def test_a_device_without_an_index_is_the_current_one():
 def test_indices_outside_are_reported_and_nothing_is_written_there(monkeypatch):
     counters = torch.zeros(len(flags.Fault), dtype=torch.int32)
     monkeypatch.setattr(flags, "fault_counters", lambda device: counters)
-    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)
+    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
     whole = torch.zeros(30)
     with kernels.use_backend("reference"):
         kernels.scatter.add([whole[10:20]], torch.tensor([3, 90], dtype=torch.int32), torch.ones(2), [2], 1.0)

@@ -60,7 +60,7 @@ def install() -> None:
     jit.serialize_specialization_data = lambda *arguments: ""  # for the hook; 3.6 fails at constants that are functions
     jit.JITFunction.run = _note_errors(jit.JITFunction.run)
     launch.INTERPRETED = True  # kernels take tensors in main memory
-    flags.raises_at_once = lambda device: False
+    flags.in_main_memory = lambda device: False
     torch.empty = torch.zeros
     torch.empty_like = torch.zeros_like
     _changes_a_type[(1,)](7)

@@ -28,7 +28,7 @@ def test_codecs_keep_the_contract(codec):
 )
 def test_codecs_keep_the_contract_where_kernels_count_faults(codec, monkeypatch):
     """As on a GPU: a kernel does not raise, tensors cannot be viewed as arrays, and no fault stays counted."""
-    monkeypatch.setattr(kernels.flags, "raises_at_once", lambda device: False)
+    monkeypatch.setattr(kernels.flags, "in_main_memory", lambda device: False)
     monkeypatch.setattr(torch.Tensor, "numpy", None)
     with kernels.use_backend("reference"):
         check_codec(codec)

@@ -45,8 +45,8 @@ It derives its traits from theirs, and refuses a part whose demands it does not 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -315,32 +315,46 @@ class Codec(Algorithm, ABC):
         return keys
 
 
-def sections_of(codec: Codec, sizes: Sequence[Any]) -> list[tuple[int, ...]] | None:
-    """`section_nbytes` of segments of these sizes; None if a payload of them cannot be cut."""
-    found = {size: sections for size in dict.fromkeys(sizes) if (sections := codec.section_nbytes(size)) is not None}
-    return [found[size] for size in sizes] if all(size in found for size in sizes) else None
+def add_sections(each: Iterable[Sequence[int] | None]) -> tuple[int, ...] | None:
+    """`section_nbytes` of several segments together; None if it is None for one of them."""
+    rows: list[Sequence[int]] = []
+    for sections in each:
+        if sections is None:
+            return None
+        rows.append(sections)
+    return tuple(map(sum, zip(*rows, strict=True)))
 
 
-def split_payload(payload: Tensor, sections: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[Tensor]]:
+def split_payload(payload: Tensor, sections: Sequence[Sequence[int]]) -> list[list[Tensor]]:
     """The payload of each group of consecutive segments, in parts that only need to be joined.
 
     Args:
         payload: of all segments.
-        sections: of all segments, from `sections_of`.
-        counts: segments of each group.
+        sections: of each group, from `add_sections`.
 
     Example:
         >>> import torch, thinwire as tw
         >>> codec, xs = tw.QSGD(bits=4), [torch.randn(n) for n in (100, 30, 7)]
         >>> keys = [tw.codec.Key(stream=i) for i in range(3)]
-        >>> first, last = split_payload(codec.encode(xs, keys), sections_of(codec, [100, 30, 7]), [1, 2])
+        >>> sections = [add_sections(map(codec.section_nbytes, sizes)) for sizes in ([100], [30, 7])]
+        >>> first, last = split_payload(codec.encode(xs, keys), sections)
         >>> torch.equal(torch.cat(last), codec.encode(xs[1:], keys[1:]))
         True
     """
-    ends = [0, *accumulate(counts)]
-    sizes = [sum(section[i:j]) for section in zip(*sections, strict=True) for i, j in pairwise(ends)]
-    parts = payload.split(sizes)
-    return [list(parts[group :: len(counts)]) for group in range(len(counts))]
+    parts = payload.split([size for section in _by_section(sections) for size in section])
+    return [list(parts[group :: len(sections)]) for group in range(len(sections))]
+
+
+def join_payloads(payloads: Sequence[Tensor], sections: Sequence[Sequence[int]]) -> Tensor:
+    """Undo `split_payload`: the payload of all segments, from that of each group."""
+    by_section = _by_section(sections)
+    parts = [payload.split(list(sizes)) for payload, sizes in zip(payloads, zip(*by_section, strict=True), strict=True)]
+    return torch.cat([part for section in zip(*parts, strict=True) for part in section])
+
+
+def _by_section(sections: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The bytes of all groups in each section; a group without segments has none."""
+    return list(zip_longest(*sections, fillvalue=0))
 
 
 def _numel_of(tensors: Sequence[Tensor]) -> int:

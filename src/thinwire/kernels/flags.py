@@ -62,7 +62,7 @@ def all_of(flags: Iterable[Flag]) -> Flag:
 
 def flag_of(condition: Tensor) -> Flag:
     """A 0-dimensional bool tensor as a flag."""
-    return bool(condition) if raises_at_once(condition.device) else condition
+    return bool(condition) if in_main_memory(condition.device) else condition
 
 
 def read(flag: Flag) -> bool:
@@ -117,7 +117,7 @@ def demand(condition: Tensor, fault: Fault, message: str) -> None:
         ValueError: in main memory, if the condition does not hold.
     """
     assert condition.dtype == torch.bool, condition.dtype  # of a byte, ~1 is 254
-    if raises_at_once(condition.device):
+    if in_main_memory(condition.device):
         if not condition:
             raise ValueError(message)
         return
@@ -126,8 +126,8 @@ def demand(condition: Tensor, fault: Fault, message: str) -> None:
     counter.index_add_(0, torch.zeros(1, dtype=torch.int64, device=condition.device), (~condition).view(1).int())
 
 
-def raises_at_once(device: torch.device) -> bool:
-    """Whether kernels raise faults themselves: in main memory, where a look at data costs no wait."""
+def in_main_memory(device: torch.device) -> bool:
+    """Whether a device is main memory, where kernels raise faults themselves: a look at data costs no wait."""
     return device.type == "cpu"
 
 

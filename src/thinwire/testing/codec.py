@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..codec import Codec, Key
-from ..codec.base import sections_of, split_payload
+from ..codec.base import add_sections, join_payloads, split_payload
 from ..notation import parse
 
 SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
@@ -204,11 +204,17 @@ def _check_segments(codec: Codec, device: torch.device) -> None:
     assert codec.nbytes(sizes) == sum(map(codec.nbytes, sizes)) or not codec.traits.fixed_size, (
         f"{codec}: sizes do not add up"
     )
-    sections = sections_of(codec, sizes if codec.traits.needs_shape else [x.numel() for x in xs])
-    for group, parts in enumerate(() if sections is None else split_payload(payload, sections, (2, 2, 1))):
-        mine = slice(2 * group, 2 * group + 2)
-        alone = codec.encode(xs[mine], keys[mine])
-        assert torch.equal(torch.cat(parts), alone), f"{codec}: `section_nbytes` does not say how a payload is cut"
+    seen = sizes if codec.traits.needs_shape else [x.numel() for x in xs]
+    groups = [slice(0, 2), slice(2, 2), slice(2, 4), slice(4, 5)]  # one has no segments
+    sections = [each for mine in groups if (each := add_sections(map(codec.section_nbytes, seen[mine]))) is not None]
+    if len(sections) == len(groups):
+        parts = [torch.cat(each) for each in split_payload(payload, sections)]
+        for mine, part in zip(groups, parts, strict=True):
+            alone = codec.encode(xs[mine], keys[mine]) if xs[mine] else part[:0]
+            assert torch.equal(part, alone), f"{codec}: `section_nbytes` does not say how a payload is cut"
+        assert torch.equal(join_payloads(parts, sections), payload), (
+            f"{codec}: a payload that was cut is not joined again"
+        )
     together = codec.decode(payload, sizes, keys)
     for x, key, decoded, residual in zip(xs, keys, together, residuals, strict=True):
         alone = _decoded(codec, codec.encode(x, key), x.shape, key)

@@ -89,7 +89,7 @@ class Reads(TorchDispatchMode):
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     counter = Reads()
-    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)  # as on a GPU
+    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)  # as on a GPU
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, counter.noted(getattr(torch.Tensor, name)))
     yield counter

@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         if name.startswith("thinwire.kernels.triton") and hasattr(module, "launch") and module is not launches:
             monkeypatch.setattr(module, "launch", count) if callable(module.launch) else None
     monkeypatch.setattr(launches, "launch", count)
-    monkeypatch.setattr(flags, "raises_at_once", lambda device: False)
+    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
     monkeypatch.setattr(launches, "_KEPT", {})  # else what other tests have kept may leave too little space
     monkeypatch.setattr(launches, "_kept_numbers", 0)
     yield counter
@@ -99,17 +99,30 @@ def test_launches_and_calls(text, launched):
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_one_call_encodes_for_all_owners(text, launched):
-    """As many launches for eight owners as for all-gather's one message."""
-    names = [str(i) for i in range(10)]
+def test_one_call_of_the_codec_for_all_owners(text, launched):
+    """A worker launches as much to encode for eight owners, or to decode what they send, as for one payload of all pieces."""
+    names, codec = [str(i) for i in range(10)], tw.parse(text)
     xs, dense = [torch.zeros(512, 128, device=DEVICE) for _ in names], torch.zeros(9, device=DEVICE)
+    sent: list[torch.Tensor] = []
     comm, keys = SimpleNamespace(size=PAYLOADS, rank=0), [Key(0, i, 0) for i in range(10)]
-    job = Job(comm, tw.parse(text), Clock(), xs, names, keys, merged=False, keep_residual=True, dense=dense, scale=1.0)
-    sent = []
     comm.all_to_all = lambda messages, sizes: sent.extend(messages)
+    comm.all_gather = lambda message, sizes: SimpleNamespace(wait=lambda: sent)
+    job = Job(comm, codec, Clock(), xs, names, keys, merged=False, keep_residual=True, dense=dense, scale=1.0)
     with kernels.use_backend("triton"):
-        next(ScatterReduce().begin(job))
-    assert len(sent) == PAYLOADS and launched.total() == CASES[text][0], launched
+        pieces, piece_keys = [piece for x in xs for piece in x.split(512 // PAYLOADS)], keys * PAYLOADS
+        payload = codec.encode(pieces, piece_keys)
+        launched.clear()
+        codec.decode_sum([payload], pieces, key=piece_keys)
+        num_once = launched.total()
+        launched.clear()
+        stages = ScatterReduce().begin(job)
+        next(stages)
+        assert len(sent) == PAYLOADS and launched.total() == CASES[text][0], launched
+        with pytest.raises(StopIteration) as ended:
+            stages.send([sent[0]] * PAYLOADS)
+        launched.clear()
+        ended.value.value(xs, dense)
+        assert launched.total() == num_once, launched
 
 
 def test_tables_of_many_buckets_are_kept(launched, monkeypatch):

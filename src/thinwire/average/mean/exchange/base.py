@@ -119,7 +119,7 @@ class Job:
             if self.merged:
                 filled = [group for group in groups if group]
                 segments = [flatten(group, self.dense.device) for group in filled]
-            used = [key for group in keys for key in (group[:1] if self.merged else group)]
+            used = self._used(keys)
         if self.observe is not None:
             with self.clock("adapt"):
                 self.observe(self.codec, segments, used)
@@ -175,25 +175,41 @@ class Job:
             weight: factor of the sum.
             keys: the keys that the parts were encoded with; a codec without `shared_key` ignores them.
         """
+        return self.decode_groups(payloads, [parts], weight, [keys])
+
+    def decode_groups(
+        self,
+        payloads: Sequence[Tensor],
+        groups: Sequence[Sequence[Tensor]],
+        weight: float,
+        keys: Sequence[Sequence[Key]],
+    ) -> Flag:
+        """`decode` of several groups of parts, each merged for itself, still with one call."""
         with self.clock("decode"):
-            if not parts:
+            filled = [group for group in groups if group]
+            if not filled:
                 return True
-            segments = list(parts)
+            segments = [part for group in filled for part in group]
             if self.merged:
-                segments = [debug.empty(sum(part.numel() for part in parts), device=self.dense.device)]
-            votes = self.codec.traits.votes
-            keys = keys[: len(segments)]
+                sizes = [sum(part.numel() for part in group) for group in filled]
+                segments = [debug.empty(size, device=self.dense.device) for size in sizes]
+            votes, used = self.codec.traits.votes, self._used(keys)
             if self.by_senders:
-                finite = self.codec.decode_mean(payloads, segments, weight * len(payloads), keys)
+                finite = self.codec.decode_mean(payloads, segments, weight * len(payloads), used)
             else:
-                finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, keys)
+                finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, used)
             if votes:
                 self.codec.combine(segments)
                 torch._foreach_mul_(segments, weight * len(payloads))
                 finite = kernels.all_finite(segments)
             if self.merged:
-                torch._foreach_copy_(list(parts), split_like(segments[0], parts))
+                for group, segment in zip(filled, segments, strict=True):
+                    store_segments([segment], group, merged=True)
             return finite
+
+    def _used(self, keys: Sequence[Sequence[Key]]) -> list[Key]:
+        """The key of each segment, from those of each group's parts."""
+        return [key for group in keys for key in (group[:1] if self.merged else group)]
 
     def decode_messages(self, messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
         """The `finish` of an exchange in which every worker gets all messages, one of each worker, in rank order."""

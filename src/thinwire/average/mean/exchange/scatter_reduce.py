@@ -23,9 +23,10 @@ Source: Tang et al. 2019, DoubleSqueeze, arXiv 1905.05957; Alistarh et al. 2017,
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ from torch import Tensor
 
 from .... import debug
 from ....codec import Codec, Key
-from ....codec.base import sections_of, split_payload
+from ....codec.base import add_sections, join_payloads, split_payload
 from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
-from ....kernels.flags import Flag, both
+from ....kernels import Flag, flags
 from ....membership import config, cut
 from ....memory import ErrorFeedback, ErrorFeedbackState
 from ....streams import uploaded
@@ -171,42 +172,48 @@ def _scatter_reduce(job: Job) -> Stages:
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             gathered = handle.wait()
-        outs, dense_outs = _split(totals, job), split(dense_total, comm.size, job.shares)
-        summed_keys = [piece_key(key, SUMMED) for key in job.keys]
-        finite: Flag = True
-        for shard_message, out, dense_out in zip(gathered, outs, dense_outs, strict=True):
-            dense, payload = unpack(shard_message, dense_out.numel())
-            keys = [summed_keys[i] for i in out.positions]
-            finite = both(finite, job.of(out.positions).decode([payload], out.pieces, job.scale, keys))
+        dense_outs = split(dense_total, comm.size, job.shares)
+        parts = [unpack(message, out.numel()) for message, out in zip(gathered, dense_outs, strict=True)]
+        for (dense, _), dense_out in zip(parts, dense_outs, strict=True):
             dense_out.copy_(dense)
-        return finite
+        return _decode_shards(job, _split(totals, job), [payload for _, payload in parts])
 
     return finish
 
 
 def _encode_shards(job: Job, shards: list[Shard], dense: Sequence[Tensor]) -> list[Tensor]:
-    """The message to each owner, by one call of the encoder if its payload can be cut between segments."""
+    """The message to each owner."""
     masked = [shard.pieces for shard in _split(job.masked, job)]
     keys = [_piece_keys(job, shard, owner + 1) for owner, shard in enumerate(shards)]
-    pieces = [shard.pieces for shard in shards]
-    sizes = [_segment_sizes(job, each) for each in pieces]
-    sections = sections_of(job.codec, list(chain(*sizes)))
+    sections = _sections(job)
     if sections is None:
         return [
             pack(part, job.of(shard.positions).encode(shard.pieces, key, mask))
             for part, shard, key, mask in zip(dense, shards, keys, masked, strict=True)
         ]
-    payloads = split_payload(job.encode_groups(pieces, keys, masked), sections, [len(each) for each in sizes])
+    payloads = split_payload(job.encode_groups([shard.pieces for shard in shards], keys, masked), sections)
     return pack_each([[part.view(torch.uint8), *payload] for part, payload in zip(dense, payloads, strict=True)])
 
 
-def _segment_sizes(job: Job, pieces: list[Tensor]) -> list[Any]:
-    """The sizes of the segments that the codec makes of a shard, as it sees them."""
-    shaped = job.codec.traits.needs_shape
-    if job.merged:
-        numels = [sum(p.numel() for p in pieces)] if pieces else []
-        return [torch.Size([n]) if shaped else n for n in numels]
-    return [p.shape if shaped else p.numel() for p in pieces]
+def _decode_shards(job: Job, shards: list[Shard], payloads: list[Tensor]) -> Flag:
+    """Overwrite the pieces of all owners with what they encoded of the sum; returns whether all is finite."""
+    keys = [_piece_keys(job, shard, SUMMED) for shard in shards]
+    sections = _sections(job)
+    if sections is None:
+        each = zip(shards, payloads, keys, strict=True)
+        return flags.all_of(
+            [job.of(shard.positions).decode([p], shard.pieces, job.scale, key) for shard, p, key in each]
+        )
+    pieces = [shard.pieces for shard in shards]
+    return job.decode_groups([join_payloads(payloads, sections)], pieces, job.scale, keys)
+
+
+def _sections(job: Job) -> list[tuple[int, ...]] | None:
+    """The sections of each owner's payload, to serve all owners with one call of the codec; None for a call for each."""
+    # In main memory a call costs less than a copy of its payload, but for a sparse one.
+    if flags.in_main_memory(job.dense.device) and job.codec.traits.sparse is None:
+        return None
+    return _shard_sections(job.codec, tuple(t.shape for t in job.tensors), job.comm.size, job.merged, job.shares)
 
 
 def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:
@@ -255,24 +262,46 @@ def piece_shape(codec: Codec, shape: torch.Size, size: int, rank: int, shares: S
 
 
 def shard_nbytes(
-    codec: Codec, shapes: list[torch.Size], dense_numel: int, size: int, merged: bool, shares: Shares = ()
+    codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, size: int, merged: bool, shares: Shares = ()
 ) -> list[int]:
     """Bytes of the message of each owner's shard; upper bounds if the codec's size is not fixed."""
+    messages = []
+    for ranks, owned in _alike(codec, shapes, dense_numel, size, shares):
+        dense = split_numel(dense_numel, size, ranks[0], shares)
+        messages += [message_nbytes(codec.pick(list(owned)), list(owned.values()), dense, merged)] * len(ranks)
+    return messages
+
+
+@lru_cache(maxsize=256)
+def _shard_sections(
+    codec: Codec, shapes: tuple[torch.Size, ...], size: int, merged: bool, shares: Shares
+) -> list[tuple[int, ...]] | None:
+    """The sections of each owner's payload; None if a payload for all owners cannot be cut, or is empty."""
+    shaped, found = codec.traits.needs_shape, []
+    if not shapes or codec.traits.by_layer:
+        return None
+    for ranks, owned in _alike(codec, shapes, 0, size, shares):
+        pieces = list(owned.values())
+        if merged and pieces:
+            pieces = [torch.Size([sum(piece.numel() for piece in pieces)])]
+        sections = add_sections(codec.section_nbytes(piece if shaped else piece.numel()) for piece in pieces)
+        if sections is None:
+            return None
+        found += [sections] * len(ranks)
+    return found if any(found) else None
+
+
+def _alike(
+    codec: Codec, shapes: Sequence[torch.Size], dense_numel: int, size: int, shares: Shares
+) -> Iterator[tuple[range, dict[int, torch.Size]]]:
+    """Runs of owners whose pieces have the same shapes: these, but for empty ones, by the positions of their tensors."""
     wholes = [piece_shape(codec, shape, 1, 0) for shape in shapes]
-    # From one of these ranks to the next, all owners have pieces of the same shapes.
     changes = sorted({0, dense_numel % size, *(whole[0] % size for whole in wholes), size})
     if shares:
         changes = list(range(size + 1))
-    messages = []
     for first, end in pairwise(changes):
         pieces = [piece_shape(codec, shape, size, first, shares) for shape in shapes]
-        positions = [i for i, piece in enumerate(pieces) if piece.numel()]
-        nonempty = [pieces[i] for i in positions]
-        num_bytes = message_nbytes(
-            codec.pick(positions), nonempty, split_numel(dense_numel, size, first, shares), merged
-        )
-        messages += [num_bytes] * (end - first)
-    return messages
+        yield range(first, end), {i: piece for i, piece in enumerate(pieces) if piece.numel()}
 
 
 def _piece_keys(job: Job, shard: Shard, part: int) -> list[Key]:

@@ -46,7 +46,7 @@ from torch import Tensor
 from .... import kernels
 from ....algorithm import require
 from ....codec import Codec, SparseParts
-from ....codec.base import split_payload
+from ....codec.base import add_sections, join_payloads, split_payload
 from ....comm import Handle
 from ....kernels import Flag
 from ....streams import uploaded
@@ -211,17 +211,16 @@ class SparseReduction:
         self, indices: Tensor, values: Tensor, counts: list[list[int]]
     ) -> tuple[list[list[Tensor]], Tensor | None]:
         """The payload to each owner, in parts, and what they lack of the values: one call if payloads can be cut."""
-        pieces, flat = list(chain(*self.layout.pieces)), list(chain(*counts))
-        found = (self.parts.section_nbytes(k, p.numel) for k, p in zip(flat, pieces, strict=True))
-        sections = [section for section in found if section is not None]
-        if pieces and len(sections) == len(pieces):
+        sections = self._sections(counts, self.layout.pieces)
+        if sections is not None:
+            pieces, flat = list(chain(*self.layout.pieces)), list(chain(*counts))
             keys = [
                 piece_key(self.keys[p.segment], owner + 1).mixed()
                 for owner, region in enumerate(self.layout.pieces)
                 for p in region
             ]
             payload, lost = self.parts.encode(indices, values, flat, [p.numel for p in pieces], keys)
-            return split_payload(payload, sections, [len(region) for region in counts]), lost
+            return split_payload(payload, sections), lost
         totals = [sum(of_pieces) for of_pieces in counts]
         payloads, lacking = [], []
         for owner, (i, v) in enumerate(zip(indices.split(totals), values.split(totals), strict=True)):
@@ -230,6 +229,15 @@ class SparseReduction:
             lacking.append(lacks)
         lossless = all(lacks is None for lacks in lacking)
         return payloads, None if lossless else _joined(lacking, totals, values.device)
+
+    def _sections(self, counts: list[list[int]], regions: list[list[Piece]]) -> list[tuple[int, ...]] | None:
+        """The sections of the payload of each region, with so many coordinates of its pieces; None if it cannot be cut."""
+        each = [
+            add_sections(self.parts.section_nbytes(k, p.numel) for k, p in zip(of_pieces, region, strict=True))
+            for of_pieces, region in zip(counts, regions, strict=True)
+        ]
+        sections = [of_region for of_region in each if of_region is not None]
+        return sections if any(sections) and len(sections) == len(each) else None
 
     def _encode_pieces(
         self, indices: Tensor, values: Tensor, counts: list[int], owner: int, part: int
@@ -241,22 +249,32 @@ class SparseReduction:
         keys = [piece_key(self.keys[p.segment], part).mixed() for p in region]
         return self.parts.encode(indices, values, counts, [p.numel for p in region], keys)
 
-    def _decode_pieces(self, payload: Tensor, counts: list[int], owner: int) -> tuple[Tensor, Tensor]:
-        """Indices into the pieces of an owner, and values."""
-        region = self.layout.pieces[owner]
-        if not region:
-            return torch.empty(0, dtype=torch.int32, device=payload.device), torch.empty(0, device=payload.device)
-        return self.parts.decode(payload, counts, [p.numel for p in region])
+    def _decode(
+        self, payloads: list[Tensor], counts: list[list[int]], regions: list[list[Piece]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of each payload the indices into the pieces of its region, and the values: one call if payloads can be joined."""
+        numels = [[p.numel for p in region] for region in regions]
+        sections = self._sections(counts, regions)
+        if sections is None:
+            empty = payloads[0].new_empty(0, dtype=torch.int32), payloads[0].new_empty(0, dtype=torch.float32)
+            each = zip(payloads, counts, numels, strict=True)
+            return [self.parts.decode(payload, k, n) if n else empty for payload, k, n in each]
+        totals = [sum(of_pieces) for of_pieces in counts]
+        indices, values = self.parts.decode(
+            join_payloads(payloads, sections), list(chain(*counts)), list(chain(*numels))
+        )
+        return list(zip(indices.split(totals), values.split(totals), strict=True))
 
     def _add(self, received: list[Tensor], counts: list[list[int]], dense_numel: int) -> tuple[Tensor, list[Tensor]]:
         """The mean of the dense pieces, and the sum of what came for each piece of this region, in rank order."""
         region, device = self.layout.pieces[self.team.rank], self.dense.device
         sums = [torch.zeros(p.numel, device=device) for p in region]
         dense_mean = torch.zeros(dense_numel, device=device)
-        for message, of_pieces in zip(received, counts, strict=True):
-            dense, payload = unpack(message, dense_numel)
+        parts = [unpack(message, dense_numel) for message in received]
+        for dense, _ in parts:
             dense_mean.add_(dense, alpha=1.0 / self.job.comm.size)
-            indices, values = self._decode_pieces(payload, of_pieces, self.team.rank)
+        decoded = self._decode([payload for _, payload in parts], counts, [region] * len(parts))
+        for (indices, values), of_pieces in zip(decoded, counts, strict=True):
             kernels.scatter.add(sums, indices, values, of_pieces, 1.0)
         return dense_mean, sums
 
@@ -272,16 +290,11 @@ class SparseReduction:
 
     def collect(self, messages: list[Tensor]) -> Summed:
         """What the owners kept, from their messages."""
-        pieces = self.dense.tensor_split(self.team.size)
-        within, values, dense = [], [], []
-        for owner, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
-            of_dense, payload = unpack(message, piece.numel())
-            indices, v = self._decode_pieces(payload, [p.kept for p in self.layout.pieces[owner]], owner)
-            within.append(indices)
-            values.append(v)
-            dense.append(of_dense)
-        kept = [p.kept for region in self.layout.pieces for p in region]
-        positions = torch.cat(within) + _repeat(self.layout.starts[:-1], kept, self.dense.device)
+        numels = [piece.numel() for piece in self.dense.tensor_split(self.team.size)]
+        dense, payloads = zip(*map(unpack, messages, numels), strict=True)
+        counts = [[p.kept for p in region] for region in self.layout.pieces]
+        within, values = zip(*self._decode(list(payloads), counts, self.layout.pieces), strict=True)
+        positions = torch.cat(within) + _repeat(self.layout.starts[:-1], list(chain(*counts)), self.dense.device)
         return Summed(positions, torch.cat(values), torch.cat(dense))
 
     def delivered(self, summed: Summed) -> Tensor:
