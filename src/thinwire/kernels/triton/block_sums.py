@@ -33,18 +33,7 @@ from .device import (
     scale_of_sums,
     store_floats,
 )
-from .launch import (
-    Launch,
-    are_aligned,
-    kept,
-    launch,
-    launch_each,
-    plan_launches,
-    pointers,
-    starts,
-    table,
-    tiles_of,
-)
+from .launch import Launch, are_aligned, kept, launch, launch_each, plan_launches, pointers, starts, table, tiles_of
 from .payloads import WHOLE
 
 # Kinds of reductions, and how many numbers each gives.

@@ -35,24 +35,8 @@ from .device import (
     tile_offsets,
     uniform,
 )
-from .launch import (
-    Launch,
-    are_aligned,
-    floats,
-    kept,
-    launch_each,
-    plan_launches,
-    pointers,
-    starts,
-    tiles_of,
-)
-from .payloads import (
-    WHOLE,
-    launch_decoder,
-    load_total,
-    store_residual,
-    store_total,
-)
+from .launch import Launch, are_aligned, floats, kept, launch_each, plan_launches, pointers, starts, tiles_of
+from .payloads import WHOLE, launch_decoder, load_total, store_residual, store_total
 from .tiles import Tiles
 
 

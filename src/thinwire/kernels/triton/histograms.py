@@ -23,17 +23,7 @@ from ...streams import uploaded
 from ..checks import numels_of
 from .device import find_segment, load_pointer, load_size, magnitude
 from .fields import SCAN_BLOCK, scan
-from .launch import (
-    Launch,
-    kept,
-    launch,
-    launch_each,
-    plan_launches,
-    pointers,
-    starts,
-    table,
-    tiles_of,
-)
+from .launch import Launch, kept, launch, launch_each, plan_launches, pointers, starts, table, tiles_of
 
 TILE = 2048
 STEPS = 4  # tiles that a program of a histogram counts, before it adds to the segment's

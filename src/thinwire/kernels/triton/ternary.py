@@ -30,13 +30,7 @@ from .device import (
     uniform,
 )
 from .launch import Launch, are_aligned, kept, launch, launch_each, pointers, starts, table, tiles_of
-from .payloads import (
-    WHOLE,
-    launch_decoder,
-    load_total,
-    store_residual,
-    store_total,
-)
+from .payloads import WHOLE, launch_decoder, load_total, store_residual, store_total
 
 TILE_WORDS = 512
 

@@ -20,20 +20,7 @@ from ..momentum import Buffers, Momentum
 from ..quantize import Quantizer, Quantizers
 from ..scales import SUM_BLOCK
 from ..ternary import Ternary
-from . import (
-    cast,
-    indices,
-    levels,
-    momentum,
-    permutation,
-    quantize,
-    reduce,
-    scatter,
-    select,
-    signs,
-    ternary,
-    words,
-)
+from . import cast, indices, levels, momentum, permutation, quantize, reduce, scatter, select, signs, ternary, words
 from .block_sums import BUCKET_NUMEL, KINDS, PROGRAM_BLOCKS, block_sums, fold
 from .fields import SCAN_BLOCK
 from .histograms import BINS, STEPS
