@@ -5,7 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <dlfcn.h>
 #include <poll.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
@@ -19,7 +23,37 @@ using namespace thinwire::wire;
 
 namespace {
 
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+// Lets other threads run Python meanwhile. A thread that comes back while Python ends stays here: to ask for the GIL would
+// end the thread, through destructors that may not throw, and so abort the process. Python 3.14 does the same by itself.
+class Released {
+  public:
+    Released() : state_(PyEval_SaveThread()) {}
+    Released(const Released&) = delete;
+    ~Released() {
+        if (is_ending && is_ending() && !is_main_thread())
+            while (true) ::pause();
+        PyEval_RestoreThread(state_);
+    }
+
+  private:
+    // Not in the stable ABI before Python 3.13, where its name begins with an underscore.
+    static inline int (*const is_ending)() = [] {
+        void* known = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
+        return reinterpret_cast<int (*)()>(known ? known : dlsym(RTLD_DEFAULT, "_Py_IsFinalizing"));
+    }();
+
+    static bool is_main_thread() {
+#ifdef __APPLE__
+        return pthread_main_np() != 0;
+#else
+        return ::getpid() == static_cast<pid_t>(::syscall(SYS_gettid));
+#endif
+    }
+
+    PyThreadState* state_;
+};
+
+using Unlocked = nb::call_guard<Released>;
 using Message = std::tuple<int, uint64_t, uintptr_t, uint64_t>;  // peer, number, address, bytes
 
 std::vector<Part> parts(const std::vector<Message>& messages) {
@@ -43,7 +77,7 @@ struct Stream {
             int error;
             bool is_late = false;
             {
-                nb::gil_scoped_release release;
+                Released release;
                 count = step();
                 error = count < 0 ? errno : 0;
                 if (error == EAGAIN && seconds > 0) {
@@ -123,12 +157,12 @@ NB_MODULE(_engine, m) {
         .def(nb::init<int, int, double, bool>(), "rank"_a, "size"_a, "timeout_seconds"_a, "is_channel"_a = false)
         .def("attach", [](Engine& engine, int peer, int descriptor, const Stream* stream) {
             auto session = stream ? stream->session : nullptr;
-            nb::gil_scoped_release release;
+            Released release;
             engine.attach(peer, descriptor, std::move(session));
         }, "peer"_a, "descriptor"_a, "session"_a = nb::none())
         .def("post", [](Engine& engine, const std::vector<Message>& sends, const std::vector<Message>& receives) {
             auto ours = parts(sends), theirs = parts(receives);
-            nb::gil_scoped_release release;
+            Released release;
             return engine.post(ours, theirs);
         }, "sends"_a, "receives"_a)
         .def("wait", &Engine::wait, "operation"_a, "seconds"_a, Unlocked())
@@ -138,7 +172,7 @@ NB_MODULE(_engine, m) {
         .def("finished", &Engine::finished, Unlocked())
         .def("events", [](Engine& engine, double seconds) {
             std::vector<std::tuple<int, int, int>> all;
-            nb::gil_scoped_release release;
+            Released release;
             for (const Event& e : engine.events(seconds)) all.emplace_back(e.what, e.peer, e.number);
             return all;
         }, "seconds"_a)

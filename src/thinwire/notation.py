@@ -204,7 +204,7 @@ class _Reader:
             case ast.Name(id=name) if name in self.names:
                 raise self._error(node, f"{name} needs parentheses: {name}()")
             case ast.Name(id=name):
-                raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
+                raise self._error(node, self._unknown(name))
         raise self._error(node, "only names of algorithms, their arguments and literals are understood here")
 
     def _dict(self, keys: list[ast.expr | None], values: list[ast.expr], depth: int) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class _Reader:
 
     def _call(self, node: ast.Call, name: str, depth: int) -> Any:
         if name not in self.names:
-            raise self._error(node, f"unknown name {name!r}{suggestion(name, self.names)}")
+            raise self._error(node, self._unknown(name))
         try:
             build = _builder(name)
         except ValueError as error:
@@ -241,6 +241,12 @@ class _Reader:
             return build(*arguments, **keywords)
         except (TypeError, ValueError) as error:
             raise self._error(node, str(error).replace(f"{name}.__init__()", f"{name}()")) from None
+
+    def _unknown(self, name: str) -> str:
+        near = suggestion(name, self.names)
+        return (
+            f"unknown name {name!r}{near}" if near.endswith("?") else f"unknown name {name!r}{near}; see thinwire list"
+        )
 
     def _error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
         if len(self.text) > 60:

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 CUTOFF = 0.7
 """The least similarity of a suggestion, 0 to 1; lower => unrelated names are suggested."""
+FEW = 15
+"""How many names a message lists; of more it names three that contain or resemble the unknown one."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to a misspelt one, or all known names; empty for a known name.
+    """The end of an error message: the closest known name, else the known names or some of them; empty for a known name.
 
     Case, dashes and underscores do not count. Options, which begin with a dash, are too many to list.
 
@@ -19,6 +21,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
         "; did you mean 'PowerSGD'?"
         >>> suggestion("--method", ["--timeout"])
         ''
+        >>> suggestion("resnet", ["digits"] + [f"cifar10-resnet{depth}" for depth in range(20, 40)])
+        '; some of 21 known ones: cifar10-resnet20, cifar10-resnet21, cifar10-resnet22'
     """
     known = list(known)
     if name in known:  # no mistake; the search takes longer than the reading of a sweep
@@ -26,7 +30,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if near := nearest(name, known):
         return near
     words = sorted(k for k in known if not k.startswith("-"))
-    return f"; known are {', '.join(words)}" if words else ""
+    if len(words) <= FEW:
+        return f"; known are {', '.join(words)}" if words else ""
+    plain = {_plain(word): word for word in words}
+    similar = [word for key, word in plain.items() if _plain(name) in key]
+    similar += [plain[key] for key in difflib.get_close_matches(_plain(name), plain, cutoff=0.4)]
+    some = list(dict.fromkeys(similar))[:3]
+    return f"; some of {len(words)} known ones: {', '.join(some)}" if some else f"; none of {len(words)} is like it"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -34,6 +44,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     plain = {_plain(k): k for k in reversed(list(known))}
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=CUTOFF)
     return f"; did you mean {plain[close[0]]!r}?" if close else ""
+
+
+def see(message: str, where: str) -> str:
+    """A message with where to look: a sentence of its own after a question.
+
+    Example:
+        >>> see("unknown recipe 'digts'; did you mean 'digits'?", "thinwire train --list")
+        "unknown recipe 'digts'; did you mean 'digits'? See thinwire train --list"
+    """
+    return f"{message} See {where}" if message.endswith("?") else f"{message}; see {where}"
 
 
 def _plain(name: str) -> str:

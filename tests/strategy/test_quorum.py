@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -462,3 +464,18 @@ def test_the_notation_knows_it():
     assert tw.parse(repr(strategy)) == strategy and tw.parse("asynchronous_diloco(50, 2, bits=4)") == strategy
     assert not strategy.suits_elastic
     assert asynchronous.Committed().state_dict()["tokens"] == 0
+
+
+ENDS_ATTACHED = """
+import torch, torch.distributed as dist
+import thinwire as tw
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+handle = tw.attach(model, torch.optim.SGD(model.parameters(), 0.1), "asynchronous_diloco(every=10)")
+"""
+
+
+def test_a_script_may_end_without_detaching():
+    """Its threads wait in the engine while Python ends; they must not come back, which would abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS_ATTACHED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from helpers.program import below, wait_until, workers_of
 
 import thinwire as tw
 from thinwire.lab.cli import main
+from thinwire.notation import known_names
 
 SPARSE = "Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))"
 
@@ -128,7 +129,7 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--configs", "x.toml"], "unknown option '--configs'; here: --config FILE, once for each file"),
         (["--method", "topk"], "unknown option '--method'; here: --strategy.averager.codec"),
         (["--flavour", "topk"], "unknown option '--flavour'; see thinwire train digits --help"),
-        (["--network", "alexnet"], "got 'alexnet'; --model.kind chooses a model"),
+        (["--network", "alexnet"], "got 'alexnet'; the recipe chooses the model: thinwire train --list"),
         (["--workers", "0"], "workers must be an integer, 1 or more, got 0"),
         (["--workers", "two"], "workers"),
         (["--wrokers", "2"], "did you mean '--workers'"),
@@ -148,7 +149,11 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["train", "digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
+        (["train", "digit"], "unknown recipe 'digit'; did you mean 'digits'? See thinwire train --list"),
+        (["train", "wikitext2"], "known ones: wikitext2-"),
+        (["train", "zzzz"], "is like it; see thinwire train --list"),
+        (["topology", "Zork()"], "; see thinwire list (at column 1"),
+        (["list", "codec"], "unknown kind 'codec'; did you mean 'codecs'? See thinwire list --help"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
         (["demo", "--workers", "1"], "workers must be an integer, 2 or more, got 1"),
@@ -160,7 +165,16 @@ def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and expected in said
+    assert said.count("\n") == 1 and expected in said and len(said) < 300
+
+
+def test_the_list_has_each_name_of_the_notation_once(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in lines if line.startswith(" ")) == sorted(known_names())
+    assert main(["list", "memories"]) == 0
+    memories = capsys.readouterr().out.splitlines()
+    assert memories[0] == "memories:" and {"ErrorFeedback", "EF21"} <= {line.split()[0] for line in memories[1:]}
 
 
 def test_a_port_in_use(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from .demo import demo_command
 from .doctor import doctor_command
 from .extras import EXTRAS, advice, missing_packages
 from .keys import keys_command
+from .names import list_command
 from .new_method import new_method_command
 from .options import fail, named
 from .plan import plan_command
@@ -43,6 +44,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   doctor          say what is wrong with hosts and lines, and what follows from them
   new-method NAME make a package with a method of your own, and a comparison with five baselines
   consensus       average without training: the error against the bits sent
+  list [KIND]     show the names that strategies and averagers are written with, and what each is
   topology GRAPH  print the properties of a graph, and draw it
   bench codecs    measure how fast codecs encode and decode
   bench step      measure a training step over this network
@@ -117,6 +119,7 @@ COMMANDS = {
     "doctor": doctor_command,
     "new-method": new_method_command,
     "consensus": consensus_command,
+    "list": list_command,
     "topology": topology_command,
     "bench": bench_command,
     "--help": help_command,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from ...algorithm import require
-from ...suggestion import suggestion
+from ...suggestion import see, suggestion
 from .originals import written_here
 
 
@@ -34,7 +34,7 @@ def fail(message: object, code: int) -> int:
 def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     """Look up a name; the error for an unknown name suggests a similar one."""
     if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}{suggestion(name, known)}; see {where}")
+        raise ValueError(see(f"unknown {kind} {name!r}{suggestion(name, known)}", where))
     return known[name]
 
 
@@ -105,7 +105,7 @@ def parsed(
             parse(["--help"])
         known = sorted({*re.findall(r"--[\w.-]+", text.getvalue()), *others})
         near = written_here(unknown[0], originals or {}) or suggestion(unknown[0], known)
-        raise ValueError(f"unknown option {unknown[0]!r}{near}; see {program} --help")
+        raise ValueError(see(f"unknown option {unknown[0]!r}{near}", f"{program} --help"))
     if parts:
         from ..overrides import overridden
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from ...suggestion import suggestion
+from ...suggestion import see, suggestion
 
 if TYPE_CHECKING:
     from ...average import Averager
@@ -81,7 +81,8 @@ class Train(Task):
         known = recipes()
         if recipe is None:
             raise ValueError('which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
-        require(recipe in known, f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}")
+        unknown = f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}"
+        require(recipe in known, see(unknown, "thinwire train --list"))
         return known[recipe].config
 
     def as_dict(self, config: Any) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class RunConfig:
         rate, comma, latency = self.network.partition(",")
         require(
             bool(comma),
-            f"network is a line, written RATE,LATENCY such as 1gbit,0.5ms; got {self.network!r}; --model.kind chooses a model",
+            f"network is a line, written RATE,LATENCY such as 1gbit,0.5ms; got {self.network!r}; "
+            "the recipe chooses the model: thinwire train --list",
         )
         return Network(self.workers, self.per_node, outer=Link.of(rate, latency))
 

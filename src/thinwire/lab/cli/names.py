@@ -1,0 +1,59 @@
+"""`thinwire list`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from .options import named
+
+KINDS = ("strategies", "averagers", "codecs", "memories", "topologies", "others")
+
+USAGE = f"""\
+usage: thinwire list [KIND]
+
+Show the names that strategies and averagers are written with, and what each is: all, or one KIND of
+{", ".join(KINDS)}.
+"""
+
+
+def list_command(options: list[str]) -> None:
+    """Print the names of all kinds or of one, with a line each."""
+    if {"-h", "--help"} & set(options):
+        print(USAGE, end="")
+        return
+    if len(options) > 1:
+        raise ValueError(f"thinwire list takes one kind, got {' '.join(options)!r}; see thinwire list --help")
+    for kind in options:
+        named(dict.fromkeys(KINDS), kind, "kind", "thinwire list --help")
+    from ...notation import vocabulary
+
+    names = vocabulary()
+    width = max(map(len, names))
+    for kind in options or KINDS:
+        print(f"{kind}:")
+        for name in sorted((n for n, build in names.items() if _kind(build) == kind), key=str.lower):
+            print(f"  {name:<{width}}  {_about(names[name])}".rstrip())
+
+
+def _about(build: Callable[..., Any]) -> str:
+    """The beginning of its docstring, on one line."""
+    paragraph = (inspect.getdoc(build) or "").partition("\n\n")[0]
+    sentence = re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
+    return textwrap.shorten(sentence, 120, placeholder=" ...")
+
+
+def _kind(build: Callable[..., Any]) -> str:
+    """The kind of what a class or a function of the notation makes."""
+    from ...average import Averager
+    from ...codec import Codec
+    from ...memory import Memory
+    from ...strategy import Strategy
+    from ...topology import Topology
+
+    made = build if inspect.isclass(build) else get_type_hints(build)["return"]
+    bases = zip(KINDS, (Strategy, Averager, Codec, Memory, Topology), strict=False)
+    return next((kind for kind, base in bases if issubclass(made, base)), KINDS[-1])
