@@ -148,7 +148,12 @@ class Page:
         ]
         for command in [SHORT, *BEFORE.get(self.page, [])] if shown else []:
             self.shell(command, 0)
+        page = (self.clone / self.page).read_text(encoding="utf-8").splitlines()
+        last = 0
         for block in shown:
+            if any(line.startswith("## ") for line in page[last : block.line]):
+                self.printed = ""  # what is shown in another part of the page is not of these commands
+            last = block.line + block.code.count("\n")
             if "#SBATCH" in block.code:
                 self.report(block.line, "not run", "a batch file", elsewhere("#SBATCH") or "")
             elif block.language in ("sh", "bash"):
@@ -160,6 +165,10 @@ class Page:
             elif self.printed:
                 self.compare(block)
                 self.printed = ""
+            else:
+                self.report(
+                    block.line, "not compared", block.code.splitlines()[0], "no command above it printed anything"
+                )
         if self.page == "README.md":
             for row in rows_not_printed((self.clone / self.page).read_text(encoding="utf-8"), self.all_printed):
                 self.report(0, "DIFFERS", row, "is not what `make demo` printed")
@@ -167,7 +176,7 @@ class Page:
 
     def report(self, line: int, result: str, what: str, why: str = "") -> None:
         self.failures += result in ("FAILED", "DIFFERS")
-        print(f"{self.page}:{line}: {result:8} {what[:90]}{': ' + why if why else ''}", flush=True)
+        print(f"{self.page}:{line}: {result:12} {what[:90]}{': ' + why if why else ''}", flush=True)
 
     def command(self, text: str, line: int) -> None:
         text = re.sub(r"\s+# .*", "", text.strip())
