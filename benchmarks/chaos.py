@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_train import train
-from chaos_worker import IN_DDP, Fault, enter, worker
+from chaos_worker import IN_DDP, IN_SHARDS, Fault, enter, strategy_of, worker
 from netlab import INTERFACE, Lab
 
 import thinwire as tw
@@ -66,6 +66,8 @@ CONFIGURATIONS = {
     "Streaming DiLoCo, always in flight": "streaming_diloco(every=4, fragments=2, delay=3)",
     "averaged states": "Local(Mean(), every=4, fragments=2, state_every={'momentum_buffer': 3})",
     "NoLoCo with delay": "Local(Mix(RandomPairs()), every=4, outer=OuterSGD(), delay=2, alpha=0.5, pull=0.3)",
+    "sharded local updates": f"{IN_SHARDS}Local(Mean(TopK(0.2), ErrorFeedback()), every=2, outer=OuterSGD())",
+    "sharded gradients": f"{IN_SHARDS}Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))",
 }
 PHASES = ("form", "compute", "send", "vote", "checkpoint", "heal")
 FAULTS = {  # name -> how often, relative to the others
@@ -183,7 +185,7 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
-        if not tw.parse(self.strategy.removeprefix(IN_DDP)).averager.gives_one_mean:
+        if not strategy_of(self.strategy).averager.gives_one_mean:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
         for number in self.processes:
@@ -307,7 +309,7 @@ def other_than(strategy: str) -> str:
         tw.Gossip: "Gossip(Mix(Ring()))",
         tw.Local: "Local(Mean(), every=2)",
     }
-    return changed[type(tw.parse(strategy.removeprefix(IN_DDP)))]
+    return (IN_SHARDS if strategy.startswith(IN_SHARDS) else "") + changed[type(strategy_of(strategy))]
 
 
 # ---- the table ----

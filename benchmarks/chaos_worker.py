@@ -22,18 +22,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Credentials, ElasticCommunicator
 from thinwire.strategy import strategy as declared
+from thinwire.strategy.model.shards import local
 
 PERIOD = 10  # rounds between two checkpoints
 ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
 FORM_SECONDS = 0.01  # within which a fault happens while workers agree on a quorum and connect
 TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
 IN_DDP = "DDP "  # before a strategy whose workers wrap the model in DistributedDataParallel, each alone
+IN_SHARDS = "FSDP2 "  # before a strategy whose workers are `PROCESSES` processes each, which hold shards of the model
+PROCESSES = 2
 
 
 class Fault(NamedTuple):
@@ -59,6 +63,8 @@ def worker(
     Args:
         changed: what is not as in other workers: "seed", "version" of thinwire, "data".
     """
+    other = fork_other(pipe) if strategy.startswith(IN_SHARDS) else None
+    process = int(other == 0)
     seed = changed.get("seed", 0)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -66,26 +72,33 @@ def worker(
     enter(namespace)
     torch.manual_seed(number)
     credentials = Credentials.from_environment()
-    comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials)
+    mesh = None
+    if other is not None:
+        store = dist.FileStore(f"/tmp/chaos-{os.getppid() if process else os.getpid()}", PROCESSES)
+        dist.init_process_group("gloo", store=store, rank=process, world_size=PROCESSES)
+        mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials, replica=mesh)
     comm.check_agreement({"training data": changed.get("data", "random")})
     if "version" in changed:
         declared.__version__ = changed["version"]
     model: nn.Module = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
-    parsed = tw.parse(strategy.removeprefix(IN_DDP))
+    parsed = strategy_of(strategy)
     if strategy.startswith(IN_DDP):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)
     handle: Any = tw.attach(model, optimizer, parsed, comm=comm, seed=seed)
     if not parsed.models_differ:
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
-    order = _Order(pipe, comm)
+    order = _Order(pipe, comm, other)
     losses = 0
     while True:
         order.receive()
         order.reached_in("form", handle.begin_round)
         before = comm.counts.committed
-        generator = torch.Generator().manual_seed(1000 * before + comm.rank)
+        generator = torch.Generator().manual_seed(1000 * before + comm.rank + 500 * process)
         x = torch.randn(16, 20, generator=generator)
         time.sleep(ROUND_SECONDS * (10 if order.is_slow else 1))
         order.reached("compute")
@@ -95,19 +108,41 @@ def worker(
         optimizer.step()
         if comm.counts.committed == before:
             continue
-        digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in common(handle, model))).hexdigest()[:16]
+        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in common(handle, model))).hexdigest()[:16]
+        if mesh is not None:
+            digests = [""] * PROCESSES
+            dist.all_gather_object(digests, digest)
+            digest = " ".join(digests)
         lost = [list(entry) for entry in comm.counts.losses[losses:]]
         losses += len(lost)
         facts = {"round": comm.counts.committed, "size": comm.size, "digest": digest, "lost": lost}
         facts["loss"] = loss.item()
-        pipe.send(("commit", time.monotonic(), facts))
+        if not process:
+            pipe.send(("commit", time.monotonic(), facts))
         if comm.counts.committed % PERIOD == 0 and not comm.in_round:  # else it was healed by those that checkpointed
             comm.between_rounds(partial(_checkpoint, comm, handle, order))
 
 
 def common(handle: Any, model: nn.Module) -> list[torch.Tensor]:
-    """What all workers must hold alike after a round: the anchors of local updates, or else the parameters."""
-    return list(handle._record.anchor.values() if isinstance(handle.strategy, tw.Local) else model.parameters())
+    """What all workers must hold alike after a round: the anchors of local updates, or else the parameters or their shards."""
+    if isinstance(handle.strategy, tw.Local):
+        return [anchor.detach() for anchor in handle._record.anchor.values()]
+    handle._shards.reshard()
+    return [local(p) for p in model.parameters()]
+
+
+def strategy_of(text: str) -> Any:
+    """The strategy of a configuration."""
+    return tw.parse(text.removeprefix(IN_DDP).removeprefix(IN_SHARDS))
+
+
+def fork_other(pipe: Connection) -> int:
+    """Fork the other process of this worker, which ends with this one; returns what `os.fork` does."""
+    other = os.fork()
+    if not other:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        pipe.close()  # so that the parent learns when this worker's first process has ended
+    return other
 
 
 def _checkpoint(comm: ElasticCommunicator, handle: Any, order: _Order) -> None:
@@ -119,8 +154,10 @@ def _checkpoint(comm: ElasticCommunicator, handle: Any, order: _Order) -> None:
 class _Order:
     """What the parent wants to happen to this worker, and the places where it does."""
 
-    def __init__(self, pipe: Connection, comm: ElasticCommunicator):
-        self._pipe, self._fault, self._spoils, self.is_slow = pipe, None, False, False
+    def __init__(self, pipe: Connection, comm: ElasticCommunicator, other: int | None):
+        self._pipe, self._fault, self._spoils, self.is_slow, self._other = pipe, None, False, False, other
+        if other == 0:  # the first process of the worker gets the orders
+            return
         _call_before(comm, "_vote", partial(self.reached, "vote"))
         _call_before(comm, "heal", partial(self.reached, "heal"))
         _call_before(comm, "_give_up", lambda: pipe.send(("gave up", time.monotonic(), {})))
@@ -135,7 +172,7 @@ class _Order:
         comm._issue = issued  # type: ignore[method-assign]
 
     def receive(self) -> None:
-        while self._pipe.poll():
+        while self._other != 0 and self._pipe.poll():
             self._fault = Fault(*self._pipe.recv())
 
     def reached_in(self, phase: str, do: Callable[[], object]) -> None:
@@ -152,10 +189,13 @@ class _Order:
             return
         self._fault = None
         self._pipe.send(("fault", time.monotonic(), {}))
+        victim = random.choice([os.getpid(), self._other or os.getpid()])
         if fault.name.startswith("kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.name.startswith("stop"):
+            os.kill(victim, signal.SIGKILL)
+        elif fault.name == "stop for 10 s":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.name.startswith("stop"):
+            os.kill(victim, signal.SIGSTOP)
         elif fault.name.startswith("out of descriptors"):
             limit_to(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
         elif fault.name == "out of memory":

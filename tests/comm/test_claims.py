@@ -141,7 +141,8 @@ def test_a_place_depends_on_every_question():
         {"settings": None},
         {"can_heal": 1},
         {"digest": 7},
-        {"state_port": 1 << 16},
+        {"state_ports": [1 << 16]},
+        {"state_ports": 5},
         {"more": 1},
     ],
 )

@@ -50,7 +50,7 @@ class Worker:
 
     def claim(self):
         values = (Version(self.history.committed), "h", "s", "", 0, str(self.number))
-        return Claim(f"id{self.number}", "127.0.0.1:1", self.number, *values, state_port=self.listener.port)
+        return Claim(f"id{self.number}", "127.0.0.1:1", self.number, *values, state_ports=(self.listener.port,))
 
 
 class Healed:

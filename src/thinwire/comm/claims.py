@@ -35,7 +35,7 @@ FIELDS = {
     "unreachable",
     "can_heal",
     "digest",
-    "state_port",
+    "state_ports",
 }
 
 
@@ -56,7 +56,7 @@ class Claim(NamedTuple):
         unreachable: numbers of workers that it could not reach, several times.
         can_heal: whether its state could be saved when it was asked last.
         digest: of what it has in common with the others; "" in most rounds, which do not compare it.
-        state_port: where it serves its state, at the host of its store.
+        state_ports: where each of its processes serves its state, at the host of its store.
     """
 
     id: str
@@ -72,7 +72,7 @@ class Claim(NamedTuple):
     unreachable: tuple[int, ...] = ()
     can_heal: bool = True
     digest: str = ""
-    state_port: int = 0
+    state_ports: tuple[int, ...] = (0,)
 
     def data(self) -> dict[Any, object]:
         """The claim as plain values, without id and store, which travel apart."""
@@ -94,11 +94,10 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
-    counts += [(data["state_port"], 0, (1 << 16) - 1)]
-    if not isinstance(version, (list, tuple)) or len(version) != 2 or not isinstance(unreachable, (list, tuple)):
+    lists = (version, unreachable, data["state_ports"])
+    if not all(isinstance(one, (list, tuple)) and len(one) <= MAX_TEXT for one in lists) or len(version) != 2:
         return None
-    if len(unreachable) > MAX_TEXT:
-        return None
+    counts += [(port, 0, (1 << 16) - 1) for port in data["state_ports"]]
     counts += [(count, 0, MAX_ROUNDS) for count in version] + [(number, 0, MAX_NUMBER) for number in unreachable]
     texts = [data[name] for name in ("history", "settings", "connection", "nonce", "digest")]
     if not all(type(count) is int and low <= count <= high for count, low, high in counts):
@@ -106,6 +105,7 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
     if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts) or type(data["can_heal"]) is not bool:
         return None
     values = data | {"version": Version(*version), "unreachable": tuple(unreachable)}
+    values["state_ports"] = tuple(data["state_ports"])
     return Claim(id=id, store=store, **values)
 
 

@@ -18,6 +18,11 @@ times that it has regrouped, and one that has missed one is healed. The state wi
 also where workers begin from checkpoints on disks of their own. A worker that healing would make lose more than the one
 round in doubt raises an error instead.
 
+Sharded models. A worker may be several processes, each with a shard (`replica.py`). The first one asks for rounds, and each
+of them connects with those of other workers that hold the same shard. All processes of a worker open a round, and commit it,
+or none does: each votes with its own connections, and then they tell each other what came of it. A worker whose processes do
+not agree is one that missed the vote, and is healed.
+
 Comparing. Every `check_every` rounds each worker also says the hash of what all have in common. A worker that differs from
 more than half of them is named and healed. Where there is no such majority, all raise an error.
 
@@ -60,10 +65,14 @@ from .healing import Healing
 from .history import UNKNOWN, History
 from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from .patience import Patience
+from .process_group import ProcessGroupCommunicator
+from .replica import Processes
 from .side_streams import SideStreams
 
 Result = TypeVar("Result")
 log = logging.getLogger("thinwire")
+REPLICA_SECONDS = 300.0
+"""How long a process waits for another one of its worker, beyond what a quorum may take."""
 NOTE_LENGTH = 7
 """Numbers that a worker may add to its vote."""
 
@@ -85,6 +94,8 @@ class ElasticCommunicator(Communicator):
             data before. Otherwise workers that start together begin together.
         check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does. Lower =>
             a worker whose numbers differ is found sooner.
+        replica: where the model is sharded, the mesh of the processes that together are this worker, which `fully_shard` got:
+            all of them make one, and take part in rounds together. None: this process alone.
         credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
 
     Attributes:
@@ -98,7 +109,7 @@ class ElasticCommunicator(Communicator):
             forms: the number is taken, the configuration differs from that of the others, or healing would lose rounds that
             it has committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
-            not be healed.
+            not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.
     """
 
@@ -115,6 +126,7 @@ class ElasticCommunicator(Communicator):
         is_late: bool = False,
         credentials: Credentials | None = None,
         check_every: int = 100,
+        replica: dist.DeviceMesh | None = None,
     ):
         require(
             type(check_every) is int and check_every >= 0,
@@ -129,7 +141,11 @@ class ElasticCommunicator(Communicator):
             f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
         )
         super().__init__(0, 1)
-        self.in_round = False
+        self.in_round = self._is_opening = False
+        self.replica, others = replica, None
+        if replica is not None:
+            others = ProcessGroupCommunicator(replica, REPLICA_SECONDS + quorum_seconds)
+        self._processes = Processes(number, others)
         self.number, self.members, self.counts = number, None, RoundCounts()
         self.note: list[float] = []
         self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64, device="cpu")
@@ -148,10 +164,15 @@ class ElasticCommunicator(Communicator):
             if credentials is None
             else TcpGroups(self._timeout, credentials)
         )
-        self._forming = Forming(number, lighthouse, min_workers, quorum_seconds, self._groups, credentials)
+        self._forming = Forming(
+            *(number, lighthouse, min_workers, quorum_seconds, self._groups, self._processes, credentials)
+        )
         self._asker = self._forming.asker
         self._forming.settings["check_every"] = repr(check_every)
-        self._healing = Healing(number, self._forming.host, credentials, self._is_healing, self._record_healing)
+        self._healing = Healing(
+            *(number, self._forming.host, credentials, self._is_healing, self._record_healing),
+            *(self._processes.rank, replica),
+        )
         self._claims_of_round: tuple[Claim, ...] = ()
         if not is_late:
             self._asker.expect(timeout_seconds)  # the others wait for those that send heartbeats
@@ -199,8 +220,7 @@ class ElasticCommunicator(Communicator):
             try:
                 self._claims_of_round = claims = self._forming.claims(
                     max(deadline - time.monotonic(), 0.1),
-                    self._history.version,
-                    self._history.digests[-1],
+                    self._history,
                     -1 if self.members is None else self.members.numbers.index(self.number),
                     self._healing.can_heal,
                     digest,
@@ -227,7 +247,8 @@ class ElasticCommunicator(Communicator):
                     "after %d rounds worker %d differs from the others in what all have in common; it is healed",
                     *(members.version.committed, number),
                 )
-            return None if self._known_place == self._forming.place and not members.healed else members
+            self._is_opening = not (self._known_place == self._forming.place and not members.healed)
+            return members if self._is_opening else None
 
     def _require_known(self, members: Members) -> None:
         """Begin no run anew where a worker has given up its rounds for a state that nobody has any more."""
@@ -249,18 +270,22 @@ class ElasticCommunicator(Communicator):
                 self._healing.begin(key, claims, members, self._history, self._timeout.total_seconds())
 
     def finish_healing(self) -> int:
-        try:
-            with self._left_out_closes():
-                done = self._healing.finish()
-        except CommunicationError:
-            self._history.forget()
-            raise
-        if done is None:
+        if not self._healing.is_under_way:
             return 0
-        regroupings, (self._history, steps) = self._history.regroupings, done
+        with self._left_out_closes():
+            done, failed = None, None
+            try:
+                done = self._healing.finish()
+            except CommunicationError as error:
+                failed = error
+            steps = self._processes.gather(None if done is None else done[1])
+        if done is None or None in steps:
+            self._history.forget()
+            raise failed or CommunicationError(f"worker {self.number}: another of its processes could not be healed")
+        regroupings, self._history, missed = self._history.regroupings, done[0], int(steps[0])
         self._history.regroupings, self.counts.committed = regroupings, self._history.committed
         self.counts.healings += self._history.committed > 0
-        return steps if self._history.committed else 0  # those that start together begin together
+        return missed if self._history.committed else 0  # those that start together begin together
 
     def stepped(self) -> None:
         self._healing.snapshots.steps += 1
@@ -288,6 +313,8 @@ class ElasticCommunicator(Communicator):
     def open_round(self, members: Members | None) -> None:
         if members is not None:
             self.all_gather(torch.ones(1, device="cpu")).wait()  # all have regrouped
+            if not self._all_open(True):
+                raise CommunicationError(f"worker {self.number}: another of its processes has not regrouped")
             self._history.regroupings = members.version.regroupings + 1
             last = () if self.members is None else self.members.numbers
             fell_behind = {members.numbers[rank] for rank in members.healed}
@@ -303,12 +330,23 @@ class ElasticCommunicator(Communicator):
         self._in_flight, self._sent_before = 0, self.ledger.bytes_sent
         self.in_round = True
 
+    def _all_open(self, flag: bool) -> bool:
+        """Whether all processes of this worker have regrouped: then all of them open the round."""
+        self._is_opening = False
+        with self._left_out_closes():
+            return self._processes.all(flag)
+
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
-        self.in_round = False
+        if self._is_opening:
+            self._all_open(False)
+        was_open, self.in_round = self.in_round, False
         try:
             committed = success and self._has_arrived() and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
+        if was_open:
+            with self._left_out_closes():
+                committed = self._processes.all(committed)
         self._healing.snapshots.drop()
         self._healing.end()
         if committed:
@@ -410,6 +448,7 @@ class ElasticCommunicator(Communicator):
         self._groups.close()
         self._forming.close()
         self._healing.close()
+        self._processes.close()
 
     # ---- operations on the process group of the round ----
 

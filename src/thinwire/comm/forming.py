@@ -6,6 +6,7 @@ A worker whose number or configuration is wrong, or that the others cannot reach
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -13,25 +14,31 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
+
+import torch.distributed as dist
 
 from .addresses import own_address
 from .agreement import ABSENT, excerpt, fingerprint, parsed
-from .claims import Claim, choose, place_of
+from .claims import Claim, choose, place_of, read_claim
 from .credentials import Credentials
 from .elastic_groups import Groups
 from .handle import CommunicationError, reason_of
+from .history import History
 from .lighthouse import (
     HEARTBEAT_SECONDS,
     RESTART_SECONDS,
     Asker,
     Missing,
+    Silent,
     client_of,
     meet,
     reach,
     store_at,
     try_sockets,
 )
-from .members import LeftOut, Version
+from .members import LeftOut
+from .replica import Processes
 from .store import listening_store
 from .tls import Refused
 from .tls_store import TlsStore
@@ -44,6 +51,8 @@ LEFT_OUT_SECONDS = 60.0
 """Until the others try again to reach a worker that was left out."""
 RETRY_SECONDS = 0.2
 """Before a worker asks a Lighthouse again that did not answer."""
+OTHERS = "configuration of process"
+"""Begins the names of settings that are hashes, which say less than those of process 0."""
 NO_DESCRIPTORS = os.strerror(errno.EMFILE)
 
 
@@ -56,6 +65,7 @@ class Forming:
         min_workers: fewer do not begin a round.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse.
         groups: the round's connections, which are made anew whenever the workers change.
+        processes: of this worker.
         credentials: of this worker; None for runs without.
 
     Attributes:
@@ -75,16 +85,22 @@ class Forming:
         min_workers: int,
         quorum_seconds: float,
         groups: Groups,
+        processes: Processes,
         credentials: Credentials | None = None,
     ):
-        self._credentials = credentials
+        self._credentials, self._processes = credentials, processes
         self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
         self._quorum_seconds, self._groups = quorum_seconds, groups
-        self.settings: dict[str, str] = {}
+        self.settings = {"processes of a worker": repr(processes.size)}
         self.place, self._size, self._failures = "", 1, 0
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
+        self._is_partial = False
         self.host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
+        self.asker: Asker | Silent = Silent()
+        self._store: dist.TCPStore | TlsStore | None = None
+        if processes.rank:
+            return
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
             self.asker = Asker(partial(client_of, lighthouse, credentials), self._id, min(quorum_seconds, 30.0))
@@ -96,22 +112,42 @@ class Forming:
             ) from error
 
     def claims(
-        self, seconds: float, version: Version, history: str, rank: int, can_heal: bool, digest: str, state_port: int
+        self, seconds: float, history: History, rank: int, can_heal: bool, digest: str, state_port: int
     ) -> tuple[Claim, ...]:
         """Those of the workers that take part in the next round, in rank order.
 
         Args:
             seconds: to wait for a quorum.
-            version, history, rank, can_heal, digest, state_port: of this worker; see `Claim`.
+            history: of this process. If those of the worker's processes differ, the worker has no state, and they are
+                forgotten.
+            rank, can_heal, digest, state_port: of this process; see `Claim`.
 
         Raises:
             CommunicationError: there was no quorum.
-            LeftOut: this worker and another one do not reach each other.
+            LeftOut: this worker and another one do not reach each other, or another of its processes has died.
             ValueError: this worker's number or configuration is wrong.
         """
-        deadline, same_number = time.monotonic() + seconds, None
+        own = [*history.version, history.digests[-1], can_heal, digest, state_port, fingerprint(self.settings).hex()]
+        told = self._processes.gather([*own, self.place])
+        *versions, heals, digests, ports, configurations, places = zip(*told, strict=True)
+        if any(len(set(of_all)) > 1 for of_all in versions):
+            history.forget()
+        if len(set(places)) > 1:  # one of the processes has lost its connections
+            self.give_up()
+        if len(digests) > 1:
+            digest = hashlib.sha256(" ".join(digests).encode()).hexdigest() if all(digests) else ""
+        if self._processes.rank == 0:
+            names = (f"{OTHERS} {process}" for process in range(1, len(configurations)))
+            self.settings |= dict(zip(names, configurations[1:], strict=True))
+        claim = partial(self._claim, history, rank, all(heals), digest, ports)
+        self._is_partial, claims = self._processes.told(lambda: self._chosen(claim, time.monotonic() + seconds))
+        members = (read_claim(id, store, data) for id, store, data in claims)
+        return tuple(member for member in members if member is not None)
+
+    def _chosen(self, claim: Callable[[], Claim], deadline: float) -> tuple[bool, list[Any]]:
+        """Whether the Lighthouse has heard of some workers only, and the claims of those that take part, as plain values."""
+        same_number = None
         while True:
-            claim = partial(self._claim, version, history, rank, can_heal, digest, state_port)
             choice = choose(self._asked(claim, deadline))
             taken = choice.taken.get(self._id)
             if taken is None:
@@ -128,7 +164,7 @@ class Forming:
                 f"worker {self._number} is left out of the run: it and worker {other.number} did not reach each other in "
                 f"{TRIES} tries; see whether a firewall stands between them, and whether this process can open sockets"
             )
-        return choice.members
+        return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
 
     def connect(self, claims: tuple[Claim, ...]) -> int:
         """Connect with these workers, unless this worker is; returns its rank.
@@ -138,15 +174,11 @@ class Forming:
             LeftOut: this process cannot open the sockets that the round needs.
         """
         size = len(claims)
-        if self.asker.is_partial or size < self._min_workers:
+        if self._is_partial or size < self._min_workers:
             time.sleep(RESTART_SECONDS)
-            what = (
-                "has restarted, and knows"
-                if self.asker.is_partial
-                else f"waits for {self._min_workers} workers, and has"
-            )
+            what = "has restarted, and knows" if self._is_partial else f"waits for {self._min_workers} workers, and has"
             raise CommunicationError(f"worker {self._number}: the Lighthouse {what} {size} so far")
-        rank = [claim.id for claim in claims].index(self._id)
+        rank = [claim.number for claim in claims].index(self._number)
         if not self.place or {claim.connection for claim in claims} != {self.place} or size != self._size:
             self._connect_anew(claims, rank)
         return rank
@@ -162,7 +194,8 @@ class Forming:
 
     # ---- parts of the above ----
 
-    def _claim(self, version: Version, history: str, rank: int, can_heal: bool, digest: str, state_port: int) -> Claim:
+    def _claim(self, history: History, rank: int, can_heal: bool, digest: str, state_ports: tuple[int, ...]) -> Claim:
+        assert self._store is not None, "process 0 asks"
         if not self._store.check(["own/settings"]):
             self._store.set("own/settings", json.dumps(self.settings))
         now = time.monotonic()
@@ -170,8 +203,8 @@ class Forming:
             id=self._id,
             store=f"{self.host}:{self._store.port}",
             number=self._number,
-            version=version,
-            history=history,
+            version=history.version,
+            history=history.digests[-1],
             settings=fingerprint(self.settings).hex(),
             connection=self.place,
             rank=rank,
@@ -180,11 +213,12 @@ class Forming:
             unreachable=tuple(number for number, until in self._left_out.items() if until > now),
             can_heal=can_heal,
             digest=digest,
-            state_port=state_port,
+            state_ports=state_ports,
         )
 
     def _asked(self, claim: Callable[[], Claim], deadline: float) -> list[Claim]:
         """The Lighthouse's answer. It may restart meanwhile."""
+        assert not isinstance(self.asker, Silent), "process 0 asks"
         while True:
             try:
                 return self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1))
@@ -216,6 +250,7 @@ class Forming:
             for key in dict.fromkeys([*self.settings, *theirs])
             if (mine := self.settings.get(key, ABSENT)) != (their := theirs.get(key, ABSENT))
         ]
+        lines = [line for line in lines if not line.startswith(OTHERS)] or lines
         return f"{start}: {'; '.join(lines[:3])}{f'; and {len(lines) - 3} more' if len(lines) > 3 else ''}"
 
     def _refused(self, reason: str) -> ValueError:
@@ -224,12 +259,14 @@ class Forming:
     def _connect_anew(self, claims: tuple[Claim, ...], rank: int) -> None:
         place, self.place, self._size = place_of(claims), "", len(claims)
         limit = timedelta(seconds=CONNECT_SECONDS * (1 + self._failures // 2))
+        meeting = f"{place}.{self._processes.rank}"  # process r connects with process r of the others
+        failed: tuple[str, list[int]] | None = None
         try:
             try_sockets(2 * len(claims) + 8)
-            meet(claims[0].store, place, rank, len(claims), limit, self._credentials)
+            meet(claims[0].store, meeting, rank, len(claims), limit, self._credentials)
             if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
                 reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
-            self._groups.connect(f"{claims[0].store}/{place}", rank, len(claims), limit)
+            self._groups.connect(f"{claims[0].store}/{meeting}", rank, len(claims), limit)
         except Exception as error:
             if NO_DESCRIPTORS in str(error):  # others do not learn it, and would wait for it in each round
                 raise LeftOut(
@@ -237,10 +274,10 @@ class Forming:
                     f"({NO_DESCRIPTORS}); raise the limit of open files (ulimit -n), and start it again"
                 ) from error
             missing = {claims[rank].number for rank in error.ranks} if isinstance(error, Missing) else set[int]()
-            self._count_failure(missing - {self._number})
-            raise CommunicationError(
-                f"worker {self._number}: cannot connect to the other workers: {reason_of(error)}"
-            ) from error
+            failed = reason_of(error), sorted(missing - {self._number})
+        if failures := [one for one in self._processes.gather(failed) if one is not None]:
+            self._count_failure({number for _, missing in failures for number in missing})
+            raise CommunicationError(f"worker {self._number}: cannot connect to the other workers: {failures[0][0]}")
         self.place, self._failures, self._missed = place, 0, {}
 
     def _count_failure(self, missing: set[int]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .claims import Claim
@@ -45,6 +46,8 @@ class Healing:
         credentials: of this worker.
         tick: is called now and then while this worker waits for a state.
         record: is called with the bytes that this worker has sent and received, in any thread.
+        process: rank of this process in the worker; it is healed from those of the same rank.
+        mesh: of the worker's processes, on which shards lie; None if there is one.
 
     Attributes:
         shared: the parts of the state, by name.
@@ -60,10 +63,13 @@ class Healing:
         credentials: Credentials | None,
         tick: Callable[[], None] = lambda: None,
         record: Callable[[int, int], None] = lambda sent, received: None,
+        process: int = 0,
+        mesh: dist.DeviceMesh | None = None,
     ):
         self.shared: dict[str, Shared] = {}
         self.can_heal = True
         self._number, self._credentials, self._tick, self._record = number, credentials, tick, record
+        self._process, self._mesh = process, mesh
         self.snapshots = Snapshots(lambda num_bytes: record(num_bytes, 0))
         self._listener = Listener(host, 0, credentials, self.snapshots.answer)
         self.port = self._listener.port
@@ -128,8 +134,9 @@ class Healing:
         """
         self.end()
         sources = [
-            Source(claims[rank].number, f"{claims[rank].store.rpartition(':')[0]}:{claims[rank].state_port}")
-            for rank in members.sources
+            Source(claim.number, f"{claim.store.rpartition(':')[0]}:{claim.state_ports[self._process]}")
+            for claim in (claims[rank] for rank in members.sources)
+            if self._process < len(claim.state_ports)
         ]
         differing = {name for name, shared in self.shared.items() if not shared.is_common}
         received = lambda num_bytes: self._record(0, num_bytes)  # noqa: E731
@@ -148,16 +155,18 @@ class Healing:
         except Exception as error:
             self._count_failure(error)
 
-    def finish(self) -> tuple[History, int] | None:
-        """Load the rest; returns the history that this worker has now, and how many steps of the round it has missed.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is being healed."""
+        return self._theirs is not None
 
-        None if it is not being healed.
+    def finish(self) -> tuple[History, int]:
+        """Load the rest; returns the history that this worker has now, and how many steps of the round it has missed.
 
         Raises:
             CommunicationError, LeftOut: as in `begin`.
         """
-        if self._theirs is None or self._transfer is None:
-            return None
+        assert self._theirs is not None and self._transfer is not None, "begin comes first"
         try:
             self._load(self._fetched(self._transfer, self._agreed(self._transfer, is_late=True)))
             theirs, steps = self._theirs, self._transfer.steps()
@@ -210,7 +219,7 @@ class Healing:
 
     def _load(self, sections: dict[str, Tensor]) -> None:
         for name, section in sections.items():
-            self.shared[name].load(unpacked(section))
+            self.shared[name].load(unpacked(section, self._mesh))
 
     def _count_failure(self, error: Exception) -> NoReturn:
         """Raise the error that says so."""

@@ -275,6 +275,18 @@ class Asker:
                     self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
 
 
+class Silent:
+    """In place of an `Asker`, in a process whose worker has another one that asks."""
+
+    is_partial = False
+
+    def expect(self, seconds: float) -> None:
+        """The process that asks says whether the worker makes progress."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class Missing(CommunicationError):
     """Workers that could not be reached, by rank."""
 

@@ -7,6 +7,10 @@
 A value of the description is None, a bool, a number or a text as JSON has it, or a list that begins with its kind:
 
     ["list", v, ...]  ["tuple", v, ...]  ["dict", [key, v], ...]  ["tensor", dtype, shape, place]
+    ["shard", v, shape, stride, dim]
+
+The last one is a DTensor: the tensor that this process holds, the shape and strides of the whole, and the dimension along
+which it is cut, None for a replica. It is read on a mesh of the reader's own.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .buffers import as_bytes
@@ -57,8 +63,12 @@ def packed(state: Any) -> Tensor:
     return payload
 
 
-def unpacked(payload: Tensor) -> Any:
+def unpacked(payload: Tensor, mesh: dist.DeviceMesh | None = None) -> Any:
     """The state in `payload`, with tensors of its own.
+
+    Args:
+        payload: (n,) uint8.
+        mesh: of the processes that hold the other shards of DTensors; None if the state has none.
 
     Raises:
         ValueError: it is not what `packed` returns.
@@ -71,7 +81,7 @@ def unpacked(payload: Tensor) -> Any:
             raise ValueError(f"its description has {length} bytes, and all of it {payload.numel()}")
         described = json.loads(payload[LENGTH.size : begin].numpy().tobytes())
         tensors = payload[-(-begin // ALIGNMENT) * ALIGNMENT :]
-        return _read(described, _Tensors(tensors), 0)
+        return _read(described, _Tensors(tensors, mesh), 0)
     except (struct.error, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:  # of PyTorch as well
         raise ValueError(f"the bytes are not those of a state: {error}") from None
 
@@ -91,6 +101,8 @@ def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
         raise TypeError(f"a state has at most {MAX_DEPTH} levels")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if (library := sys.modules.get("torch.distributed.tensor")) and isinstance(value, library.DTensor):
+        return _described_shard(value, parts, depth)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout != torch.strided:
@@ -105,11 +117,21 @@ def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
     raise TypeError(f"a state has plain values and tensors, got {type(value).__name__}")
 
 
+def _described_shard(value: Any, parts: list[Tensor], depth: int) -> Any:
+    library = sys.modules["torch.distributed.tensor"]
+    (placement,) = value.placements if value.device_mesh.ndim == 1 else (None,)
+    if type(placement) not in (library.Shard, library.Replicate):
+        raise TypeError(f"a state has DTensors cut along one dimension of one mesh, got {value.placements}")
+    with torch.no_grad():
+        described = _described(value.to_local(), parts, depth + 1)
+    return ["shard", described, list(value.shape), list(value.stride()), getattr(placement, "dim", None)]
+
+
 class _Tensors:
     """The tensors in a payload. Their bytes follow one another, so together they take no more memory than came."""
 
-    def __init__(self, payload: Tensor):
-        self._payload, self._end = payload, 0
+    def __init__(self, payload: Tensor, mesh: dist.DeviceMesh | None):
+        self._payload, self._mesh, self._end = payload, mesh, 0
 
     def take(self, dtype: torch.dtype, shape: Any, place: Any) -> Tensor:
         if not all(type(size) is int and size >= 0 for size in (*shape, place)) or place != self._end:
@@ -121,6 +143,18 @@ class _Tensors:
             )
         self._end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return self._payload[place : place + num_bytes].clone().view(dtype).view(shape)
+
+    def joined(self, part: Any, shape: Any, stride: Any, dim: Any) -> Tensor:
+        """A DTensor with `part` as this process's shard."""
+        if self._mesh is None or not isinstance(part, Tensor):
+            raise ValueError("it has a shard, and this worker's model is whole")
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placement = Replicate() if dim is None else Shard(dim)
+        shape, stride = torch.Size(shape), tuple(stride)
+        return cast(
+            Tensor, DTensor.from_local(part, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
+        )
 
 
 def _read(described: Any, tensors: _Tensors, depth: int) -> Any:
@@ -135,7 +169,10 @@ def _read(described: Any, tensors: _Tensors, depth: int) -> Any:
         dtype, shape, place = values
         return tensors.take(DTYPES[dtype], shape, place)
     if kind == "dict":
-        return {_read(key, tensors, depth + 1): _read(value, tensors, depth + 1) for key, value in values}
+        return {_read(k, tensors, depth + 1): _read(v, tensors, depth + 1) for k, v in values}
+    if kind == "shard":
+        part, *cut = values
+        return tensors.joined(_read(part, tensors, depth + 1), *cut)
     read = [_read(one, tensors, depth + 1) for one in values]
     if kind not in ("list", "tuple"):
         raise ValueError(f"it has a value of an unknown kind {str(kind)[:80]!r}")

@@ -359,7 +359,8 @@ class AveragerAttachment(Attachment):
         self._transaction = Transaction(averager, self.comm, self._averaged)
         if self.comm.is_elastic:
             self._share(self.comm)
-            hook = self._model.register_forward_pre_hook(self._before_forward)
+            # Before FSDP gathers parameters: a worker that is healed gets others.
+            hook = self._model.register_forward_pre_hook(self._before_forward, prepend=True)
             self._on_detach(hook.remove)
 
     def _require_elastic(self) -> None:
@@ -367,14 +368,12 @@ class AveragerAttachment(Attachment):
             self.strategy.suits_elastic,
             f"{self.call}: {self.strategy} needs a fixed number of workers; leave the elastic communicator out",
         )
-        require(
-            not self._shards,
-            f"{self.call}: the model is sharded, and the workers of one replica cannot come and go together; give every worker "
-            "a whole model, or leave the elastic communicator out",
-        )
+        self._shards.require_mesh(getattr(self._comm, "replica", None))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
+            if not self.comm.in_round:
+                self._shards.reshard()
             self.begin_round()
 
     @contextmanager

@@ -211,7 +211,7 @@ class GradientRounds:
     def _vote(self) -> None:
         """Commit the round if all workers have it; else go back to where it began."""
         if self._transaction.end(self._has_all and not self._is_broken):
-            self._is_finite, self._is_open = self._averager.commit(self._state), False
+            self._is_finite, self._is_open = self._shards.commit(self._averager, self._state), False
         else:
             self._averager.discard(self._state)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...average.base import Averager
 from ...comm import CommunicationError
+from ..model.shards import Replica
 from ..transaction import Transaction, go_back
 from .fragments import Fragment, Kept
 
@@ -28,6 +29,7 @@ class ElasticExchanges:
         averager: of the strategy.
         fragments: of the model.
         transaction: begins and ends rounds.
+        shards: the processes that hold the other shards of the model.
         send: exchanges the changes of a fragment, in any thread.
     """
 
@@ -36,9 +38,11 @@ class ElasticExchanges:
         averager: Averager,
         fragments: Sequence[Fragment],
         transaction: Transaction,
+        shards: Replica,
         send: Callable[[Fragment], None],
     ):
         self._averager, self._fragments, self._transaction, self._send = averager, fragments, transaction, send
+        self._shards = shards
 
     @property
     def is_joining(self) -> bool:
@@ -73,7 +77,7 @@ class ElasticExchanges:
                 return False
             if self._transaction.end(all([self._has_arrived(fragment) for fragment in sent])):
                 for fragment in sent:
-                    fragment.finite = self._averager.commit(fragment.state)
+                    fragment.finite = self._shards.commit(self._averager, fragment.state)
                     fragment.is_sent, fragment.kept = False, None
                 return True
             for fragment in sent:

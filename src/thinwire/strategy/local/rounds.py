@@ -187,7 +187,9 @@ class LocalUpdates(OwnModelAttachment):
             self._begin_rounds(self.averager)
             self._elastic: ElasticExchanges | None = None
             if comm.is_elastic:
-                self._elastic = ElasticExchanges(self.averager, self._fragments, self._transaction, self._send)
+                self._elastic = ElasticExchanges(
+                    self.averager, self._fragments, self._transaction, self._shards, self._send
+                )
             self._on_detach(refuse_ddp_around(self.call, model).remove)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))

@@ -98,6 +98,27 @@ class Replica:
                 "by fully_shard(model, mesh=mesh['shard']). For a model with one replica use Shards()"
             )
 
+    def require_mesh(self, mesh: Any) -> None:
+        """Check that an elastic worker consists of the processes that hold this replica.
+
+        Args:
+            mesh: of the worker's processes; None for one.
+
+        Raises:
+            ValueError: the shards lie on other processes, or the worker has several and the model is whole.
+        """
+        found = next((other for other in self._meshes if other != mesh), None)
+        require(
+            found is None,
+            f"{self._call}: {self._first!r} is a DTensor over the processes {found and found.mesh.tolist()}, which come and go "
+            "together; give the communicator their mesh of one dimension, ElasticCommunicator(..., replica=mesh)",
+        )
+        require(
+            bool(self) or mesh is None or mesh.size() == 1,
+            f"{self._call}: replica={mesh} says that the model is sharded, and it is whole; leave replica out, or call "
+            "fully_shard(model, mesh=mesh) first",
+        )
+
     def connect(self, comm: Communicator) -> None:
         """Connect the workers of this replica, and check that the replicas' shards correspond. All workers call it.
 
