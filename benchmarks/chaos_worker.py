@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import tempfile
 import threading
 import time
 import warnings
@@ -63,7 +64,8 @@ def worker(
     Args:
         changed: what is not as in other workers: "seed", "version" of thinwire, "data".
     """
-    other = fork_other(pipe) if strategy.startswith(IN_SHARDS) else None
+    folder = tempfile.mkdtemp() if strategy.startswith(IN_SHARDS) else ""  # where the processes of this worker meet
+    other = fork_other(pipe) if folder else None
     process = int(other == 0)
     seed = changed.get("seed", 0)
     logging.disable(logging.CRITICAL)
@@ -74,7 +76,7 @@ def worker(
     credentials = Credentials.from_environment()
     mesh = None
     if other is not None:
-        store = dist.FileStore(f"/tmp/chaos-{os.getppid() if process else os.getpid()}", PROCESSES)
+        store = dist.FileStore(f"{folder}/store", PROCESSES)
         dist.init_process_group("gloo", store=store, rank=process, world_size=PROCESSES)
         mesh = dist.init_device_mesh("cpu", (PROCESSES,))
     comm = ElasticCommunicator(address, number, timeout_seconds=TIMEOUT_SECONDS, credentials=credentials, replica=mesh)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from thinwire import Mean
-from thinwire.comm import CommunicationError, ElasticCommunicator, LeftOut, Lighthouse, LocalWorld, elastic
+from thinwire.comm import CommunicationError, ElasticCommunicator, LeftOut, Lighthouse, LocalWorld, elastic, forming
 from thinwire.comm.replica import Processes
 from thinwire.strategy.transaction import Transaction
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @pytest.fixture
@@ -22,6 +22,7 @@ def run(monkeypatch):
     """Runs `fn(comm, number)` in a thread for each process; `sizes` has the number of processes of each worker."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(elastic, "ProcessGroupCommunicator", lambda world, seconds: world)
+    monkeypatch.setattr(forming, "CONNECT_SECONDS", SECONDS)
     place = Lighthouse(2, "127.0.0.1")
 
     def run(fn, sizes=(2, 2)):
@@ -36,7 +37,9 @@ def run(monkeypatch):
                 comm.close()
 
         with ThreadPoolExecutor(len(sizes)) as pool:
-            return list(pool.map(lambda number: LocalWorld(sizes[number]).run(process, number), range(len(sizes))))
+            return list(
+                pool.map(lambda number: LocalWorld(sizes[number], SECONDS).run(process, number), range(len(sizes)))
+            )
 
     yield run
     place.close()
@@ -77,10 +80,14 @@ def test_what_one_process_cannot_do_while_a_round_forms_no_process_of_its_worker
         original, failures = getattr(target, where), [True] * (number == 1 and comm._processes.rank == 1)
 
         def fails_once(*args):
-            if failures:
+            if failures and where != "connect":
                 failures.pop()
                 raise CommunicationError("by order")
-            return original(*args)
+            result = original(*args)
+            if failures:  # the others are connected with it, and need not wait until they give up
+                failures.pop()
+                raise CommunicationError("by order")
+            return result
 
         setattr(target, where, fails_once)
         return sum_rounds(comm, number, 2)

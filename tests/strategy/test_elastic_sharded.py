@@ -59,7 +59,7 @@ def undisturbed_worker(comm, strategies):
 
 
 def test_undisturbed_rounds_of_shards_are_those_of_a_fixed_number_of_workers_bit_for_bit():
-    assert spawn(4, undisturbed_worker, STRATEGIES) == [[]] * 4
+    assert spawn(4, undisturbed_worker, STRATEGIES, timeout_seconds=600, comm_timeout_seconds=300) == [[]] * 4
 
 
 def test_a_process_dies_its_worker_leaves_and_comes_back_as_one(tmp_path, monkeypatch):

@@ -17,6 +17,9 @@ class Rounds:
     num_skipped: int = 0
     """How many steps of the open round this worker leaves out, because it has joined after the others took them."""
 
+    replica: Any = None
+    """The mesh of the processes that together are this worker, where the model is sharded."""
+
     in_round: bool = True
     """Whether a round is open, so that operations may be called."""
 

@@ -368,7 +368,7 @@ class AveragerAttachment(Attachment):
             self.strategy.suits_elastic,
             f"{self.call}: {self.strategy} needs a fixed number of workers; leave the elastic communicator out",
         )
-        self._shards.require_mesh(getattr(self._comm, "replica", None))
+        self._shards.require_mesh(self.comm.replica)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
