@@ -495,6 +495,9 @@ Counts Engine::counts(int rank) {
 // ---- the thread ----
 
 void Engine::run() {
+#ifdef __linux__
+    pthread_setname_np(pthread_self(), "thinwire-engine");  // for accounts of processor time by thread
+#endif
     std::vector<pollfd> polls;
     std::vector<Connection*> polled;
     Lock lock(mutex_);

@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.lab.bench import CodecsBench, StepBench, timeline
 from thinwire.lab.bench.codecs import DEFAULT_CODECS
 from thinwire.lab.bench.floor import Floor, Machine
-from thinwire.lab.bench.methods import TimedMethod, mlp, of_strategy
+from thinwire.lab.bench.methods import SyntheticTraining, TimedMethod, mlp, of_strategy
 from thinwire.lab.bench.step import DEFAULT_STRATEGIES, Turns
 from thinwire.strategy import Rhythm
 
@@ -157,7 +157,7 @@ def test_step_rows_have_the_documented_columns_and_true_bytes_beside_a_timeline(
 def test_turns_are_whole_periods_and_leave_nothing_in_flight(rhythm, expected):
     calls: list[str] = []
     alone, step, settle = (partial(calls.append, name) for name in ("alone", "step", "settle"))
-    method = TimedMethod("some", False, lambda training: None, rhythm=rhythm)
+    method = TimedMethod("some", False, lambda training, comm: None, rhythm=rhythm)
 
     def worker(comm):
         return Turns(comm, method, alone, step, settle).run(4)
@@ -182,7 +182,7 @@ def test_processor_time_of_a_step_is_counted_for_the_thread_that_spends_it():
                 helper.submit(spend, 0.03).result()
                 spend(0.01)
 
-            method = TimedMethod("some", False, lambda training: None)
+            method = TimedMethod("some", False, lambda training, comm: None)
             return Turns(comm, method, partial(spend, 0.0), step, partial(spend, 0.0)).run(3)[0]
 
     [times] = tw.LocalWorld(1).run(worker)
@@ -210,6 +210,15 @@ def test_the_strategy_says_what_is_timed_and_the_floor():
     assert Floor.of(machine, 1.0, 300, 2, is_concurrent=True) == Floor(3.0, 2, 1.0, 3.0)
     assert Floor.of(machine, 1.0, 300, 2, is_concurrent=False) == Floor(3.0, 2, 1.0, 4.0)
     assert Floor.of(machine, 1.0, 50, 8, is_concurrent=True) == Floor(0.5, 8, 4.0, 5.0)
+
+
+@pytest.mark.parametrize("text", ["Gradients(Mean())", "Gossip(Mix(Ring()))"])
+def test_a_strategy_is_timed_over_the_transport_that_was_asked_for(text):
+    def worker(comm):
+        with of_strategy(text, False, None).on(SyntheticTraining(mlp(4, 1), 2, comm.rank), comm) as strategy:
+            return strategy.comm is comm
+
+    assert tw.LocalWorld(2).run(worker) == [True, True]
 
 
 def test_the_timed_model_is_the_one_of_22_million_parameters():

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from ...algorithm import require
 from ...attaching import strategy_of
+from ...comm import Communicator
 from ...strategy import AveragerAttachment, Averaging, Gradients, Rhythm
 
 NUM_INPUTS, NUM_CLASSES = 512, 10
@@ -56,14 +57,15 @@ class TimedMethod:
     Args:
         name: of the row.
         ddp: whether the model is in DDP.
-        attach: what makes the training data-parallel; it returns the strategy at work, or None where DDP itself averages.
+        attach: what makes the training data-parallel over a communicator; it returns the strategy at work, or None where DDP
+            itself averages.
         bytes_per_element: of DDP's own all-reduce; the ledger counts those of strategies.
         rhythm: when workers exchange messages.
     """
 
     name: str
     ddp: bool
-    attach: Callable[[SyntheticTraining], AveragerAttachment | None]
+    attach: Callable[[SyntheticTraining, Communicator], AveragerAttachment | None]
     bytes_per_element: int = 0
     rhythm: Rhythm = Rhythm(in_backward=True)
 
@@ -78,9 +80,9 @@ class TimedMethod:
         return self.rhythm.delay > 0
 
     @contextmanager
-    def on(self, training: SyntheticTraining) -> Iterator[AveragerAttachment | None]:
-        """Context in which this method trains; yields the strategy at work, or None."""
-        attachment = self.attach(training)
+    def on(self, training: SyntheticTraining, comm: Communicator) -> Iterator[AveragerAttachment | None]:
+        """Context in which this method trains over a communicator; yields the strategy at work, or None."""
+        attachment = self.attach(training, comm)
         try:
             yield attachment
         finally:
@@ -117,6 +119,6 @@ def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:
     return TimedMethod(
         repr(strategy),
         ddp and rhythm.in_backward,
-        lambda training: chosen.attach(training.model, training.optimizer),
+        lambda training, comm: chosen.attach(training.model, training.optimizer, comm=comm),
         rhythm=rhythm,
     )

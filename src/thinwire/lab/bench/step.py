@@ -91,7 +91,7 @@ class StepBench:
     """Write the rows to this file."""
     transport: Transport = "auto"
     """What carries the strategies' messages; DDP's own go over Gloo or NCCL. "tcp" are connections of our own, which "auto"
-    takes on long lines."""
+    takes between machines."""
     timeline: Path | None = None
     """Draw one step of each method on rank 0, thread by thread, to this file (.svg or .png)."""
 
@@ -215,12 +215,12 @@ def _methods(bench: StepBench) -> list[TimedMethod]:
 def _baselines() -> list[TimedMethod]:
     """DDP's own all-reduce, in float32 and with its float16 hook."""
     return [
-        TimedMethod("DDP fp32", True, lambda training: None, 4),
+        TimedMethod("DDP fp32", True, lambda training, comm: None, 4),
         TimedMethod("DDP fp16 hook", True, _compress_to_fp16, 2),
     ]
 
 
-def _compress_to_fp16(training: SyntheticTraining) -> None:
+def _compress_to_fp16(training: SyntheticTraining, comm: Communicator) -> None:
     assert isinstance(training.model, DistributedDataParallel), "the method's `ddp` is set"
     training.model.register_comm_hook(None, fp16_compress_hook)
 
@@ -233,7 +233,8 @@ def _row(
     if method.ddp:
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
     step = SyntheticTraining(model, bench.batch_size, comm.rank)
-    with method.on(step) as strategy:
+    # What the method sends is over a communicator of its own, which counts nothing else.
+    with connect(bench.transport, device=device) as own, method.on(step, own) as strategy:
         turns = Turns(comm, method, alone, step, strategy.settle if strategy else _nothing, device)
         turns.run(bench.warmup)
         if strategy is not None:
