@@ -20,7 +20,7 @@ from helpers.lost_connections import loses_all_connections
 from helpers.program import programs, wait_until
 from helpers.spawn import retire, run_tcp, spawn
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, transport
 from thinwire.comm.tcp import TcpCommunicator, is_available
 from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
@@ -260,8 +260,8 @@ def test_a_closed_one_leaves_no_threads_and_no_descriptors():
 # ---- which communicator carries a run ----
 
 
-def chosen(comm, transport: str) -> str:
-    with connect(transport, timeout_seconds=60.0) as own:
+def chosen(comm, name: str) -> str:
+    with connect(name, timeout_seconds=60.0) as own:
         assert own.ledger.bytes_sent == 0
         conforms(own)
         return type(own).__name__
@@ -270,10 +270,19 @@ def chosen(comm, transport: str) -> str:
 CHOSEN = {"auto": "ProcessGroupCommunicator", "gloo": "ProcessGroupCommunicator", "tcp": "TcpCommunicator"}
 
 
-@pytest.mark.parametrize("transport", CHOSEN)
-def test_the_transport_chooses_the_communicator(transport):
-    """The loopback is no long line."""
-    assert spawn(2, chosen, transport) == [CHOSEN[transport]] * 2
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_transport_chooses_the_communicator(name):
+    """The loopback is no network."""
+    assert spawn(2, chosen, name) == [CHOSEN[name]] * 2
+
+
+def chosen_between_machines(comm) -> str:
+    transport.own_address = lambda: (socket.AF_INET, "192.0.2.1")
+    return chosen(comm, "auto")
+
+
+def test_auto_takes_our_own_connections_between_machines():
+    assert spawn(2, chosen_between_machines) == ["TcpCommunicator"] * 2
 
 
 def test_gpus_are_not_for_our_own_connections():

@@ -25,7 +25,7 @@ def connect(
 
     Args:
         transport: "tcp" for connections of our own; a name of a backend for those of the group. "auto" takes our own if
-            tensors are in main memory, the extension was built on all workers, and two of them are a long line apart.
+            tensors are in main memory, the extension was built on all workers, and they meet over a network.
         group, timeout_seconds, device: see `ProcessGroupCommunicator`.
 
     Raises:
@@ -47,11 +47,8 @@ def connect(
     comm = ProcessGroupCommunicator(group, timeout_seconds, device)
     if transport != "auto" or comm.size == 1:
         return comm
-    can_be_long = on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback
-    chosen: Communicator = comm
-    if comm.all_true(can_be_long):
-        own = TcpCommunicator(group, timeout_seconds)
-        chosen, other = (comm, own) if own.is_near else (own, comm)
-        other.close()
-    chosen.ledger = type(chosen.ledger)(chosen.size)
-    return chosen
+    if not comm.all_true(on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback):
+        comm.ledger = type(comm.ledger)(comm.size)
+        return comm
+    comm.close()
+    return TcpCommunicator(group, timeout_seconds)

@@ -135,8 +135,8 @@ class RunConfig:
     compute: float | None = None
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     transport: Transport = "auto"
-    """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") if
-    machines are more than 3 ms apart and tensors in main memory; else, and with elastic, Gloo. "mpi" needs a PyTorch that was
+    """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") for
+    tensors in main memory between machines; else, and with elastic, Gloo. "mpi" needs a PyTorch that was
     built with MPI; the others work under mpirun too."""
     measure_lines: bool = False
     """Measure the lines between workers first, about ten seconds, and lay out the averaging by them: the order of ranks, sites
