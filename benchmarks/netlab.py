@@ -152,8 +152,8 @@ class Lab:
         if self.forwarder is not None:
             self.forwarder.set_line(host, line)
         elif line.only_rates:
-            self._shape(self.namespaces[host], INTERFACE, line.up, "change")
-            self._shape(self.switch, f"port{host}", line.down, "change")
+            self._shape(self.namespaces[host], INTERFACE, line.up)
+            self._shape(self.switch, f"port{host}", line.down)
         else:
             raise LabError(f"{line}: a lab that began with nothing but rates cannot change to delay or loss")
         self.lines[host] = line
@@ -192,8 +192,8 @@ class Lab:
             _call("ip", "-n", self.switch, "link", "add", port, "type", "veth", "peer", INTERFACE, "netns", namespace)
             _call("ip", "-n", self.switch, "link", "set", port, "master", "bridge")
             _call("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-            self._shape(self.switch, port, self.lines[host].down, "add")
-            self._shape(namespace, INTERFACE, self.lines[host].up, "add")
+            self._shape(self.switch, port, self.lines[host].down)
+            self._shape(namespace, INTERFACE, self.lines[host].up)
 
     def _build_forwarder(self) -> None:
         public = [self.address(host) for host in range(self.hosts)]
@@ -206,11 +206,13 @@ class Lab:
             if private[host]:
                 _call("ip", "-n", namespace, "route", "add", f"{SUBNET}.0/24", "dev", INTERFACE)
 
-    def _shape(self, namespace: str, link: str, rate: float, verb: str) -> None:
+    def _shape(self, namespace: str, link: str, rate: float) -> None:
+        """Limit what leaves by a link. A queue of an earlier rate is dropped: its packets may not fit into the bucket."""
         gso, burst = shaping(rate)
+        handle = f"{1 + next(_numbers) % 0xFFFE:x}:"  # a new one, or tc would keep the queue
         limit = int(max(4 * burst, rate / 8 * QUEUE_SECONDS))
         _call("ip", "-n", namespace, "link", "set", link, "gso_max_size", str(gso), "up")
-        _call("tc", "-n", namespace, "qdisc", verb, "dev", link, "root", "tbf",
+        _call("tc", "-n", namespace, "qdisc", "replace", "dev", link, "root", "handle", handle, "tbf",
               "rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(limit))  # fmt: skip
 
     def _start(self, rank: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
