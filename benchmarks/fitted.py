@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -116,7 +116,6 @@ def methods() -> dict[tuple[str, str], str]:
         if budget in RIVALS:
             found[budget, "uniform, sparse"] = RIVALS[budget]
         found[budget, "fitted"] = f"Fitted({codec})"
-        found[budget, "fitted, squared"] = f"Fitted({codec}, weighting='squared')"
     return found
 
 
@@ -367,21 +366,23 @@ def step_seconds(
     return (seen[-1] - seen[20]) / (len(seen) - 21), gradients
 
 
-def fit_seconds(fitted: Any, gradients: dict[str, Tensor], rounds: int = 10) -> tuple[float, float]:
-    """Processor time of one measurement with its choice, and of one agreement on what the line carries."""
+def fit_seconds(fitted: Any, gradients: dict[str, Tensor], rounds: int = 10) -> list[float]:
+    """Processor time of one measurement with its choice, of an agreement on a line that changes, and of one on another."""
     state = fitted.init_state({name: g.numel() for name, g in gradients.items()})
     keys = [tw.codec.Key.of(1, name, 0, 0) for name in gradients]
-    spent: list[list[float]] = [[], []]
+    spent: list[list[float]] = [[], [], []]
     for i in range(rounds):
-        for what, step in enumerate((fitted.measure_every, fitted.measure_every + 1)):
+        # The line carries half or one and a half times as much, and then just as much as before.
+        for what, factor in enumerate((1.0, 0.5 + i % 2, 1.0)):
+            step = fitted.measure_every + what
+            state.rate, state.budget = 0.0, float(fitted.nbytes_at(state))
             began = time.thread_time()
             if what == 0:
                 fitted.observe(state, list(gradients.values()), keys)
             copy.deepcopy(state)  # as a round keeps it
-            pace = Pace(1e8, (0.5 + i % 2) / 1e8)  # fits half or one and a half times as much
-            fitted.update(state, fitted.learn(state, [fitted.statistics(state, step, pace)]), step)
+            fitted.update(state, fitted.learn(state, [fitted.statistics(state, step, Pace(1e8, factor / 1e8))]), step)
             spent[what].append(time.thread_time() - began)
-    return median(spent[0]), median(spent[1])
+    return [median(seconds) for seconds in spent]
 
 
 def cost(options: argparse.Namespace) -> None:
@@ -397,13 +398,16 @@ def cost(options: argparse.Namespace) -> None:
     strategy = "Gradients(Mean(Fitted(3.0), ErrorFeedback(), exchange='all_gather'))"
     step, gradients = tw.LocalWorld(1, timeout_seconds=3600).run(step_seconds, task, strategy, data, initial)[0]
     fitted = tw.Fitted("line")
-    measuring, following = fit_seconds(fitted, gradients)
+    measuring, *following = fit_seconds(fitted, gradients)
     share = measuring / fitted.measure_every / step
     print(
         f"a step of a GPT takes {1e3 * step:.1f} ms, a measurement {1e3 * measuring:.1f} ms: {share:.2%} of the steps"
     )
-    share += following / fitted.follow_every / step
-    print(f"an agreement on the line takes {1e3 * following:.2f} ms: {share:.2%} of the steps with measuring")
+    for seconds, what in zip(following, ("another choice", "the same choice"), strict=True):
+        total = share + seconds / fitted.follow_every / step
+        print(
+            f"an agreement on the line, {what}, takes {1e3 * seconds:.2f} ms: {total:.2%} of the steps with measuring"
+        )
 
 
 # ---- following a line ----
@@ -454,20 +458,23 @@ def work(options: argparse.Namespace) -> None:
     strategy = "Gradients(Mean(Fitted('line'), ErrorFeedback(), exchange='all_gather'))"
     handle = tw.attach(model, None, strategy)
     for step in range(LINE_STEPS):
-        before = handle.ledger.bytes_sent if step else 0
+        before, waited = handle.ledger.bytes_sent if step else 0, communicating(handle)
         torch.distributed.barrier()
         began = time.perf_counter()
         model.zero_grad()
         model().backward()
         seconds = time.perf_counter() - began
-        row = {"step": step, "seconds": seconds, "bytes": handle.ledger.bytes_sent - before}
-        if rank == 0:
-            chosen = handle.diagnostics()
-            append(
-                options.rows, row | {name: chosen[name] for name in ("bits", "budget_bits", "error") if name in chosen}
-            )
+        row = {"step": step, "rank": rank, "seconds": seconds, "computing": seconds - communicating(handle) + waited}
+        chosen, shown = handle.diagnostics(), ("bits", "budget_bits", "error", "line_rate")
+        row |= {"bytes": handle.ledger.bytes_sent - before} | {name: chosen[name] for name in shown if name in chosen}
+        append(options.rows, row)
     handle.detach()
     torch.distributed.destroy_process_group()
+
+
+def communicating(handle: Any) -> float:
+    """Seconds so far that steps took beyond computing and encoding: waiting with decoding, and agreements."""
+    return sum(handle.seconds.get(phase, 0.0) for phase in ("blocked", "adapt"))
 
 
 def line(options: argparse.Namespace) -> None:
@@ -477,7 +484,7 @@ def line(options: argparse.Namespace) -> None:
 
         def change() -> None:
             for step, rate in TIMETABLE[1:]:
-                while len(read(options.rows)) < step:
+                while len(read(options.rows)) < 2 * step:
                     time.sleep(0.05)
                 for host in range(2):
                     lab.set_line(host, rate)
@@ -491,13 +498,16 @@ def line(options: argparse.Namespace) -> None:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Step over computation, bits an element and error, by step."""
+    """Step over computation, that of the slower worker, bits an element and error, by step."""
     import matplotlib.pyplot as plt
 
+    pairs = [[row for row in rows if row["step"] == step] for step in range(LINE_STEPS)]
+    ratios = [max(r["seconds"] for r in pair) / max(r["computing"] for r in pair) for pair in pairs]
+    rows, shortest = [pair[0] for pair in pairs], min(row["seconds"] for row in rows)
     figure, axes = plt.subplots(3, sharex=True, figsize=(8, 6.5), constrained_layout=True)
-    steps, floor = [row["step"] for row in rows], min(row["seconds"] for row in rows)
-    axes[0].plot(steps, [row["seconds"] / floor for row in rows], color="tab:blue", linewidth=1)
-    axes[0].set(ylabel="step / shortest step", ylim=(0.9, 3))
+    steps = range(LINE_STEPS)
+    axes[0].plot(steps, ratios, color="tab:blue", linewidth=1)
+    axes[0].set(ylabel="step / computation", ylim=(0.9, 3))
     axes[0].axhline(1.1, color="grey", linestyle=":", linewidth=1)
     axes[1].plot(
         steps, [8 * row["bytes"] / (LAYERS * math.prod(LAYER)) for row in rows], color="tab:orange", linewidth=1
@@ -511,10 +521,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axis.annotate(rate, (step, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     figure.savefig(FIGURE, metadata={"Date": None})
     for (first, rate), (end, _) in zip(TIMETABLE, [*TIMETABLE[1:], (LINE_STEPS, "")], strict=True):
-        part = [row for row in rows if first <= row["step"] < end]
-        late = [row["seconds"] / floor for row in part if row["step"] >= first + 10]
+        late = slice(first + 10, end)
         print(
-            f"{rate}: after ten steps median {median(late):.2f} of the shortest step, last {part[-1].get('bits', 0):.1f} bits"
+            f"{rate}: after ten steps a step takes {median(ratios[late]):.2f} of its computation (quartiles "
+            f"{', '.join(f'{q:.2f}' for q in quantiles(ratios[late])[::2])}), and "
+            f"{median(r['seconds'] for r in rows[late]) / shortest:.2f} of the shortest step; bits an element "
+            f"{median(r.get('bits', 0) for r in rows[late]):.1f}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -376,6 +377,51 @@ def test_strategies_train_with_it_and_show_its_choice(strategy):
     assert bits.keys() == ({"0/bits", "1/bits"} if "fragments" in text else {"bits"})
     assert all(0 < value < 3 for value in bits.values())
     assert any(name.endswith("error") for name in results[0][0])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Gradients(ByName({{'0*': Mean({}, ErrorFeedback()), '*': Mean()}}))",
+        "Local(Mean({}, ErrorFeedback()), every=2, fragments=2, delay=1, alpha=0.5)",
+    ],
+    ids=["by name", "fragments"],
+)
+@pytest.mark.filterwarnings("ignore:Local. what workers changed since their last rounds belongs to no worker")
+def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
+    text = strategy.format("Fitted(QSGD(bits=2), measure_steps=(1, 3, 5))")
+
+    def worker(comm, saved, first, last):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.ReLU(), torch.nn.Linear(60, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        handle = tw.attach(model, optimizer, text, comm=comm)
+        if saved:
+            model.load_state_dict(saved[comm.rank][0])
+            handle.load_state_dict({key: value for _, states, _ in saved for key, value in states.items()})
+        chosen = handle.diagnostics()
+        for step in range(first, last):
+            x = torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        state = copy.deepcopy(handle.state_dict())
+        found = copy.deepcopy(model.state_dict()), state, handle.diagnostics()
+        handle.detach()
+        return found, chosen
+
+    def run(size, *args):
+        return tw.LocalWorld(size).run(lambda comm: worker(comm, *args))
+
+    whole = [found for found, _ in run(3, None, 0, 16)]
+    half = [found for found, _ in run(3, None, 0, 8)]
+    resumed = run(3, half, 8, 16)
+    for (model, _, facts), (found, chosen), before in zip(whole, resumed, half, strict=True):
+        assert chosen == before[2]
+        assert found[2] == facts
+        assert all(map(torch.equal, found[0].values(), model.values()))
+    fewer = run(2, half, 8, 16)
+    assert all(chosen == half[0][2] and found[2] == fewer[0][0][2] for found, chosen in fewer)
 
 
 # ---- what is refused ----

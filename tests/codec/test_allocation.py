@@ -47,9 +47,10 @@ def test_one_candidate_for_all_layers_is_never_better(problem, data):
     values, weights, _ = problem
     uniform = data.draw(st.integers(0, values.shape[1] - 1))
     budget = weights[:, uniform].sum()
-    found = allocate(values, weights, budget)
-    assert total(weights, found) <= budget
-    assert total(values, found) <= values[:, uniform].sum()
+    for exact in (False, True):
+        found = allocate(values, weights, budget, exact)
+        assert total(weights, found) <= budget
+        assert total(values, found) <= values[:, uniform].sum()
 
 
 def test_many_sums_are_thinned_and_stay_close_to_the_bound():

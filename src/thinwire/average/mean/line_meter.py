@@ -9,6 +9,8 @@ and the largest of these is the rate: what disturbs a message makes its own esti
 arrive w seconds after the end of computation, at most, if
 
     f  <=  rate (e + w - t_i) / (b_i + b_(i+1) + ...)        for all i
+
+The least over a few rounds counts: what disturbs computation makes it longer.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class LineMeter:
         self._rate = 0.0
         self._left: list[
             tuple[float, int]
-        ] = []  # of the last round: from a message to the end of computation, bytes from it on
+        ] = []  # of each round: from a message to the end of computation, bytes from it on
         self._committed: float | None = None
         self._waited = 0.0
         self._since: float | None = None
@@ -76,7 +78,6 @@ class LineMeter:
         if self._committed is not None and self._messages:
             messages, computed = sorted(self._messages), self._committed - (waited - self._waited)
             after = 0
-            self._left = []
             for i in reversed(range(len(messages))):
                 total = 0
                 for last in messages[i:]:
@@ -104,5 +105,5 @@ class LineMeter:
             may_wait = wait_share * (now - self._since) / self._num_rounds
             rate = self._rate
             slack = min((left + may_wait) / num_bytes for left, num_bytes in self._left if num_bytes)
-        self._rate, self._num_rounds, self._since = 0.0, 0, now
+        self._rate, self._left, self._num_rounds, self._since = 0.0, [], 0, now
         return Pace(rate, slack)

@@ -31,13 +31,14 @@ MAX_SUMS = 4096
 _ROUNDING = 1e-12  # of sums in float64, relative
 
 
-def allocate(values: Matrix, weights: Matrix, budget: float) -> Choice:
+def allocate(values: Matrix, weights: Matrix, budget: float, exact: bool = True) -> Choice:
     """The choice of least value whose weight is within the budget.
 
     Args:
         values: what is to be small, (layers, candidates), not negative.
         weights: what is limited, (layers, candidates), not negative.
         budget: the most weight of all layers together.
+        exact: whether dynamic programming looks for the best choice; without it the search for the price decides.
 
     Returns:
         The candidate of each layer, (layers,).
@@ -58,7 +59,7 @@ def allocate(values: Matrix, weights: Matrix, budget: float) -> Choice:
     price, best = _priced(values, weights, budget)
     best = _filled(values, weights, budget, best)
     best = min([best, *_uniform(values, weights, budget)], key=lambda choice: _total(values, choice))
-    return _exact(values, weights, budget, price, best)
+    return _exact(values, weights, budget, price, best) if exact else best
 
 
 def _total(matrix: Matrix, choice: Choice) -> float:

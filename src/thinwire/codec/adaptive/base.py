@@ -96,7 +96,7 @@ class AdaptiveCodec(Codec):
 
     @abstractmethod
     def learn(self, state: Any, statistics: Sequence[Tensor]) -> Tensor:
-        """The update for the statistics of all workers, in rank order: a float64 vector of fixed length."""
+        """The update for the statistics of all workers, in rank order: a float64 vector, as long on all workers."""
 
     @abstractmethod
     def update(self, state: Any, learned: Tensor, step: int) -> None:
