@@ -218,8 +218,8 @@ def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
     rows = read(options.results)
     lines = [
-        "| task | bytes of | dense | uniform | fitted | gap closed | MB, uniform | MB, fitted | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| task | named codec | dense | named | best single | fitted | gap closed | MB, best single | MB, fitted | seeds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for label in TASKS:
         of_task = [row for row in rows if row["task"] == label]
@@ -233,15 +233,20 @@ def table(options: argparse.Namespace) -> None:
                 continue
             best = min if TASKS[label].text else max
             single = best(others, key=lambda runs: mean(r["quality"] for r in runs))
-            gap = mean(r["quality"] - dense[r["seed"]] for r in single)
-            closed = 1 - mean(r["quality"] - dense[r["seed"]] for r in fitted) / gap if gap else math.nan
-            shown = f"{closed:.0%}" if abs(gap) > 0.02 * mean(dense.values()) else "-"
-            cells = [label, f"{budget}: `{single[0]['codec']}`", spread(dense.values())]
-            cells += [spread(r["quality"] for r in single), spread(r["quality"] for r in fitted), shown]
+            named, codec = others[0], SINGLE[budget]
+            shown = " / ".join(gap_closed(fitted, runs, dense) for runs in (named, single))
+            cells = [label, f"{budget}: `{codec}`", spread(dense.values())]
+            cells += [spread(r["quality"] for r in runs) for runs in (named, single, fitted)] + [shown]
             cells += [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (single, fitted)]
             lines.append(f"| {' | '.join([*cells, str(len(fitted))])} |")
     print("\n".join(lines))
     replace_part(PAGE, "quality", lines)
+
+
+def gap_closed(fitted: list[dict[str, Any]], single: list[dict[str, Any]], dense: dict[int, float]) -> str:
+    """How much of the distance to dense is gone, where it is more than 2 %."""
+    gap, left = (mean(r["quality"] - dense[r["seed"]] for r in runs) for runs in (single, fitted))
+    return f"{1 - left / gap:.0%}" if abs(gap) > 0.02 * mean(dense.values()) else "-"
 
 
 def spread(values: Any) -> str:
