@@ -188,7 +188,7 @@ def test_a_plan_does_not_import_the_compiler_of_pytorch():
 def test_a_codec_that_follows_the_line_takes_the_most_bits_that_fit():
     """Of two candidates, that of more bytes where the line carries it beside computation, else the other one."""
     many, few = tw.QSGD(bits=8), tw.QSGD(bits=2)
-    codecs = {"line": tw.Fitted("line", candidates=(many, few)), "many": many, "few": few}
+    codecs = {"line": tw.Fitted("line", candidates=(many, few), wait_share=0.1), "many": many, "few": few}
     candidates = [
         tw.plan.Method(name, tw.Gradients(tw.Mean(codec, exchange="all_gather"))) for name, codec in codecs.items()
     ]
