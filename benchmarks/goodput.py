@@ -157,7 +157,7 @@ def work(
         """Batches of all workers that rounds have merged."""
         if sampler is None:
             return 0 if handle is None else int(handle.committed_tokens)
-        return options.batches if sampler.epoch else sampler.num_dealt - options.workers
+        return options.batches if sampler.epoch else sampler.num_assigned - options.workers
 
     def train() -> None:
         began, steps = time.perf_counter(), 0
@@ -165,7 +165,7 @@ def work(
             while time.perf_counter() - began < options.alone_seconds:
                 step(steps := steps + 1)
             return
-        while sampler.num_dealt < options.batches if sampler and comm is None else merged() < options.batches:
+        while sampler.num_assigned < options.batches if sampler and comm is None else merged() < options.batches:
             if sampler is None:
                 step(steps := steps + 1)
             else:

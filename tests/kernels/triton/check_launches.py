@@ -16,7 +16,8 @@ from helpers.on_triton import DEVICE
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.average.mean.exchange import Job, ScatterReduce
+from thinwire.average.mean.exchange.base import Job
+from thinwire.average.mean.exchange.scatter_reduce import ScatterReduce
 from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.kernels import flags
@@ -66,7 +67,7 @@ def steps(codec: tw.codec.Codec, num_segments: int) -> tuple[Callable[[], Any], 
 
 
 def num_calls(act: Callable[[], Any]) -> int:
-    """Calls of functions, those in C too, once all tables are kept."""
+    """Calls of functions, those in C too, once tables are kept: the least of ten, since other addresses need others."""
     act()
     calls = 0
 
@@ -74,16 +75,20 @@ def num_calls(act: Callable[[], Any]) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, counts = sys.getprofile(), []
     gc.collect()
     gc.disable()  # it would end what other tests have left
-    sys.setprofile(note)
     try:
-        act()
+        for _ in range(10):
+            calls = 0
+            sys.setprofile(note)
+            act()
+            sys.setprofile(before)
+            counts.append(calls)
     finally:
         sys.setprofile(before)
         gc.enable()
-    return calls
+    return min(counts)
 
 
 @pytest.mark.parametrize("text", CASES)
