@@ -185,7 +185,9 @@ def receive(datagrams: socket.socket) -> dict[str, float]:
         received += 1
         late += number < highest
         highest = max(highest, number)
-    return {"rate": 8 * (PACKET + HEADERS) * (received - 1) / (last - first), "received": received, "late": late}
+    seconds = last - first  # none where a busy machine let the sender send only one
+    rate = 8 * (PACKET + HEADERS) * (received - 1) / seconds if seconds else 0.0
+    return {"rate": rate, "received": received, "late": late}
 
 
 def fill(address: tuple[str, int], connections: int, seconds: float) -> None:
