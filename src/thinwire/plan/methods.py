@@ -174,7 +174,7 @@ def _internet() -> list[Method]:
             )
             for name, strategy, optimizer, loss, floats in local
         ),
-        Method("DeMo, 32 of 4096", demo(), (Measured("sgd", "loss +3.5 % to DDP, GPT of 0.44 M", "internet.md"),), 2),
+        Method("DeMo, 32 of 4096", demo(), (Measured("sgd", "loss +3.0 % to DDP, GPT of 0.44 M", "internet.md"),), 2),
         Method("Dion, rank 64", dion(64), (Measured("sgd", "loss +18 % to DDP, GPT of 5.4 M", "internet.md"),), 1),
     ]
 
