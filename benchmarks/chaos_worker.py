@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,9 +160,9 @@ class _Order:
         self._pipe, self._fault, self._spoils, self.is_slow, self._other = pipe, None, False, False, other
         if other == 0:  # the first process of the worker gets the orders
             return
-        _call_before(comm, "_vote", partial(self.reached, "vote"))
-        _call_before(comm, "heal", partial(self.reached, "heal"))
-        _call_before(comm, "_give_up", lambda: pipe.send(("gave up", time.monotonic(), {})))
+        call_before(comm, "_vote", partial(self.reached, "vote"))
+        call_before(comm, "heal", partial(self.reached, "heal"))
+        call_before(comm, "_give_up", lambda: pipe.send(("gave up", time.monotonic(), {})))
         issue = comm._issue
 
         def issued(tensors: Any, start: Any) -> Any:
@@ -218,11 +218,13 @@ def limit_to(resource_: int, limit: int) -> None:
     resource.setrlimit(resource_, (limit, resource.getrlimit(resource_)[1]))
 
 
-def _call_before(target: Any, name: str, call: Callable[[], None]) -> None:
+def call_before(target: Any, name: str, call: Callable[[], None]) -> None:
+    """Call something before each call of a method, of an object or a class."""
     original = getattr(target, name)
 
-    def wrapped(*args: Any) -> Any:
+    @wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
         call()
-        return original(*args)
+        return original(*args, **options)
 
     setattr(target, name, wrapped)

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_worker import enter
+from chaos_worker import call_before, enter
 from netlab import INTERFACE, Lab
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -105,14 +105,7 @@ class Marks:
 
     def before(self, owner: Any, name: str, phase: str) -> None:
         """Reach a phase before each call of a method."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **options: Any) -> Any:
-            self.reach(phase)
-            return original(*args, **options)
-
-        setattr(owner, name, wrapped)
+        call_before(owner, name, lambda: self.reach(phase))
 
     def in_flight(self, owner: Any, name: str, num_bytes: Callable[..., int]) -> None:
         """Have the line cut after a method has sent a large message, which is still on its way then."""
@@ -192,7 +185,7 @@ def run(marks: Marks, rank: int, address: str, name: str) -> dict[str, Any]:
     else:
         comm = TcpCommunicator.from_store(store, rank, size, timeout_seconds=LIMIT_SECONDS, credentials=credentials)
     model, optimizer, handle = attached(marks, name, strategy, comm)
-    if isinstance(strategy, tw.Shards) or isinstance(strategy, tw.Asynchronous):
+    if isinstance(strategy, (tw.Shards, tw.Asynchronous)):
         marks.before(optimizer, "step", "commit")
     else:
         marks.before(type(strategy.averager), "commit", "commit")

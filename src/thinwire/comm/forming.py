@@ -128,9 +128,9 @@ class Forming:
             ValueError: this worker's number or configuration is wrong.
         """
         own = [*history.version, history.digests[-1], can_heal, digest, state_port, fingerprint(self.settings).hex()]
-        told = self._processes.gather([*own, self.place])
-        *versions, heals, digests, ports, configurations, places = zip(*told, strict=True)
-        if any(len(set(of_all)) > 1 for of_all in versions):
+        of_all = self._processes.gather([*own, self.place])
+        *versions, heals, digests, ports, configurations, places = zip(*of_all, strict=True)
+        if any(len(set(values)) > 1 for values in versions):
             history.forget()
         if len(set(places)) > 1:  # one of the processes has lost its connections
             self.give_up()
@@ -140,7 +140,7 @@ class Forming:
             names = (f"{OTHERS} {process}" for process in range(1, len(configurations)))
             self.settings |= dict(zip(names, configurations[1:], strict=True))
         claim = partial(self._claim, history, rank, all(heals), digest, ports)
-        self._is_partial, claims = self._processes.told(lambda: self._chosen(claim, time.monotonic() + seconds))
+        self._is_partial, claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
         members = (read_claim(id, store, data) for id, store, data in claims)
         return tuple(member for member in members if member is not None)
 

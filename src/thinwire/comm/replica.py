@@ -17,7 +17,7 @@ from .handle import CommunicationError, reason_of
 from .members import LeftOut
 
 ERRORS: tuple[type[Exception], ...] = (ValueError, LeftOut, CommunicationError)
-"""What `told` raises on all processes."""
+"""What `on_first` raises on all processes."""
 
 
 class Processes:
@@ -60,7 +60,7 @@ class Processes:
         """
         return all(self.gather(flag))
 
-    def told(self, call: Callable[[], Any]) -> Any:
+    def on_first(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises on process 0, which alone calls it: plain values, or one of `ERRORS`.
 
         Raises:

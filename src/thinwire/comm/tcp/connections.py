@@ -76,18 +76,18 @@ class Contact(NamedTuple):
     """In its certificate."""
 
     @classmethod
-    def told(cls, rank: int, told: Any) -> Contact:
-        """What another worker has told.
+    def parsed(cls, rank: int, values: Any) -> Contact:
+        """What another worker says of itself.
 
         Raises:
             WrongContact: it cannot be true.
         """
-        if isinstance(told, list) and len(told) == len(cls._fields):
-            host, port, seen_as, name = told
+        if isinstance(values, list) and len(values) == len(cls._fields):
+            host, port, seen_as, name = values
             is_seen = seen_as == "" or is_contact(seen_as, 0)
             if is_contact(host, port) and type(port) is int and is_seen and isinstance(name, str):
                 return cls(host, port, seen_as, name)
-        raise WrongContact(rank, f"rank {rank} says that it is at {str(told)[:80]!r}, which is no address")
+        raise WrongContact(rank, f"rank {rank} says that it is at {str(values)[:80]!r}, which is no address")
 
     def is_reached_by(self, other: Contact) -> bool:
         """Whether the other one can dial this one: it listens, and is not behind a NAT, or both are behind the same."""
@@ -95,7 +95,7 @@ class Contact(NamedTuple):
 
 
 class WrongContact(CommunicationError):
-    """A worker has told an address that cannot be one, `rank`."""
+    """The worker `rank` has given an address that cannot be one."""
 
     def __init__(self, rank: int, message: str):
         self.rank = rank

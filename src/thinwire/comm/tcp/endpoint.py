@@ -87,7 +87,9 @@ class Endpoint:
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
             said = gather([*self.connections.contact, secret])
-            contacts = [Contact.told(rank, one[:-1] if isinstance(one, list) else one) for rank, one in enumerate(said)]
+            contacts = [
+                Contact.parsed(rank, one[:-1] if isinstance(one, list) else one) for rank, one in enumerate(said)
+            ]
             self.connections.open(self.engine, contacts, _secret_in(said[0][-1]))
         except BaseException:
             self.close(CLOSE_SECONDS)
