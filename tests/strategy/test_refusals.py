@@ -112,19 +112,20 @@ def test_workers_may_run_out_of_inputs_in_ddps_join():
         (tw.QSGD(bits=4), "write Mean(QSGD(bits=4))"),
         (tw.ErrorFeedback(), "is a memory"),
         (tw.Ring(), "write Mix(Ring())"),
-        ("Mean()", "write thinwire.parse('Mean()')"),
+        ("Mean()", "'Mean()' is text; write an averager, such as Mean("),
     ],
     ids=repr,
 )
 def test_a_part_of_an_averager_is_told_what_to_write(averager, write):
     model = nn.Linear(1, 1)
-    for call in (
-        lambda: tw.compress_gradients(model, averager),
-        lambda: tw.gossip_parameters(model, sgd(model), averager),
-        lambda: tw.gossip_asynchronously(model, sgd(model), averager),
-        lambda: tw.local_updates(model, sgd(model), averager, 2),
+    choco = f"write Choco(Ring(), {averager!r})" if isinstance(averager, tw.codec.Codec) else write
+    for call, expected in (
+        (lambda: tw.compress_gradients(model, averager), write),
+        (lambda: tw.local_updates(model, sgd(model), averager, 2), write),
+        (lambda: tw.gossip_parameters(model, sgd(model), averager), choco),
+        (lambda: tw.gossip_asynchronously(model, sgd(model), averager), "averager must be Pairwise(...), got"),
     ):
-        with pytest.raises(ValueError, match=re.escape(write)):
+        with pytest.raises(ValueError, match=re.escape(expected)):
             call()
 
 
@@ -133,6 +134,9 @@ def test_swapped_arguments_are_told_so():
         tw.compress_gradients(tw.Mean(), nn.Linear(1, 1))
     with pytest.raises(ValueError, match="got Sequential; write the model first$"):  # on one line
         tw.compress_gradients(tw.Mean(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"got SGD; attach\(model, optimizer\) takes one$"):  # on one line
+        tw.compress_gradients(model, sgd(model))
     for strategy in (tw.Gradients(tw.Mean()), "Gradients(Mean())"):  # is not passed over in favour of the default
         with pytest.raises(
             ValueError, match=r"is the optimizer or None, got '?Gradients\(Mean\(\)\)'?; write attach\("

@@ -75,7 +75,7 @@ MISTAKES = {
     "Gradients(Mean(), bucket_bytes=0)": "Gradients: bucket_bytes must be an integer, 1 or more, got 0",
     "Gradients(Mean(), on_nonfinite='stop')": "Gradients: on_nonfinite must be one of skip, raise, apply, got 'stop'",
     "Gossip(Pairwise())": r"must be one that has rounds, .*Pairwise\(\) goes into Asynchronous\(\)",
-    "Gossip(TopK(0.1))": "is a codec; write Mean",
+    "Gossip(TopK(0.1))": r"is a codec; write Choco\(Ring\(\), TopK\(ratio=0.1\)\)",
     "Gossip(PowerSGD())": "suits gradients, see Gradients",
     "Gossip(Mix(), max_nonfinite=0)": "Gossip: max_nonfinite must be an integer, 1 or more, got 0",
     "Asynchronous(Mix())": r"Asynchronous: averager must be Pairwise\(...\), got Mix\(\)",

@@ -225,7 +225,9 @@ def averager_hint(value: object) -> str | None:
         'QSGD(bits=4) is a codec; write Mean(QSGD(bits=4))'
     """
     if isinstance(value, str):
-        return f"{value!r} is text; write thinwire.parse({value!r}), or an averager: Mean(TopK(0.01), ErrorFeedback())"
+        return (
+            f"{value!r} is text; write an averager, such as Mean(TopK(0.01), ErrorFeedback()); thinwire.parse reads one"
+        )
     part = averager_of_part(value, repr(value))
     return None if part is None else f"{value!r} is a {part[0]}; write {part[1]}"
 

@@ -135,8 +135,10 @@ class Averaging(Strategy[A_co]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_model = isinstance(self.averager, nn.Module)
-        got = f"{type(self.averager).__name__}; write the model first" if is_model else repr(self.averager)
+        value: object = self.averager
+        got = type(value).__name__ if isinstance(value, (nn.Module, torch.optim.Optimizer)) else repr(value)
+        got += "; write the model first" if isinstance(value, nn.Module) else ""
+        got += "; attach(model, optimizer) takes one" if isinstance(value, torch.optim.Optimizer) else ""
         self._require(
             isinstance(self.averager, (Averager, Pairwise)),
             averager_hint(self.averager) or f"averager must be an averager such as Mean(), got {got}",

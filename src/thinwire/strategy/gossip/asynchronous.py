@@ -221,9 +221,9 @@ class Asynchronous(Averaging[AsynchronousGossip]):
     averager: Pairwise = Pairwise()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         hint = "; averagers with rounds are for Gossip"
         require_kind("Asynchronous: averager", self.averager, Pairwise, "Pairwise(...)", hint=hint)
+        super().__post_init__()
 
     @property
     def rhythm(self) -> Rhythm:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...average.base import Averager
+from ...codec import Codec
 from ...comm import Communicator, Group
 from ...options import require_choice, require_integer
 from ..strategy import Averaging, Rhythm, Runtime
@@ -92,6 +93,8 @@ class Gossip(Averaging[ParameterGossip]):
     order: str = "combine_then_adapt"
 
     def __post_init__(self) -> None:
+        is_codec = isinstance(self.averager, Codec)
+        self._require(not is_codec, f"{self.averager!r} is a codec; write Choco(Ring(), {self.averager!r})")
         super().__post_init__()
         self._require_rounds()
         self._require(
