@@ -116,7 +116,8 @@ def attach_by(comm, lines):
         if "Shards" in line:
             fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
         trained = ddp = DistributedDataParallel(model) if "(ddp" in line or "compress_gradients(" in line else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        kind = tw.strategy.MuonAdamW if "mulo_co" in line else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=0.01)
         try:
             names = {"tw": tw, "ddp": ddp, "model": trained, "optimizer": optimizer}
             with eval(line, names) as handle:

@@ -203,7 +203,7 @@ def test_help_comes_on_stdout(arguments, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 @pytest.mark.parametrize(
     "who, number, code, expected",
-    [("parent", signal.SIGINT, 130, "stopped"), ("worker", signal.SIGKILL, 1, "SIGKILL")],
+    [("parent", signal.SIGINT, 130, "stopped"), ("worker", signal.SIGKILL, 1, "SIGKILL, as the kernel does")],
 )
 def test_whoever_ends_the_run_everyone_stops_at_once(who, number, code, expected, tmp_path):
     metrics = tmp_path / "runs" / "long" / "metrics.jsonl"

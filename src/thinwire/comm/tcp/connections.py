@@ -396,7 +396,9 @@ class Connections:
         have = self._engine.counts(peer).connections
         if have:
             self._wanted[peer] = min(self._wanted[peer], have)
-            log.warning("rank %d makes no more connections with rank %d: %s", self._rank, peer, error)
+            log.warning(
+                "rank %d makes no more connections with rank %d, which may have ended: %s", self._rank, peer, error
+            )
         else:
             self._lost.add(peer)
             self._engine.lose(peer, self._why(peer, error))

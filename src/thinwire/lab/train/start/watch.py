@@ -152,7 +152,8 @@ def diagnosis(workers: Sequence[BaseProcess], folder: Path, store: Store) -> str
         exitcode = worker.exitcode or 0
         if exitcode < 0:
             name = signal.Signals(-exitcode).name
-            return f"worker {rank} was ended by {name}; what was saved is in {folder}"
+            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+            return f"worker {rank} was ended by {name}{memory}; what was saved is in {folder}"
     for rank in stopped(workers):
         pid = workers[rank].pid
         return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
