@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.listeners import Attacker
 from helpers.program import programs, wait_until
+from helpers.sharded import Net, sharded, train
 
 import thinwire as tw
 from thinwire.comm.store import connected_store, listening_store
@@ -27,22 +29,42 @@ SIZE, ROUNDS = 3, 50
 SOON = timedelta(seconds=120)
 
 
-def rounds(rank: int, folder: str, place: str, with_backend: bool) -> None:
-    """Print a line before the rounds, and at the end a digest of all sums."""
-    credentials, port = tw.Credentials(folder), Path(place, "port")
+STRATEGIES = {
+    "DDP": "Gradients(Mean(TopK(0.3), ErrorFeedback()))",
+    "shards": "Shards()",
+    "gossip": "Gossip(Mix(Exponential()), overlap=True)",
+    "local": "Local(Mean(), every=2, outer=OuterSGD())",
+}
+
+
+def store_of(rank: int, credentials: tw.Credentials, place: str) -> dist.Store:
+    """Where the workers meet."""
+    port = Path(place, "port")
     if rank == 0:
         store = listening_store("127.0.0.1", 0, SOON, credentials)
         port.write_text(f"{store.port}\n")
-    else:
-        wait_until(lambda: port.exists() and port.read_text().endswith("\n"), "a store", 100)
-        store = connected_store("127.0.0.1", int(port.read_text()), SOON, credentials)
-    if with_backend:
-        import thinwire.comm.backend  # noqa: F401
+        return store
+    wait_until(lambda: port.exists() and port.read_text().endswith("\n"), "a store", 100)
+    return connected_store("127.0.0.1", int(port.read_text()), SOON, credentials)
 
-        os.environ["THINWIRE_CREDENTIALS"] = folder
-        dist.init_process_group("thinwire", store=store, rank=rank, world_size=SIZE, timeout=SOON)
+
+def join_group(rank: int, folder: str, place: str) -> None:
+    """Make our connections the default process group."""
+    import thinwire.comm.backend  # noqa: F401
+
+    os.environ["THINWIRE_CREDENTIALS"] = folder
+    store = store_of(rank, tw.Credentials(folder), place)
+    dist.init_process_group("thinwire", store=store, rank=rank, world_size=SIZE, timeout=SOON)
+
+
+def rounds(rank: int, folder: str, place: str, with_backend: bool) -> None:
+    """Print a line before the rounds, and at the end a digest of all sums."""
+    if with_backend:
+        join_group(rank, folder, place)
         add = dist.all_reduce
     else:
+        credentials = tw.Credentials(folder)
+        store = store_of(rank, credentials, place)
         comm = TcpCommunicator.from_store(store, rank, SIZE, timeout_seconds=100.0, credentials=credentials)
         add = lambda x: comm.all_reduce(x).wait()  # noqa: E731
     print("connected", flush=True)
@@ -85,3 +107,53 @@ def test_its_listeners_answer_no_others(with_backend, tmp_path):
         assert {program.stdout.split()[-1] for program in started} == {expected.hexdigest()}
     assert len(attacker.ports) >= 1 + SIZE  # the store, and each worker's
     attacker.check()
+
+
+def strategies(rank: int, folder: str, place: str) -> None:
+    """Train with one strategy after the other; print its name when all are connected, then a digest of the mean model."""
+    join_group(rank, folder, place)
+    for name, strategy in STRATEGIES.items():
+        torch.manual_seed(0)
+        model = sharded(dist.init_device_mesh("cpu", (SIZE,))) if name == "shards" else Net()
+        trained = torch.nn.parallel.DistributedDataParallel(model) if name == "DDP" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = tw.attach(trained, optimizer, strategy)
+        train(trained, rank, steps=3, optimizer=optimizer)
+        print(name, flush=True)
+        wait_until(lambda name=name: Path(place, name).exists(), "the attack", 100)
+        train(trained, rank, steps=3, optimizer=optimizer)
+        with handle.average_model() if name in ("gossip", "local") else contextlib.nullcontext():
+            found = [p.full_tensor() if name == "shards" else p for p in model.parameters()]
+            digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in found]).numpy().tobytes())
+        print(digest.hexdigest(), flush=True)
+        handle.detach()
+    dist.destroy_process_group()
+
+
+def lives(folder: Path, credentials: list[tw.Credentials], attacker: Attacker | None) -> list[str]:
+    """The digests of a run of all strategies."""
+    (folder / "place").mkdir(parents=True)
+    arguments = [(rank, credentials[rank].folder, str(folder / "place")) for rank in range(SIZE)]
+    with programs(strategies, arguments, folder) as started:
+        for name in STRATEGIES:
+            for program in started:
+                program.wait_for_line(name)
+            if attacker:
+                before = len(attacker.ports)
+                attacker.attack(program.pid for program in started)
+                assert len(attacker.ports) > before, f"nothing listens for {name}"
+            (folder / "place" / name).touch()
+        assert [program.wait(100) for program in started] == [0] * SIZE, [program.stderr for program in started]
+        said = [program.stdout for program in started]
+    assert len(set(said)) == 1
+    return said[0].split()[1::2]
+
+
+def test_no_listener_of_any_strategy_answers_others(tmp_path):
+    """And all strategies end with the bits of a run that nobody has disturbed."""
+    credentials = keys_of(tmp_path / "ours", "a", "b", "c")
+    attacker = Attacker(keys_of(tmp_path / "theirs", "a")[0])
+    under_attack = lives(tmp_path / "attacked", credentials, attacker)
+    attacker.check()
+    assert under_attack == lives(tmp_path / "undisturbed", credentials, None)
+    assert len(under_attack) == len(STRATEGIES)

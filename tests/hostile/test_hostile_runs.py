@@ -93,6 +93,21 @@ def test_no_listener_of_a_run_with_credentials_answers_others(runs, tmp_path):
     attacker.check()
 
 
+def test_no_listener_answers_others_while_a_worker_is_healed(runs, tmp_path):
+    """Two workers train, a third one gets their state, and all end with the same bits."""
+    attacker = Attacker(keys_of(tmp_path / "theirs", "a")[0])
+    run = runs(keys_of(tmp_path / "ours", "a", "b", "c"), min_workers=2)
+    run.start(0, 1)
+    wait_until(lambda: all(one.stdout.split()[-1:] == ["2"] for one in run.workers), "rounds of two", 200)
+    run.start(2)
+    while any(one.returncode is None for one in run.workers):
+        attacker.attack(run.pids)
+        time.sleep(0.05)  # the cores are the workers'
+    assert len(set(run.models())) == 1
+    assert json.loads(run.workers[2].stdout.splitlines()[-1])["healings"] >= 1
+    attacker.check()
+
+
 def test_a_worker_whose_certificate_is_revoked_leaves_and_the_others_go_on(runs, tmp_path):
     credentials = keys_of(tmp_path / "ours", "a", "b", "c")
     run = runs(credentials, rounds=10**6, min_workers=2)

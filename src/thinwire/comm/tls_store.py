@@ -22,6 +22,8 @@ WAIT_SECONDS = 1.0
 """How long one question waits for a key, before it is asked again: a listener waits for no worker that is gone."""
 OK, MISSING, FULL = b"ok", b"missing", b"full"
 
+_open = set["TlsStore"]()  # process groups and `PrefixStore` keep the C++ part of a store alive, and not that of Python
+
 
 class TlsStore(dist.Store):
     """A store whose clients show certificates of the run, and which shows its own.
@@ -62,12 +64,14 @@ class TlsStore(dist.Store):
         if self._table is not None:
             self._listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
             self.port = self._listener.port
+            _open.add(self)
             return
         self.port, self._client = port, Client(address, port, credentials)
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
         while True:
             try:
                 self._ask(b"count", seconds=max(0.1, deadline - time.monotonic()))
+                _open.add(self)
                 return
             except dist.DistNetworkError as error:  # it may not listen yet
                 if time.monotonic() + pause > deadline or isinstance(error.__cause__, Refused):
@@ -88,6 +92,7 @@ class TlsStore(dist.Store):
 
     def close(self) -> None:
         """Close the connections; the keys go with the worker that listens."""
+        _open.discard(self)
         if self._listener is not None:
             self._listener.close()
         else:
