@@ -150,7 +150,6 @@ NB_MODULE(_engine, m) {
         .def("recv", &Stream::recv, "size"_a)
         .def("recv_into", &Stream::recv_into, "buffer"_a, nb::sig("def recv_into(self, buffer: bytearray | memoryview) -> int"))
         .def("sendall", &Stream::sendall, "data"_a, nb::sig("def sendall(self, data: bytes | memoryview) -> None"))
-        .def_prop_ro("is_readable", [](const Stream& stream) { return stream.session->has_taken(); })
         .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
         .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
     nb::class_<Engine>(m, "Engine")

@@ -20,7 +20,7 @@ constexpr char kLibrary[] = "libssl.so.3";
 #endif
 
 constexpr size_t kRecord = 1 << 14;  // plain bytes, the most that TLS allows
-constexpr size_t kRead = 1 << 16;    // encrypted bytes that are taken from the socket at once
+constexpr size_t kRead = 1 << 16;    // encrypted bytes that are taken from the socket at once; OpenSSL keeps them
 constexpr size_t kSealed = 1 << 17;  // encrypted bytes that are handed to the socket at once
 
 // The functions of OpenSSL that are used here, as its manual declares them. Pointers to its own types are `void*`.
@@ -30,6 +30,7 @@ constexpr size_t kSealed = 1 << 17;  // encrypted bytes that are handed to the s
     F(void, SSL_CTX_free, (void*))                                                           \
     F(long, SSL_CTX_ctrl, (void*, int, long, void*))                                         \
     F(int, SSL_CTX_set_num_tickets, (void*, size_t))                                         \
+    F(void, SSL_CTX_set_default_read_buffer_len, (void*, size_t))                            \
     F(int, SSL_CTX_set_ciphersuites, (void*, const char*))                                   \
     F(int, SSL_CTX_use_certificate_chain_file, (void*, const char*))                         \
     F(int, SSL_CTX_use_PrivateKey_file, (void*, const char*, int))                           \
@@ -46,7 +47,6 @@ constexpr size_t kSealed = 1 << 17;  // encrypted bytes that are handed to the s
     F(int, SSL_do_handshake, (void*))                                                        \
     F(int, SSL_read, (void*, void*, int))                                                    \
     F(int, SSL_write, (void*, const void*, int))                                             \
-    F(int, SSL_pending, (const void*))                                                       \
     F(int, SSL_get_error, (const void*, int))                                                \
     F(int, SSL_key_update, (void*, int))                                                     \
     F(long, SSL_get_verify_result, (const void*))                                            \
@@ -75,7 +75,7 @@ constexpr size_t kSealed = 1 << 17;  // encrypted bytes that are handed to the s
     F(const char*, ERR_reason_error_string, (unsigned long))
 
 // Its constants.
-constexpr int kSetMinVersion = 123, kSetSessionCache = 44, kTls13 = 0x304, kPem = 1;
+constexpr int kSetMinVersion = 123, kSetSessionCache = 44, kSetReadAhead = 41, kTls13 = 0x304, kPem = 1;
 constexpr int kVerifyPeer = 1, kFailWithoutPeer = 2;
 constexpr unsigned long kCheckRevoked = 4;
 constexpr int kWantRead = 2, kZeroReturn = 6, kUpdateOwnKey = 0;
@@ -131,8 +131,8 @@ std::string name_in(const void* certificate) {
 
 }  // namespace
 
-// What OpenSSL takes for the socket: encrypted bytes from and for a session's buffers.
-struct Session::Buffers {
+// What OpenSSL takes for the socket: it reads from the socket itself, and writes into a session's buffer.
+struct Session::Socket {
     static int write(void* bio, const char* bytes, int count) {
         auto session = static_cast<Session*>(openssl().BIO_get_data(bio));
         auto first = reinterpret_cast<const uint8_t*>(bytes);
@@ -143,11 +143,15 @@ struct Session::Buffers {
     static int read(void* bio, char* bytes, int count) {
         auto session = static_cast<Session*>(openssl().BIO_get_data(bio));
         openssl().BIO_clear_flags(bio, kAllFlags);
-        size_t size = std::min(static_cast<size_t>(count), session->raw_end_ - session->raw_begin_);
-        if (size == 0) return openssl().BIO_set_flags(bio, kRetryRead), -1;
-        std::memcpy(bytes, session->raw_.get() + session->raw_begin_, size);
-        session->raw_begin_ += size;
-        return static_cast<int>(size);
+        ssize_t got = -1;
+        errno = EAGAIN;
+        if (session->reads_) do {
+                got = ::recv(session->descriptor_, bytes, static_cast<size_t>(count), MSG_DONTWAIT);
+            } while (got < 0 && errno == EINTR);
+        if (got > 0) return static_cast<int>(got);
+        session->read_error_ = errno;
+        session->has_ended_ = session->has_ended_ || got == 0;
+        return openssl().BIO_set_flags(bio, kRetryRead), -1;  // an error of the socket is none of TLS
     }
 
     static long control(void*, int what, long, void*) { return what == kFlush; }
@@ -179,6 +183,8 @@ Context::Context(const std::string& certificate, const std::string& key, const s
     o.SSL_CTX_ctrl(context, kSetMinVersion, kTls13, nullptr);
     o.SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
     o.SSL_CTX_set_num_tickets(context, 0);
+    o.SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
+    o.SSL_CTX_set_default_read_buffer_len(context, kRead);
     o.SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256");
     check(o.SSL_CTX_use_certificate_chain_file(context, certificate.c_str()), "a certificate", certificate);
     check(o.SSL_CTX_use_PrivateKey_file(context, key.c_str(), kPem), "the certificate's key", key);
@@ -199,12 +205,11 @@ Session::Session(const Context& context, int descriptor, bool accepts)
     : session_(openssl().SSL_new(context.context_)), descriptor_(descriptor), records_per_key_(context.records_per_key_) {
     const Library& o = openssl();
     if (!session_) throw std::runtime_error("OpenSSL makes no session: " + last_error());
-    void* bio = o.BIO_new(Buffers::method());
+    void* bio = o.BIO_new(Socket::method());
     o.BIO_set_data(bio, this);
     o.BIO_set_init(bio, 1);
     o.SSL_set_bio(session_, bio, bio);
     accepts ? o.SSL_set_accept_state(session_) : o.SSL_set_connect_state(session_);
-    raw_.reset(new uint8_t[kRead]);
     plain_.reset(new uint8_t[kRecord]);
 }
 
@@ -217,11 +222,10 @@ std::string Session::peer_name() const {
     return name;
 }
 
-bool Session::has_taken() const { return raw_begin_ < raw_end_ || openssl().SSL_pending(session_) > 0; }
-
 ssize_t Session::send(const iovec* pieces, int count) {
     if (!push()) return -1;
-    if (!open(true)) return has_ended_ ? broken() : -1;
+    reads_ = true;
+    if (!open()) return has_ended_ ? broken() : -1;
     size_t taken = 0, filled = 0;
     for (int i = 0; i < count; ++i) {
         auto from = static_cast<const uint8_t*>(pieces[i].iov_base);
@@ -247,7 +251,8 @@ ssize_t Session::send(const iovec* pieces, int count) {
 
 ssize_t Session::receive(const iovec* pieces, int count, bool from_socket) {
     const Library& o = openssl();
-    if (!open(from_socket)) return has_ended_ ? 0 : -1;
+    reads_ = from_socket;
+    if (!open()) return has_ended_ ? 0 : -1;
     size_t taken = 0;
     for (int i = 0; i < count; ++i) {
         for (size_t at = 0; at < pieces[i].iov_len;) {
@@ -259,10 +264,9 @@ ssize_t Session::receive(const iovec* pieces, int count, bool from_socket) {
                 continue;
             }
             int why = o.SSL_get_error(session_, got);
-            if (why == kWantRead && from_socket && fill()) continue;
             if (why == kZeroReturn) has_ended_ = true;
             if (why != kWantRead && why != kZeroReturn) broken();
-            if (why == kWantRead && !from_socket) errno = EAGAIN;
+            if (why == kWantRead) errno = read_error_;
             return taken ? static_cast<ssize_t>(taken) : has_ended_ ? 0 : -1;
         }
     }
@@ -270,36 +274,21 @@ ssize_t Session::receive(const iovec* pieces, int count, bool from_socket) {
 }
 
 // Makes the handshake, as far as the socket allows; returns whether it is done.
-bool Session::open(bool from_socket) {
+bool Session::open() {
     const Library& o = openssl();
-    while (!is_open_) {
-        if (!error_.empty()) return errno = EPROTO, false;
-        o.ERR_clear_error();
-        int done = o.SSL_do_handshake(session_), why = done == 1 ? 0 : o.SSL_get_error(session_, done);
-        if (why != 0 && why != kWantRead) {
-            long refused = o.SSL_get_verify_result(session_);
-            error_ = refused ? o.X509_verify_cert_error_string(refused) : last_error();
-        }
-        bool is_sent = push();  // also what tells the peer why
-        if (!error_.empty()) return errno = EPROTO, false;
-        if (done == 1) is_open_ = true;
-        else if (!is_sent && errno != EAGAIN) return false;
-        else if (!from_socket) return errno = EAGAIN, false;
-        else if (!fill()) return false;
+    if (is_open_) return true;
+    if (!error_.empty()) return errno = EPROTO, false;
+    o.ERR_clear_error();
+    int done = o.SSL_do_handshake(session_), why = done == 1 ? 0 : o.SSL_get_error(session_, done);
+    if (why != 0 && why != kWantRead) {
+        long refused = o.SSL_get_verify_result(session_);
+        error_ = refused ? o.X509_verify_cert_error_string(refused) : last_error();
     }
-    return true;
-}
-
-// Takes encrypted bytes from the socket, once all earlier ones are used. False: there are none, or no more; see `has_ended_` and errno.
-bool Session::fill() {
-    while (true) {
-        ssize_t got = ::recv(descriptor_, raw_.get(), kRead, MSG_DONTWAIT);
-        if (got < 0 && errno == EINTR) continue;
-        if (got == 0) has_ended_ = true;
-        if (got <= 0) return false;
-        raw_begin_ = 0, raw_end_ = static_cast<size_t>(got);
-        return true;
-    }
+    bool is_sent = push();  // also what tells the peer why
+    if (!error_.empty()) return errno = EPROTO, false;
+    if (done == 1) return is_open_ = true;
+    if (is_sent || errno == EAGAIN) errno = read_error_;
+    return false;
 }
 
 // Gives encrypted bytes to the socket; false if it does not take them all now, with errno.

@@ -45,7 +45,6 @@ class Session {
     ssize_t receive(const iovec* pieces, int count, bool from_socket = true);
 
     size_t pending() const { return sealed_.size() - sent_; }  // encrypted bytes that wait for the socket
-    bool has_taken() const;  // whether bytes were taken from the socket that `receive` has not returned yet
     bool is_broken() const { return !error_.empty(); }
     const std::string& error() const { return error_; }
     int descriptor() const { return descriptor_; }
@@ -53,10 +52,9 @@ class Session {
     std::string peer_name() const;  // as in the certificate that the peer has shown; empty before the handshake
 
   private:
-    struct Buffers;
+    struct Socket;
 
-    bool open(bool from_socket);
-    bool fill();
+    bool open();
     bool push();
     bool seal(const uint8_t* bytes, size_t count);
     ssize_t broken();
@@ -69,8 +67,9 @@ class Session {
     std::string error_;
     std::vector<uint8_t> sealed_;              // encrypted, for the socket
     size_t sent_ = 0;                          // of these
-    std::unique_ptr<uint8_t[]> raw_, plain_;   // from the socket; of a record that is gathered from several pieces
-    size_t raw_begin_ = 0, raw_end_ = 0;
+    std::unique_ptr<uint8_t[]> plain_;         // of a record that is gathered from several pieces
+    bool reads_ = true;                        // whether OpenSSL may read from the socket now
+    int read_error_ = 0;                       // errno of when it last could not
 };
 
 }  // namespace thinwire::wire
