@@ -319,6 +319,7 @@ def draw_fault(random_: random.Random, faults: dict[str, int]) -> Fault:
     """Draw a fault."""
     name = random_.choices(list(faults), list(faults.values()))[0]
     phases = {"kill": PHASES, "NaN": PHASES[1:2], "stuck in Python": PHASES[1:3], "two stuck in Python": PHASES[1:3]}
+    phases["link down for 8 s"] = PHASES[:4]
     phase = random_.choice(phases.get(name, PHASES[:3]))
     return Fault(name, phase, WORKERS if name == "one worker more" else random_.randrange(WORKERS))
 
