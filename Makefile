@@ -38,9 +38,10 @@ $(DEMO): $(SOURCES)
 		&& echo "installed in $$(($$(date +%s) - began)) seconds"
 	@touch $@
 
-# Beside it what developers need. The package itself is not built again.
+# Beside it what developers need. The package itself is not built again. The tests import few of these modules, and Python compiles
+# a module when it is first imported.
 $(READY): $(DEMO)
-	$(BIN)/python -m pip install --upgrade-strategy only-if-needed -c constraints.txt 'thinwire[train,dev,docs]'
+	$(BIN)/python -m pip install --no-compile --upgrade-strategy only-if-needed -c constraints.txt 'thinwire[train,dev,docs]'
 	@touch $@
 
 demo: $(DEMO)
