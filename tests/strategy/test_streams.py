@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 import thinwire as tw
 from thinwire import streams
 from thinwire.clock import Clock
-from thinwire.comm import side_streams
+from thinwire.comm import process_group, side_streams
 from thinwire.comm.side_streams import SideStreams
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
@@ -198,6 +199,26 @@ def test_a_thread_sleeps_while_it_waits_for_messages(gpu, monkeypatch):
     with ThreadPoolExecutor(1) as issuer:
         SideStreams(issuer).issue_queued(torch.device("cuda"), [], lambda: lambda: None)()
     assert [event.blocking for event in ended] == [True]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_thread_sleeps_while_a_tensor_is_copied_into_pinned_memory(gpu, monkeypatch, copied):
+    """Gloo sends from main memory; what it receives lands in pinned memory too, and nothing is waited for."""
+    pinned, recorded = [], []
+    comm = SimpleNamespace(_backends={"cpu": "gloo"}, _direct=set())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(Event, "record", lambda self, stream: recorded.append(stream.record_event(self)), raising=False)
+    made = process_group.debug.empty_like
+
+    def allocate(tensor, pin_memory, **options):
+        pinned.append(pin_memory)
+        return made(tensor, **options)
+
+    monkeypatch.setattr(process_group.debug, "empty_like", allocate)
+    staged = process_group.ProcessGroupCommunicator._sendable(comm, torch.ones(3), copied=copied)
+    assert pinned == [True] and [event.blocking for event in recorded] == [True] * copied
+    assert [entry[0] for entry in gpu.log] == ["host waits"] * copied
+    assert not copied or staged.tolist() == [1.0] * 3
 
 
 def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(gpu, monkeypatch):
