@@ -6,10 +6,11 @@ python scripts/gpu_table.py [TARGET ...]        by default for all targets
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-import thinwire.kernels.triton  # noqa: F401  its modules fill the list of variants
-from thinwire.kernels.triton.compiled import TARGETS, bytes_per_element, compile_variant, instructions_per_element
-from thinwire.kernels.triton.variants import VARIANTS
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.triton_code import TARGETS, bytes_per_element, compile_variant, instructions_per_element
+from helpers.triton_variants import VARIANTS
 
 
 def table(targets: list[str]) -> str:

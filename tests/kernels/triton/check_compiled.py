@@ -6,17 +6,16 @@ import inspect
 import re
 
 import pytest
-
-import thinwire.kernels.triton  # noqa: F401  its modules fill the list of variants
-from thinwire.kernels import backend
-from thinwire.kernels.triton.compiled import (
+from helpers.triton_code import (
     TARGETS,
     bytes_per_element,
     compile_variant,
     inexact_instructions,
     instructions_per_element,
 )
-from thinwire.kernels.triton.variants import VARIANTS
+from helpers.triton_variants import VARIANTS
+
+from thinwire.kernels import backend
 
 # The encoder and the decoder of buckets take the family's rule as a constant.
 FIRST_OF_EACH_KERNEL = list({(v.function, v.constants.get("RULE")): v for v in reversed(VARIANTS)}.values())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,18 +33,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"  # read by Triton wh
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _LAUNCHING = threading.Lock()
 """A first launch parses its kernel, and syntax trees cannot be made in two threads at once in Python 3.11 (SystemError)."""
-
-
-class Launched(NamedTuple):
-    """A launch: the `triton.jit` function, its run-time arguments, and its constants."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-recording: list[Launched] | None = None
-"""Where launches are noted, of which nothing runs then; see `variants.py`."""
 
 
 def launch(function: Any, num_programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -60,9 +48,6 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
     Raises:
         ValueError: if the tensors are in main memory and Triton does not interpret.
     """
-    if recording is not None:
-        recording.append(Launched(function, arguments, constants))
-        return
     if device.type == "cpu" and not INTERPRETED:
         raise ValueError(
             "tensors: expected them on a GPU, got tensors on the CPU; Triton's interpreter takes these if the environment "

@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .launch import OPTIONS
-from .variants import Variant
+from helpers.triton_variants import Variant
+from thinwire.kernels.triton.launch import OPTIONS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -6,28 +6,42 @@ described once, where the launch is. Here stands only what a count per element n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ..checks import MAX_SEGMENT_NUMEL
-from ..levels import Levels
-from ..momentum import Buffers, Momentum
-from ..quantize import Quantizer, Quantizers
-from ..scales import SUM_BLOCK
-from ..ternary import Ternary
-from . import cast, indices, levels, momentum, permutation, quantize, reduce, scatter, select, signs, ternary, words
-from .block_sums import BUCKET_NUMEL, KINDS, PROGRAM_BLOCKS, block_sums, fold
-from .fields import SCAN_BLOCK
-from .histograms import BINS, STEPS
-from .histograms import TILE as COUNTED
-from .launch import Launched
-from .ternary import TILE_WORDS
-from .tiles import MAX_BUCKET
+from thinwire.kernels.checks import MAX_SEGMENT_NUMEL
+from thinwire.kernels.levels import Levels
+from thinwire.kernels.momentum import Buffers, Momentum
+from thinwire.kernels.quantize import Quantizer, Quantizers
+from thinwire.kernels.scales import SUM_BLOCK
+from thinwire.kernels.ternary import Ternary
+from thinwire.kernels.triton import (
+    cast,
+    indices,
+    levels,
+    momentum,
+    permutation,
+    quantize,
+    reduce,
+    scatter,
+    select,
+    signs,
+    ternary,
+    words,
+)
+from thinwire.kernels.triton.block_sums import BUCKET_NUMEL, KINDS, PROGRAM_BLOCKS, block_sums, fold
+from thinwire.kernels.triton.fields import SCAN_BLOCK
+from thinwire.kernels.triton.histograms import BINS, STEPS
+from thinwire.kernels.triton.histograms import TILE as COUNTED
+from thinwire.kernels.triton.ternary import TILE_WORDS
+from thinwire.kernels.triton.tiles import MAX_BUCKET
 
 TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64"}
 CPU = torch.device("cpu")
@@ -36,6 +50,14 @@ XS = [torch.zeros(NUMEL, device=CPU)]
 BYTES = torch.zeros(4 * NUMEL, dtype=torch.uint8, device=CPU)
 INDICES = torch.zeros(16, dtype=torch.int32, device=CPU)
 COUNTS = [16]  # of kept elements
+
+
+class Launched(NamedTuple):
+    """A launch: the `triton.jit` function, its run-time arguments, and its constants."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,15 @@ def _type_of(value: Any) -> str:
 def recorded(call: Callable[..., object], *arguments: Any) -> list[Launched]:
     """What a call launches. Nothing runs; memory that kernels would have written, and the host reads, holds zeros."""
     launched: list[Launched] = []
-    with patch(f"{Launched.__module__}.recording", launched), patch.object(torch, "empty", torch.zeros):
+
+    def note(function: Any, num_programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+        launched.append(Launched(function, arguments, constants))
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch, "empty", torch.zeros))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("thinwire.kernels.triton.") and hasattr(module, "launch"):
+                patches.enter_context(patch.object(module, "launch", note))
         call(*arguments)
     return launched
 
