@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ... import kernels
-from ...codec import QSGD, Codec
+from ...codec import Codec
 from ...comm import Communicator
 from ...membership import State, averaged, config, restart
 from ...schedule import resolve
-from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import decoded, opened
+from .fitted_step import decoded
 from .layout import FLAT, Layout
-from .round import Apply, Arrive, GossipState, Round, add_vector
+from .round import Arrive, GossipState, Round, add_vector
 from .values import Parts
 
 
@@ -89,10 +89,6 @@ class Choco(FittedGossip):
         Choco(codec=TopK(ratio=0.01), step_size=0.02)
     """
 
-    topology: Topology = field(default_factory=Ring)
-    codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    step_size: float | None = None
-
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
         own = "" if x.is_meta else hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest()  # meta: no values
@@ -119,23 +115,7 @@ class Choco(FittedGossip):
         codec = resolve(self.codec, round.progress)
         with state.clock("encode"):
             message = self.encoded(state, round, codec, own, state.memory.public, add=False)
-        wait = round.exchange(message)
-
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
-
-            def apply(targets: Parts) -> kernels.Flag:
-                messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
-                weights = [round.self_weight, *(round.receives[peer] for peer in received)]
-                finite = self._absorb(state, codec, targets, messages, weights)
-                if state.step_control is not None:
-                    state.step_control.agree(received)
-                return finite
-
-            return apply
-
-        return arrive
+        return self.arriving(state, round, message, round.self_weight, partial(self._absorb, state, codec))
 
     def _absorb(
         self,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ... import kernels
-from ...codec import QSGD, Codec
+from ...codec import Codec
 from ...comm import Communicator
 from ...membership import State, config, own
 from ...schedule import resolve
-from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
-from .fitted_step import decoded, opened
+from .fitted_step import decoded
 from .layout import FLAT, Layout
-from .round import Apply, Arrive, GossipState, Round, add_vector
+from .round import Arrive, GossipState, Round, add_vector
 from .values import Parts
 
 
@@ -77,10 +77,6 @@ class DeepSqueeze(FittedGossip):
         DeepSqueeze(step_size=0.1)
     """
 
-    topology: Topology = field(default_factory=Ring)
-    codec: Codec = field(default_factory=lambda: QSGD(bits=4))
-    step_size: float | None = None
-
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> DeepSqueezeMemory:
         return DeepSqueezeMemory(state.layout, torch.zeros_like(state.layout.flatten(tensors)))
 
@@ -91,38 +87,23 @@ class DeepSqueeze(FittedGossip):
             # Until the round is applied, `lost` holds x + d; a vector that is not finite leaves it as it is.
             v = state.memory.lost if remembers else state.memory.lost.clone()
             message = self.encoded(state, round, codec, own, v, add=True)
+        absorb = partial(self._absorb, state, codec, remembers)
         try:
-            wait = round.exchange(message)
+            return self.arriving(state, round, message, sum(round.receives.values()), absorb)
         except Exception:
             if remembers:  # the round has not begun, so memory goes back
                 for part, x in zip(state.layout.parts(state.memory.lost), own, strict=True):
                     part.sub_(x)
             raise
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
-
-            def apply(targets: Parts) -> kernels.Flag:
-                messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
-                weights = [sum(round.receives.values()), *(round.receives[peer] for peer in received)]
-                finite = self._absorb(state, codec, targets, messages, weights, remembers)
-                if state.step_control is not None:
-                    state.step_control.agree(received)
-                return kernels.flags.both(remembers, finite)
-
-            return apply
-
-        return arrive
-
     def _absorb(
         self,
         state: GossipState,
         codec: Codec,
+        remembers: bool,
         targets: Parts,
         messages: list[tuple[Tensor, float]],
         weights: list[float],
-        remembers: bool,
     ) -> kernels.Flag:
         """Move the targets by the messages, payloads with factors and the own first; subtract the own one from `lost`."""
         layout, lost = state.layout, state.memory.lost
@@ -135,7 +116,7 @@ class DeepSqueeze(FittedGossip):
             flags = [kernels.difference.is_finite(p, numels, quantizer, factor) for p, factor in messages]
             if not kernels.flags.read(flags[0]) and remembers:
                 lost.zero_()  # x + d has overflowed
-            return kernels.flags.all_of(flags)
+            return kernels.flags.both(remembers, kernels.flags.all_of(flags))
         change, finite = decoded(layout, codec, *messages[0])
         if remembers:
             lost.sub_(change)
@@ -144,4 +125,5 @@ class DeepSqueeze(FittedGossip):
         change.mul_(-weights[0])
         for (payload, factor), weight in zip(messages[1:], weights[1:], strict=True):
             codec.decode_add(payload, layout.split(change), factor * weight)
-        return kernels.flags.both(finite, add_vector(change.mul_(step))(targets))
+        finite = kernels.flags.both(finite, add_vector(change.mul_(step))(targets))
+        return kernels.flags.both(remembers, finite)

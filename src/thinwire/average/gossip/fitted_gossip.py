@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...codec import Codec
+from ...codec import QSGD, Codec
 from ...comm import Communicator
+from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
 from .checks import check_codec, check_fixed_undirected, check_stable, check_step_size
-from .fitted_step import FittedStep, decoded, on_host
-from .round import GossipState, Round, tensor_keys
+from .fitted_step import FittedStep, decoded, on_host, opened
+from .round import Apply, Arrive, GossipState, Round, tensor_keys
 from .values import Parts
 
+Absorb = Callable[[Parts, list[tuple[Tensor, float]], list[float]], kernels.Flag]
+"""Moves targets by messages, which are payloads with factors, and their weights; returns whether all was finite."""
 
+
+@dataclass(frozen=True, repr=False)
 class FittedGossip(GossipAverager):
-    """Subclasses have the fields `codec` and `step_size`; None => from theory, adapted (`fitted_step.py`)."""
+    """Gossip whose `step_size`, where it is None, follows from theory and is adapted (`fitted_step.py`)."""
 
-    codec: Codec
-    step_size: float | None
+    topology: Topology = field(default_factory=Ring)
+    codec: Codec = field(default_factory=lambda: QSGD(bits=4))
+    step_size: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,3 +81,23 @@ class FittedGossip(GossipAverager):
         assert sums is not None
         control.fit(sums)
         return control.with_trailer(payload, round.progress.step)
+
+    def arriving(self, state: GossipState, round: Round, message: Tensor, own_weight: float, absorb: Absorb) -> Arrive:
+        """Send this worker's message, and let `absorb` move the targets by all messages, the own one first."""
+        wait = round.exchange(message)
+
+        def arrive() -> Apply:
+            with state.clock("wait"):
+                received = wait()
+
+            def apply(targets: Parts) -> kernels.Flag:
+                messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
+                weights = [own_weight, *(round.receives[peer] for peer in received)]
+                finite = absorb(targets, messages, weights)
+                if state.step_control is not None:
+                    state.step_control.agree(received)
+                return finite
+
+            return apply
+
+        return arrive
