@@ -1,4 +1,4 @@
-"""A graph with weights of the user's own."""
+"""A graph that a user gives by its mixing matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .undirected import adjacency_of, unreachable
 class MixingMatrix(Topology):
     """Any static graph, from its mixing matrix: one step is `x_i <- sum_j rows[i][j] x_j`.
 
-    Columns must sum to one, so that the sum over workers is kept, and every diagonal entry must be positive. Push-sum asks for
+    Columns must sum to one, so that the sum over workers is kept, and every diagonal entry must be positive. Push-sum needs
     no more. If rows sum to one too, it serves `Mix` and `Moniqua`; if it is symmetric besides, every gossip averager.
 
     Args:

@@ -1,9 +1,9 @@
 """Top-k of large segments in Triton, exact, with ties by lowest index.
 
-Four histograms of the magnitudes' bits (7, 8, 8 and 8 of 31) find the count-th largest magnitude, the threshold, one digit
-after each. Then one launch counts what each tile keeps, one adds the counts up, and one writes. That is eleven launches for
-all segments of a bucket; six of them read every element. Counting costs a vote of the threads for each bit of a digit, and
-a population count for each 32 bins: fewer bins and one more pass take a fifth of the instructions of 2048 bins.
+The threshold is the count-th largest magnitude. Four histograms of the magnitudes' bits (7, 8, 8 and 8 of 31) each give one
+of its digits. Then one launch counts what each tile keeps, one adds the counts up, and one writes. That is eleven launches
+for all segments of a bucket; six of them read every element. Counting costs a vote of the threads for each bit of a digit,
+and a population count for each 32 bins. So four passes over 256 bins take a fifth of the instructions of three over 2048.
 
 Atomics add to integer histograms only, so that their order does not matter. The first launch may make the segments, by
 momentum correction or error feedback.
@@ -37,7 +37,7 @@ class _Plan:
 
     Args:
         counting: of histograms.
-        choosing: of tiles; its table has one row more, the first tile among those of all launches.
+        choosing: of tiles; its table has one more row: the number of each segment's first tile, over all launches.
         first: the first tile of each segment, with the end of the last.
         num_tiles: of all launches.
     """
@@ -118,7 +118,7 @@ def tile_of(rows, num_segments, VECTOR: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_tile(rows, num_segments, segment, start, left, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """The elements of a tile, and which of them there are."""
+    """The elements of a tile, and which of them exist."""
     offset = tl.arange(0, TILE)
     x = load_pointer(rows + num_segments + segment, VECTOR) + start
     return tl.load(x + offset, mask=offset < left, other=0.0), offset < left
@@ -126,7 +126,7 @@ def load_tile(rows, num_segments, segment, start, left, VECTOR: tl.constexpr, TI
 
 @triton.jit
 def read_tile(rows, num_segments, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """This program's segment, where its tile starts there, its elements, and which of them there are."""
+    """This program's segment, where its tile starts there, its elements, and which of them exist."""
     segment, start, left = tile_of(rows, num_segments, VECTOR, TILE)
     x, inside = load_tile(rows, num_segments, segment, start, left, VECTOR, TILE)
     return segment, start, x, inside
@@ -141,7 +141,7 @@ def write_selected(indices, values, place, start, x, kept, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _choose_digit(rows, hist, chosen, num_segments, PASS: tl.constexpr):
-    """Append to the threshold of a segment its next digit: the largest that the wanted number of elements reach."""
+    """Append the next digit to a segment's threshold: the largest digit that the wanted number of elements reach."""
     segment = tl.program_id(0)
     bins = tl.arange(0, BINS)
     numbers = tl.load(hist + (PASS * num_segments + segment) * BINS + bins)

@@ -1,4 +1,4 @@
-"""Models that differ between workers: how far apart they are, and the model that is their mean."""
+"""How far workers' models are from their mean, and a context in which a model holds that mean."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def consensus_distance(
 def holding_mean(
     tensors: Sequence[Tensor], weight: float, buffers: Sequence[Tensor], comm: Communicator
 ) -> Iterator[None]:
-    """Context in which `tensors` hold the mean of all workers, as above, and `buffers` theirs; it restores both.
+    """Context in which `tensors` and `buffers` hold their means over all workers; both are restored at its end.
 
     Integer and boolean buffers, such as counters, hold rank 0's values.
     """
