@@ -8,26 +8,16 @@ even.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .base import Neighbours, Topology
-from .circulant import Groups, both_signs, check_peers, check_peers_exist, distinct, odd_powers, windows
+from .base import Neighbours
+from .circulant import Groups, OddDistances, odd_powers
 
 
-@dataclass(frozen=True, repr=False)
-class Bipartite(Topology):
-    """Uses `peers` matchings per step, with the odd distances of `_distances(size)`."""
-
-    peers: int = 1
-    static: bool = False
-
-    def __post_init__(self) -> None:
-        check_peers(self, self.peers)
-
-    @abstractmethod
-    def _distances(self, size: int) -> list[int]: ...
+class Bipartite(OddDistances):
+    """Uses `peers` matchings per step."""
 
     @staticmethod
     def is_active(rank: int) -> bool:
@@ -35,10 +25,10 @@ class Bipartite(Topology):
         return rank % 2 == 1
 
     def _period(self, size: int) -> int:
-        return len(_groups(self, size))
+        return len(_matchings(self, size))
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
-        groups = _groups(self, size)
+        groups = _matchings(self, size)
         distances = groups[step % len(groups)]
         weight = 1.0 / (len(distances) + 1)
         sign = 1 if self.is_active(rank) else -1
@@ -51,19 +41,12 @@ class Bipartite(Topology):
                 f"{self!r} cannot connect {size} workers: odd ranks are paired with even ranks, so their number "
                 f"must be even; use {size - 1} or {size + 1} workers, or Exponential()"
             )
-        if not self.static:
-            check_peers_exist(self, self.peers, len(_choices(self, size)), size)
+        super()._validate(size)
 
 
 @lru_cache(maxsize=256)
-def _choices(topology: Bipartite, size: int) -> tuple[int, ...]:
-    return distinct(topology._distances(size), size)
-
-
-@lru_cache(maxsize=256)
-def _groups(topology: Bipartite, size: int) -> Groups:
-    distances = _choices(topology, size)
-    return (distances,) if topology.static else windows(distances, topology.peers)
+def _matchings(topology: Bipartite, size: int) -> Groups:
+    return topology._groups(size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,8 +63,8 @@ class BipartiteExponential(Bipartite):
         [[2], [0], [4], [6]]
     """
 
-    def _distances(self, size: int) -> list[int]:
-        return both_signs(odd_powers(size))
+    def _distances(self, size: int) -> Iterable[int]:
+        return odd_powers(size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,5 +83,5 @@ class BipartiteLinear(Bipartite):
         [2, 0, 4, 6]
     """
 
-    def _distances(self, size: int) -> list[int]:
-        return both_signs(range(1, size, 2))
+    def _distances(self, size: int) -> Iterable[int]:
+        return range(1, size, 2)

@@ -122,7 +122,7 @@ def odd_powers(size: int) -> list[int]:
 
 
 @dataclass(frozen=True, repr=False)
-class OddDistances(Circulant):
+class OddDistances(Topology):
     """Odd distances, forwards and backwards, `peers` of them a step; `_distances(size)` lists them."""
 
     peers: int = 1
@@ -147,7 +147,7 @@ class OddDistances(Circulant):
 
 
 @dataclass(frozen=True, repr=False)
-class Linear(OddDistances):
+class Linear(OddDistances, Circulant):
     """All odd distances, forwards and backwards, `peers` of them a step: +1, -1, +3, -3, ... (Assran et al. 2019,
     arXiv 1811.10792).
 
@@ -165,7 +165,7 @@ class Linear(OddDistances):
 
 
 @dataclass(frozen=True, repr=False)
-class OddExponential(OddDistances):
+class OddExponential(OddDistances, Circulant):
     """The distances 1 and `1 + 2^i`, `i = 1..floor(log2(W - 1))`, forwards and backwards, `peers` of them a step: +1, -1, +3,
     -3, +5, -5, +9, ...
 
