@@ -1,11 +1,11 @@
 """Two of eight workers attack: the test accuracy that each rule reaches, on handwritten digits or with a small GPT.
 
     python benchmarks/robust.py [CODEC ...]     such as "QSGD(bits=4)" "TopK(0.1)"
-    python benchmarks/robust.py --task gpt "Identity()" --attacks "SignFlip(scale=10.0)" "ALIE()"
+    python benchmarks/robust.py --task gpt "Identity()" --attacks "SignFlip(scale=10.0)" "ALIE()" --rules mean Multi-Krum
 
-Digits: each worker has an eighth of the examples, and all take 150 steps of gradient descent. GPT: a Transformer of two
-layers on the bytes of Python sources; accuracy is that of the next byte. Momentum is kept on each worker, as centered clipping
-wants.
+Digits: each worker has an eighth of the examples, and all take 150 steps of gradient descent. GPT: a Transformer of one layer
+on the bytes of Python sources, which takes 80 steps of Adam; accuracy is that of the next byte, and of a model that always says
+"space" it is 29.3 %. Momentum is kept on each worker, as centered clipping wants.
 One table for each codec, in which the best rule of each attack is bold; biased codecs have error feedback.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from internet import GPT, Text, windows
@@ -51,16 +51,19 @@ class Task:
         model: makes it.
         batch: the examples of a worker in a step, by step, rank and number of workers.
         test: the test examples.
+        optimizer: makes it.
+        rate: the learning rate, by the share of the steps that are done.
         num_classes: of the labels.
-        steps, rate: of gradient descent.
+        steps: that all take.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int, int], Examples]
     test: Callable[[], Examples]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    rate: Callable[[float], float]
     num_classes: int
     steps: int
-    rate: float
 
 
 @cache
@@ -92,23 +95,34 @@ def tested_bytes() -> Examples:
     return rows[:, :-1], rows[:, 1:]
 
 
+def gpt() -> GPT:
+    """With larger embeddings than usual, so that it learns within few steps."""
+    model = GPT(layers=1, width=32, context=CONTEXT)
+    with torch.no_grad():
+        model.token.weight.mul_(5)
+        model.position.weight.mul_(5)
+    return model
+
+
 CONTEXT = 16
 TASKS = {
     "digits": Task(
         lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
         digits_of,
         lambda: (digits()[0][:400], digits()[1][:400]),
+        torch.optim.SGD,
+        rate=lambda done: 0.1,
         num_classes=10,
         steps=150,
-        rate=0.1,
     ),
     "gpt": Task(
-        lambda: GPT(layers=2, width=32, context=CONTEXT),
+        gpt,
         bytes_of,
         tested_bytes,
+        partial(torch.optim.Adam, betas=(0.0, 0.99)),
+        rate=lambda done: 0.006 * (1 - done),
         num_classes=256,
-        steps=120,
-        rate=0.1,
+        steps=80,
     ),
 }
 
@@ -118,6 +132,7 @@ def accuracy(task: Task, averager: tw.Mean, attack: Attack | None) -> float:
     size = SIZE if attack is not None else SIZE - len(FAULTY)
     torch.manual_seed(0)
     initial = task.model()
+    test = task.test()  # reads the data, once for all threads
 
     def worker(comm: tw.comm.Communicator) -> float:
         attacker = None if attack is None else Attacker(attack, FAULTY)
@@ -125,6 +140,9 @@ def accuracy(task: Task, averager: tw.Mean, attack: Attack | None) -> float:
         parameters = list(model.named_parameters())
         momenta = [(name, torch.zeros_like(p)) for name, p in parameters]
         sent = [(name, torch.zeros_like(p)) for name, p in parameters]
+        for (_, p), (_, s) in zip(parameters, sent, strict=True):
+            p.grad = s
+        optimizer = task.optimizer(model.parameters())
         state = averager.init(sent, comm)
         for step in range(task.steps):
             x, y = task.batch(step, comm.rank, size)
@@ -137,25 +155,24 @@ def accuracy(task: Task, averager: tw.Mean, attack: Attack | None) -> float:
             if attacker is not None:
                 attacker.corrupt(sent, comm)
             averager.step(state, sent, comm).wait()
+            optimizer.param_groups[0]["lr"] = task.rate(step / task.steps)
             if averager.commit(state):
-                with torch.no_grad():
-                    for (_, p), (_, s) in zip(parameters, sent, strict=True):
-                        p.sub_(s, alpha=task.rate)
-        x, y = task.test()
+                optimizer.step()
+        x, y = test
         with torch.no_grad():
             return 100 * (model(x).argmax(-1) == y).float().mean().item()
 
     return tw.LocalWorld(size, timeout_seconds=600.0).run(worker)[0]  # a busy machine may stop threads for long
 
 
-def table(task: Task, codec: str, attacks: list[str]) -> None:
+def table(task: Task, codec: str, attacks: list[str], rules: list[str]) -> None:
     """Print attacks by rules for one codec."""
     parsed = tw.parse(codec)
     memory = None if parsed.traits.unbiased or parsed.traits.lossless else tw.ErrorFeedback()
     averagers = {}
-    for name, rule in RULES.items():
+    for name in rules:
         try:
-            averagers[name] = tw.Mean(parsed, memory, rule=rule)
+            averagers[name] = tw.Mean(parsed, memory, rule=RULES[name])
         except ValueError:  # the rule does not suit this codec
             continue
     clean = accuracy(task, tw.Mean(parsed, memory), None)
@@ -174,10 +191,11 @@ def main() -> None:
     parser.add_argument("codecs", nargs="*", default=["Identity()"], metavar="CODEC")
     parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--attacks", nargs="+", default=[], metavar="ATTACK", help="these alone, such as 'ALIE()'")
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, metavar="RULE", help="these alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for codec in options.codecs:
-        table(TASKS[options.task], codec, options.attacks)
+        table(TASKS[options.task], codec, options.attacks, options.rules)
 
 
 if __name__ == "__main__":

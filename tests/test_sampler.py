@@ -14,7 +14,7 @@ from helpers.program import Program, wait_until
 from helpers.spawn import run_threads
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator
+from thinwire.comm import ElasticCommunicator, Lighthouse
 from thinwire.sampler import Block
 
 
@@ -169,3 +169,16 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="num_blocks must be"):
         run_threads(1, fixed, 0, 1, 1)
     assert issubclass(ElasticCommunicator, tw.comm.Communicator)
+
+
+def test_where_workers_come_and_go_the_blocks_of_a_step_are_not_guessed(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = Lighthouse(1, "127.0.0.1")
+    with ElasticCommunicator(place.address, 0, min_workers=1) as comm:
+        handle = tw.compress_gradients(torch.nn.Linear(1, 1), tw.Mean(), comm=comm)
+        with pytest.raises(
+            ValueError, match="per_step=None does not say how many blocks a step has; give their number"
+        ):
+            tw.ElasticSampler(4, handle)
+        assert tw.ElasticSampler(4, handle, per_step=2).per_step == 2
+    place.close()

@@ -54,8 +54,9 @@ class ElasticSampler:
     Args:
         num_blocks: in an epoch.
         handle: the strategy at work, on a fixed number of workers or an elastic communicator.
-        per_step: blocks of a step over all workers, the constant global batch; None for one of each worker now. A worker that
-            joins takes over that of the others. The attribute may be changed before a step, alike on all workers.
+        per_step: blocks of a step over all workers, the constant global batch. A worker that joins takes over that of the
+            others. None for one of each worker, where their number is fixed. The attribute may be changed before a step, alike
+            on all workers.
         seed: of the order, the same on all workers; every epoch has an order of its own.
 
     Attributes:
@@ -66,7 +67,8 @@ class ElasticSampler:
         last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
 
     Raises:
-        ValueError: a number out of range, or a strategy whose workers take unequal numbers of steps.
+        ValueError: a number out of range, no `per_step` where workers come and go, or a strategy whose workers take unequal
+            numbers of steps.
 
     Example:
         >>> import thinwire as tw
@@ -88,11 +90,16 @@ class ElasticSampler:
             f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "
             "each worker data of its own",
         )
+        self._elastic = comm if isinstance(comm, ElasticCommunicator) else None
+        require(
+            per_step is not None or self._elastic is None,
+            "ElasticSampler: workers come and go, so per_step=None does not say how many blocks a step has; give their number, "
+            "such as that of the workers at the start",
+        )
         self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
         self.last_committed: dict[int, list[Block]] = {}
         self._comm, self._keeps, self._sends_again = comm, handle.models_differ, handle.strategy.sends_again
         self._is_passive = False
-        self._elastic = comm if isinstance(comm, ElasticCommunicator) else None
         self._next, self._num_own = 0, 0
         self._returned: list[int] = []
         self._leases: dict[int, list[int]] = {}

@@ -199,7 +199,32 @@ def test_a_worker_whose_words_cannot_be_read_is_lost_and_the_others_go_on(kind, 
         net.workers[rank].check()
         ((version, shares),) = described(net.taken[rank][0])
         assert version == 1 and [worker for worker, *_ in shares] == [0, 1, 2, 3]
-    assert any("rank 1 goes on without rank 4, which sent what cannot be read" in line for line in caplog.messages)
+    assert any("rank 1 goes on without rank 4, which sent what cannot be:" in line for line in caplog.messages)
+    net.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_worker_that_sends_the_share_of_another_one_is_lost_and_the_others_merge_the_true_one(
+    is_first, monkeypatch, caplog
+):
+    """Whether the forged share comes before the true one, or after it."""
+    net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
+    forged = net.workers[4]._packed(agreement.Share(2, 0, 1, 0, 1, torch.tensor([99], dtype=torch.uint8)))
+    if is_first:
+        net.handlers[1][0](Message(4, agreement.Kind.SHARE, forged))
+    for rank in range(4):
+        net.workers[rank].send(0, 0, 1, torch.tensor([rank], dtype=torch.uint8))
+    if not is_first:
+        while net.deliver():
+            pass
+        net.handlers[1][0](Message(4, agreement.Kind.SHARE, forged))
+    while net.deliver():
+        pass
+    for rank in range(4):
+        net.workers[rank].check()
+        ((_, shares),) = described(net.taken[rank][0])
+        assert shares == [(worker, 1, [worker]) for worker in range(4)]
+    assert any("rank 1 goes on without rank 4, which sent what cannot be:" in line for line in caplog.messages)
     net.close()
 
 

@@ -13,15 +13,17 @@ worker adds the same shares in rank order. So what they share has the same bits 
 When a worker is lost, or leaves as agreed, the others agree on a new *view*: the members, and the commits so far.
 
     ask       coordinator -> all  the lost workers. The coordinator is the lowest rank that is left
-    report    worker -> coordinator   its commits; before it, the shares of lost workers that it has
+    report    worker -> coordinator   its commits; before it, an ask, and the shares of lost workers that it has
     view      coordinator -> all  the new members and all commits; before it, the shares of lost workers
     stop      coordinator -> all  too few are left
 
 Half a round cannot last: a commit that one member knows is in the view of all. A share that is part of a commit reaches all,
 because every member keeps the shares of others until all have them. Workers that are cut off do not go on apart: a view needs
 more than half of the last one's members, or half of them with its lowest rank. Those who left as agreed do not count. A worker
-whose messages cannot be read is lost too. A worker that was silent for longer than the time limit finds itself left out, and
-raises an error.
+that was silent for longer than the time limit finds itself left out, and raises an error.
+
+A worker whose messages cannot be read is lost too, and so is one that sends a share of another worker which is not lost. What
+the leader decides, and who is lost, is believed.
 """
 
 from __future__ import annotations
@@ -212,7 +214,7 @@ class Agreement:
                     self._on_note(message.source, json.loads(bytes(message.payload.tolist())))
             except Exception as error:  # a thread that ended would leave the training waiting
                 log.warning(
-                    "rank %d goes on without rank %d, which sent what cannot be read: %.200r; do all run the same version?",
+                    "rank %d goes on without rank %d, which sent what cannot be: %.200r; do all run the same version?",
                     *(self.rank, message.source, error),
                 )
                 self._messenger.forget(message.source)
@@ -223,6 +225,8 @@ class Agreement:
         if share.worker == message.source:
             self.speeds[share.worker] = speed
             self._heard(share.worker, have)
+        elif share.worker in self._members - self._lost:
+            raise ValueError(f"a share of rank {share.worker}, which sends its own")
         self._keep(share)
 
     def _on_note(self, source: int, note: dict[str, Any]) -> None:
@@ -430,9 +434,10 @@ class Agreement:
             self._report(source)
 
     def _report(self, coordinator: int) -> None:
+        gone = {"lost": sorted(self._lost), "left": sorted(self._left)}
+        self._tell([coordinator], {"is": "ask"} | gone)  # so that it takes the shares of these workers
         self._forward([coordinator])
-        note = {"is": "report", "lost": sorted(self._lost), "left": sorted(self._left)}
-        self._tell([coordinator], note | self._knowledge(self._view, self._members))
+        self._tell([coordinator], {"is": "report"} | gone | self._knowledge(self._view, self._members))
         self._later(self._timeout, partial(self._give_up, self._view, coordinator))
 
     def _give_up(self, view: int, coordinator: int) -> None:

@@ -85,7 +85,8 @@ class BlockSteps:
             f"a step of one worker has {self._examples} examples, and the data have {data.num_examples}; choose a lower "
             "batch_size or accumulate",
         )
-        self.sampler = ElasticSampler(data.num_examples // self._examples, handle, seed=config.seed)
+        per_step = 1  # until `take` knows the workers
+        self.sampler = ElasticSampler(data.num_examples // self._examples, handle, per_step, seed=config.seed)
         self.weight, self._epoch = 1.0, 0
         self._expected: deque[Block] = deque()
         self._batches: Iterator[Batch] = iter(())
