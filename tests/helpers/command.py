@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from thinwire.lab.train.start.parent_death import end_with_parent
+from thinwire.lab.train.start.parent_death import become_fork_server
 
 from .program import Program
 from .spawn import CONTEXT
@@ -157,7 +157,7 @@ def _serve(command: str, passed: list[int]) -> None:
     multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the parent's is held while it starts this server
     _reset_handlers()
     if "parent_death" in command:  # what importing this module does in a fork server
-        end_with_parent()
+        become_fork_server()
     exec(command, {})
 
 

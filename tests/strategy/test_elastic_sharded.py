@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from helpers.elastic import serve
+from helpers.keys import keys_of
 from helpers.program import Program, wait_until
 from helpers.sharded import fingerprint, sharded
 from helpers.sharded_elastic import attach, process, step
@@ -89,6 +91,54 @@ def test_a_process_dies_its_worker_leaves_and_comes_back_as_one(tmp_path, monkey
     last = [(mine[-1]["round"], mine[-1]["model"]) for mine in rows]
     assert last[0] == last[2] and last[1] == last[3] and last[0] != last[1]
     for program in (*others, place):
+        program.kill()
+
+
+def test_three_workers_over_tls_outlive_a_process_and_go_on_from_checkpoints_on_disks_of_their_own(
+    tmp_path, monkeypatch
+):
+    """A process of worker 1 is killed, and the worker comes back. Then all are killed, and worker 2 loses its disk."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    keys = str(keys_of(tmp_path / "keys", "machine")[0].folder)
+    place = Program(serve, 0, 2, keys, folder=tmp_path)
+    wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
+    address = f"https://127.0.0.1:{int(place.stdout)}"
+
+    def start(number, together, dies_after=None):
+        (tmp_path / f"{number}").mkdir(exist_ok=True)
+        (tmp_path / f"{number}/store").unlink(missing_ok=True)
+        deaths = (None, dies_after)  # that of process 1
+        folder = str(tmp_path / f"{number}")
+        arguments = [(address, number, rank, folder, LOCAL, deaths[rank], together, 3, keys) for rank in range(2)]
+        return [Program(process, *one, folder=tmp_path) for one in arguments]
+
+    def rows_of(program):
+        return [json.loads(line) for line in program.stdout.splitlines()[:-1]]
+
+    stay, (left, killed) = [*start(0, 4), *start(2, 4)], start(1, 4, 3)
+    assert killed.wait(300) == -signal.SIGKILL and left.wait(300) == 1
+    workers = [*stay[:2], *start(1, 4), *stay[2:]]
+    for program in workers:
+        program.wait_for_line("done")
+    first = [rows_of(program) for program in workers]
+    assert [rows[-1]["healings"] for rows in first] == [0, 0, 1, 1, 0, 0]
+    for rows in (*first[:2], *first[4:]):
+        assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))  # each once
+    last = first[0][-1]["round"]
+    for program in workers:
+        program.kill()
+    shutil.rmtree(tmp_path / "2")
+
+    workers = [program for number in range(3) for program in start(number, 2)]
+    for program in workers:
+        program.wait_for_line("done")
+    then = [rows_of(program) for program in workers]
+    assert [rows[0]["round"] for rows in then] == [last + 1] * 6
+    assert [rows[-1]["healings"] for rows in then] == [0, 0, 0, 0, 1, 1]
+    for found in (first, then):
+        shards = [[rows[-1]["model"] for rows in found[rank::2]] for rank in range(2)]
+        assert [len(set(shard)) for shard in shards] == [1, 1] and shards[0] != shards[1]
+    for program in (*workers, place):
         program.kill()
 
 

@@ -76,7 +76,8 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     require(
         bool(found), f"{checkpoint_id} holds no state of a strategy under {key!r}; save StrategyState(strategy) there"
     )
-    needed = [own_key] if len(found) == strategy.comm.size else sorted(found)
+    is_own = len(found) == strategy.comm.size and own_key in found  # elastic: a worker's rank may have been another one
+    needed = [own_key] if is_own else sorted(found)
     template = {name: _template(own, f"{key}.{name}", saved) for name in needed}
     dcp.load({key: template}, checkpoint_id=checkpoint_id)
     state.load_state_dict(template)

@@ -7,16 +7,31 @@ module before it forks, and so ends with the launcher; each worker calls `end_wi
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
+_server: int | None = None  # the fork server's process, also in its children, which are forked from it
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends. Does nothing on other systems than Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Have the kernel send SIGKILL to this process when its parent ends. Does nothing on other systems than Linux.
+
+    A child of the fork server that calls it when the server has ended already ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _server is not None and os.getpid() != _server != os.getppid():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_fork_server() -> None:
+    """End this process with its parent, and its children, which call `end_with_parent`, with this process."""
+    global _server
+    _server = os.getpid()
+    end_with_parent()
 
 
 def is_fork_server() -> bool:
@@ -25,4 +40,4 @@ def is_fork_server() -> bool:
 
 
 if is_fork_server():
-    end_with_parent()
+    become_fork_server()
