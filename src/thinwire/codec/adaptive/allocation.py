@@ -66,10 +66,6 @@ def _total(matrix: Matrix, choice: Choice) -> float:
     return float(matrix[np.arange(len(choice)), choice].sum())
 
 
-def _fits(weights: Matrix, choice: Choice, budget: float) -> bool:
-    return _total(weights, choice) <= budget * (1 + _ROUNDING)
-
-
 def _at(values: Matrix, weights: Matrix, price: float) -> Choice:
     """The best choice at a price of weight; the lightest of equals."""
     costs = values + price * weights
@@ -80,21 +76,23 @@ def _at(values: Matrix, weights: Matrix, price: float) -> Choice:
 
 def _priced(values: Matrix, weights: Matrix, budget: float) -> tuple[float, Choice]:
     """The lowest price at which a choice fits, and this choice."""
-    above, price = _at(values, weights, 0.0), 0.0  # a choice that exceeds the budget
-    if _fits(weights, above, budget):
+    above, price, most = _at(values, weights, 0.0), 0.0, budget * (1 + _ROUNDING)  # `above` exceeds the budget
+    value_above, weight_above = _total(values, above), _total(weights, above)
+    if weight_above <= most:
         return price, above
     within = np.where(weights <= weights.min(1, keepdims=True), values, np.inf).argmin(1)
+    value_within, weight_within = _total(values, within), _total(weights, within)
     while True:
         # The price at which both cost the same. If nothing costs less there, no choice between them is best at any price.
-        price = (_total(values, within) - _total(values, above)) / (_total(weights, above) - _total(weights, within))
+        price = (value_within - value_above) / (weight_above - weight_within)
         middle = _at(values, weights, price)
-        least = _total(values, within) + price * _total(weights, within)
-        if _total(values, middle) + price * _total(weights, middle) >= least * (1 - _ROUNDING):
+        value, weight = _total(values, middle), _total(weights, middle)
+        if value + price * weight >= (value_within + price * weight_within) * (1 - _ROUNDING):
             return price, within
-        if _fits(weights, middle, budget):
-            within = middle
+        if weight <= most:
+            within, value_within, weight_within = middle, value, weight
         else:
-            above = middle
+            above, value_above, weight_above = middle, value, weight
 
 
 def _filled(values: Matrix, weights: Matrix, budget: float, choice: Choice) -> Choice:
@@ -112,9 +110,9 @@ def _filled(values: Matrix, weights: Matrix, budget: float, choice: Choice) -> C
 
 
 def _uniform(values: Matrix, weights: Matrix, budget: float) -> list[Choice]:
-    """The choices of one candidate for all layers that fit."""
-    choices = [np.full(len(values), c) for c in range(values.shape[1])]
-    return [choice for choice in choices if _fits(weights, choice, budget)]
+    """The best choice of one candidate for all layers, if one fits."""
+    totals = np.where(weights.sum(0) <= budget * (1 + _ROUNDING), values.sum(0), np.inf)
+    return [np.full(len(values), totals.argmin())] if np.isfinite(totals.min()) else []
 
 
 def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: Choice) -> Choice:

@@ -247,7 +247,8 @@ class Fitted(AdaptiveCodec):
 
     def nbytes_at(self, state: FittedState) -> int:
         """Bytes of the payload of all layers in the present round."""
-        return sum(self.codecs[c].nbytes(n) for c, n in zip(state.choice.values(), state.numels.values(), strict=True))
+        choice = list(state.choice.values())
+        return int(_sizes(self.codecs, tuple(state.numels.values()))[np.arange(len(choice)), choice].sum())
 
     def _first_budget(self, numels: Mapping[str, int]) -> float:
         sizes = list(numels.values()) or [_NOMINAL_NUMEL]
