@@ -112,7 +112,7 @@ def _filled(values: Matrix, weights: Matrix, budget: float, choice: Choice) -> C
 def _uniform(values: Matrix, weights: Matrix, budget: float) -> list[Choice]:
     """The best choice of one candidate for all layers, if one fits."""
     totals = np.where(weights.sum(0) <= budget * (1 + _ROUNDING), values.sum(0), np.inf)
-    return [np.full(len(values), totals.argmin())] if np.isfinite(totals.min()) else []
+    return [np.full(len(values), int(totals.argmin()))] if np.isfinite(totals.min()) else []
 
 
 def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: Choice) -> Choice:
