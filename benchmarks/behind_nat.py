@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire.comm.backend  # noqa: F401
-from thinwire.comm.relay import Relay
+from thinwire.comm.tls.relay import Relay
 
 RELAY_PORT, STORE_PORT = 29600, 29601
 NUMEL = 250_000  # a megabyte

@@ -36,8 +36,8 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
-from thinwire.comm.snapshot import Manifest
-from thinwire.comm.state_bytes import packed
+from thinwire.comm.elastic.snapshot import Manifest
+from thinwire.comm.elastic.state_bytes import packed
 
 WORKERS, JOINER, LIAR, TIMEOUT_SECONDS, CUT_SECONDS = 3, 3, 1, 60.0, 3.0
 WARM_ROUNDS, ROUNDS_AFTER = 2, 1

@@ -145,9 +145,9 @@ struct Session::Socket {
         openssl().BIO_clear_flags(bio, kAllFlags);
         ssize_t got = -1;
         errno = EAGAIN;
-        if (session->reads_) do {
-                got = ::recv(session->descriptor_, bytes, static_cast<size_t>(count), MSG_DONTWAIT);
-            } while (got < 0 && errno == EINTR);
+        while (session->reads_ && (got = ::recv(session->descriptor_, bytes, static_cast<size_t>(count), MSG_DONTWAIT)) < 0 &&
+               errno == EINTR) {
+        }
         if (got > 0) return static_cast<int>(got);
         session->read_error_ = errno;
         session->has_ended_ = session->has_ended_ || got == 0;

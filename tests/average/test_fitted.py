@@ -390,10 +390,11 @@ def test_strategies_train_with_it_and_show_its_choice(strategy):
 @pytest.mark.filterwarnings("ignore:Local. what workers changed since their last rounds belongs to no worker")
 def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
     text = strategy.format("Fitted(QSGD(bits=2), measure_steps=(1, 3, 5))")
+    torch.manual_seed(0)  # not in the threads, which share one generator
+    initial = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.ReLU(), torch.nn.Linear(60, 4))
 
     def worker(comm, saved, first, last):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.ReLU(), torch.nn.Linear(60, 4))
+        model = copy.deepcopy(initial)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         handle = tw.attach(model, optimizer, text, comm=comm)
         if saved:

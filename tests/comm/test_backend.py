@@ -20,9 +20,9 @@ import thinwire as tw
 from thinwire.comm import CommunicationError
 from thinwire.comm.backend import ThinwireGroup
 from thinwire.comm.backend.reductions import OPERATIONS
-from thinwire.comm.relay import Relay
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tcp.tagged import UNASKED_BYTES
+from thinwire.comm.tls.relay import Relay
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="the extension was not built"),

@@ -21,12 +21,13 @@ from helpers.lost_connections import loses_all_connections
 from helpers.program import wait_until
 from helpers.spawn import retire, spawn
 
-from thinwire.comm import Credentials, keys
+from thinwire.comm import Credentials
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp import TcpCommunicator
 from thinwire.comm.tcp.channel import TcpChannel
 from thinwire.comm.tcp.connections import Place
 from thinwire.comm.tcp.handshake import HELLO, introduce
+from thinwire.comm.tls import keys
 from thinwire.testing import check_communicator
 
 _engine = pytest.importorskip("thinwire.comm.tcp._engine")

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator, forming, patience
+from thinwire.comm import ElasticCommunicator
+from thinwire.comm.elastic import forming, patience
 
 
 def train(

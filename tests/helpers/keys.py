@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from thinwire.comm import Credentials, keys
+from thinwire.comm import Credentials
+from thinwire.comm.tls import keys
 
 
 def keys_of(folder: Path, *names: str, run: str = "run", days: float = 1.0) -> list[Credentials]:

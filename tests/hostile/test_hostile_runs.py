@@ -15,8 +15,8 @@ from helpers.keys import keys_of
 from helpers.listeners import Attacker, answers, listening, resident_bytes
 from helpers.program import Program, wait_until
 
-from thinwire.comm import keys
-from thinwire.comm.lighthouse import torchft
+from thinwire.comm.elastic.lighthouse import torchft
+from thinwire.comm.tls import keys
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's list of sockets")
 SIZE, ROUNDS, AVERAGER = 3, 30, "Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback())"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
-from thinwire.comm.history import History
+from thinwire.comm.elastic.history import History
 from thinwire.comm.members import LostRounds
 from thinwire.strategy.local.fragments import offset
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
-from thinwire.comm.state_bytes import packed, unpacked
+from thinwire.comm.elastic.state_bytes import packed, unpacked
 
 LOCAL = "Local(Mean(chain(TopK(0.2), QSGD(bits=4)), ErrorFeedback()), every=2, outer=OuterSGD())"
 STRATEGIES = [

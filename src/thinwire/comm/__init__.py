@@ -3,16 +3,16 @@
 from .background import Background
 from .base import Communicator
 from .channel import Channel, Message
-from .credentials import Credentials
-from .elastic import ElasticCommunicator
+from .elastic.communicator import ElasticCommunicator
+from .elastic.lighthouse import Lighthouse
 from .handle import CommunicationError, Handle
 from .layout import Layout, laid_out
 from .ledger import Ledger
-from .lighthouse import Lighthouse
 from .local_world import LocalWorld
 from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Version
 from .process_group import Group, ProcessGroupCommunicator
 from .process_world import ProcessWorld
+from .tls.credentials import Credentials
 
 __all__ = [
     "Background",

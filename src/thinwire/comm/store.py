@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from .agreement import parsed
-from .credentials import Credentials
 from .handle import CommunicationError
-from .tls_store import TlsStore
+from .tls.credentials import Credentials
+from .tls.store import TlsStore
 
 
 def listening_store(

@@ -1,8 +1,8 @@
 """The rounds of a strategy as transactions: all workers of a round keep its results, or none does.
 
-On an elastic communicator (`comm/elastic.py`) a round is formed before it begins: workers that join are healed from a live one,
-and averagers hear who takes part. At its end all workers vote. If one has died or fallen silent, all others go back to where
-the round began. On any other communicator the workers never change, and nothing here does anything.
+On an elastic communicator (`comm/elastic/communicator.py`) a round is formed before it begins: workers that join are healed
+from a live one, and averagers hear who takes part. At its end all workers vote. If one has died or fallen silent, all others go
+back to where the round began. On any other communicator the workers never change, and nothing here does anything.
 """
 
 from __future__ import annotations

@@ -226,6 +226,6 @@ def test_waits_of_an_elastic_step(reads):
     with kernels.use_backend("triton"):
         tw.LocalWorld(2).run(worker)
     assert reads.by_file(2 * 4) == COMMIT | LOCAL | {
-        "comm/elastic.py": 2,  # three a round
+        "comm/elastic/communicator.py": 2,  # three a round
         "membership.py": 1,  # the norm of what died with a worker
     }, reads.lines

@@ -9,7 +9,7 @@ import pytest
 from helpers.command import started, thinwire
 from helpers.keys import keys_of
 
-from thinwire.comm import keys
+from thinwire.comm.tls import keys
 from thinwire.lab.cli import main
 
 

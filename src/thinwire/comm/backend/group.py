@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..credentials import Credentials
 from ..handle import Handle
 from ..tcp import TcpCommunicator
+from ..tls.credentials import Credentials
 from .reductions import name_of, reduction_of
 from .work import Limit, ThinwireWork, finished_after
 

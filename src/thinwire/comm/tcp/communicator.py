@@ -38,15 +38,15 @@ from ..channel import Channel
 from ..handle import CommunicationError, Handle
 from ..ledger import broadcast_tree
 from ..process_group import Group, ProcessGroupCommunicator
-from ..relay import parse_address
 from ..store import gathering, host_of
+from ..tls.relay import parse_address
 from .channel import TcpChannel
 from .connections import Place
 from .endpoint import CLOSE_SECONDS, Endpoint, Message
 from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
-    from ..credentials import Credentials
+    from ..tls.credentials import Credentials
     from ._engine import Counts
 
 PIECE_BYTES, MAX_PIECES = 1 << 21, 8  # of an all_reduce: one is added up while the next one is on its way

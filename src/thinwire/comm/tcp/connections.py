@@ -26,14 +26,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .. import relay
 from ..addresses import is_contact, name_of, oldest_of_busiest
 from ..handle import CommunicationError
+from ..tls import relay
 from .handshake import Greeting, introduce, proof
 from .identity import Identity
 
 if TYPE_CHECKING:
-    from ..credentials import Credentials
+    from ..tls.credentials import Credentials
     from ._engine import Engine, Session
 
 MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..credentials import Credentials
+from ..tls.credentials import Credentials
 
 if TYPE_CHECKING:
     from ._engine import Context, Session

@@ -79,7 +79,7 @@ def _split(options: list[str], kind: type, usage: str, *names: str) -> tuple[lis
 def _new(options: list[str]) -> None:
     (folder,), asked = _split(options, NewKeys, "new FOLDER", "FOLDER")
     assert isinstance(asked, NewKeys)
-    from ...comm import keys
+    from ...comm.tls import keys
 
     keys.new_run(folder, asked.run, asked.name or keys.own_name(), asked.days)
     print(f"{folder} has the keys of the run {asked.run!r}; keep it to yourself. Let another machine join it with:")
@@ -89,7 +89,7 @@ def _new(options: list[str]) -> None:
 def _token(options: list[str]) -> None:
     (folder, address), asked = _split(options, NewToken, "token FOLDER HOST:PORT", "FOLDER", "HOST:PORT")
     assert isinstance(asked, NewToken)
-    from ...comm import keys
+    from ...comm.tls import keys
 
     admission = keys.Admission(folder, address, asked.workers, asked.hours, asked.days)
     one = "machine" if asked.workers == 1 else f"of {asked.workers} machines"
@@ -115,7 +115,7 @@ def _token(options: list[str]) -> None:
 def _join(options: list[str]) -> None:
     (folder, text), asked = _split(options, JoinRun, "join FOLDER TOKEN", "FOLDER", "TOKEN")
     assert isinstance(asked, JoinRun)
-    from ...comm import keys
+    from ...comm.tls import keys
 
     token = keys.parsed_token(sys.stdin.readline() if text == "-" else text)
     keys.join(folder, token, asked.name or keys.own_name())
@@ -125,7 +125,7 @@ def _join(options: list[str]) -> None:
 
 def _revoke(options: list[str]) -> None:
     (folder, name), _ = _split(options, RevokeKeys, "revoke FOLDER NAME", "FOLDER", "NAME")
-    from ...comm import keys
+    from ...comm.tls import keys
 
     path = keys.Issuer(folder).revoke(name)
     print(f"{name} is refused from now on by machines that have this list; copy it to the others' folders of keys:")

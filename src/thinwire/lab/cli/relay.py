@@ -23,7 +23,7 @@ class RelayOptions:
 def relay_command(options: list[str]) -> None:
     """Forward until Ctrl-C."""
     asked = parsed(RelayOptions, options, "thinwire relay")
-    from ...comm.relay import Relay, parse_address
+    from ...comm.tls.relay import Relay, parse_address
 
     host, port = parse_address(asked.bind)
     try:

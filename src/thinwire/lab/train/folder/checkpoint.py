@@ -16,7 +16,7 @@ intact.
 All workers of a fixed number write to the same folder; on several machines they need a shared file system. Each worker of an
 elastic run writes to a folder of its own machine, which it may share with others: those whose parts it sees there. The first
 of these writes `shared.pt`. So folders may have different checkpoints. Each worker loads the newest one that it has, and the
-workers with the newest of all heal the others (`comm/healing.py`).
+workers with the newest of all heal the others (`comm/elastic/healing.py`).
 
 If the last checkpoint is damaged, a run goes on from the newest whole one and says so. The damaged one is renamed to
 `damaged-step-000330`.

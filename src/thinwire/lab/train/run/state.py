@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....algorithm import require
-from ....comm.claims import MAX_NUMBER, MAX_ROUNDS
+from ....comm.elastic.claims import MAX_NUMBER, MAX_ROUNDS
 from ..step.steps import START, Place
 
 DUE = ("row_is_due", "test_is_due", "save_is_due")

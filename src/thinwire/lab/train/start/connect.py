@@ -21,7 +21,7 @@ from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import own_address
 from ....comm.store import connected_store, listening_store, part_of
 from ....comm.tcp import TcpCommunicator
-from ....comm.tls_store import TlsStore
+from ....comm.tls.store import TlsStore
 from ....comm.transport import connect
 from ..config import RunConfig
 from ..device import choose_device

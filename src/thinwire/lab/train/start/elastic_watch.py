@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ....comm.forming import LEFT_OUT_SECONDS
+from ....comm.elastic.forming import LEFT_OUT_SECONDS
 from ..config import RunConfig
 from ..folder.checkpoint import latest
 from ..run.interrupt import Interrupted

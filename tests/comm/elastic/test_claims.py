@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.comm.claims import Claim, choose, differing, members_of, place_of, read_claim
-from thinwire.comm.history import History
+from thinwire.comm.elastic.claims import Claim, choose, differing, members_of, place_of, read_claim
+from thinwire.comm.elastic.history import History
 from thinwire.comm.members import Diverged, Version
 
 

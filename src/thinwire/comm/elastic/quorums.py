@@ -22,9 +22,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ..tls.connections import Client, Refused
+from ..tls.credentials import Credentials, parsed_address
 from .claims import MAX_TEXT
-from .credentials import Credentials, parsed_address
-from .tls import Client, Refused
 
 MAX_WORKERS, MAX_CLAIM_BYTES = 1024, 2048
 WAIT_SECONDS, TICK_SECONDS = 1.0, 0.05

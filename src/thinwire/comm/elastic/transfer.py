@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import debug
-from .credentials import Credentials, parsed_address
-from .handle import CommunicationError, reason_of
+from ... import debug
+from ..handle import CommunicationError, reason_of
+from ..tls.connections import Client, Refused
+from ..tls.credentials import Credentials, parsed_address
 from .snapshot import FAILED, OK, WAIT, Manifest, root_of
-from .tls import Client, Refused
 
 STREAMS = 4
 """Connections to each source: one alone is slow where the round trip is long."""

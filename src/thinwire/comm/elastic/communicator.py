@@ -52,22 +52,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..algorithm import require
-from ..streams import refuse_capture
-from .base import Communicator, Start
-from .channel import Channel
+from ...algorithm import require
+from ...streams import refuse_capture
+from ..base import Communicator, Start
+from ..channel import Channel
+from ..handle import CommunicationError
+from ..members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from ..process_group import ProcessGroupCommunicator
+from ..side_streams import SideStreams
+from ..tls.credentials import Credentials
 from .claims import MAX_ROUNDS, Claim, differing, members_of, place_of
-from .credentials import Credentials
-from .elastic_groups import GlooGroups, Groups, TcpGroups
 from .forming import Forming
-from .handle import CommunicationError
+from .groups import GlooGroups, Groups, TcpGroups
 from .healing import Healing
 from .history import UNKNOWN, History
-from .members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from .patience import Patience
-from .process_group import ProcessGroupCommunicator
 from .replica import Processes
-from .side_streams import SideStreams
 
 Result = TypeVar("Result")
 log = logging.getLogger("thinwire")

@@ -31,9 +31,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..algorithm import require
+from ...algorithm import require
+from .connections import Listener, Refused, connect_tls, read_frame, send_frame
 from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials, parsed_address
-from .tls import Listener, Refused, connect_tls, read_frame, send_frame
 
 AUTHORITY_KEY, ISSUED = "authority-key.pem", "issued"
 BACK = timedelta(minutes=5)

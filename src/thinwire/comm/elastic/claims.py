@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .addresses import is_contact
-from .members import Diverged, Members, Version
+from ..addresses import is_contact
+from ..members import Diverged, Members, Version
 
 MAX_ROUNDS = 1 << 48
 """No run has more rounds: a round a microsecond would take 9 years."""

@@ -18,10 +18,11 @@ from helpers.keys import keys_of
 from helpers.program import programs, wait_until
 from helpers.traffic import connections
 
-from thinwire.comm import CommunicationError, Credentials, relay
-from thinwire.comm.relay import CONNECT, MAX_UNPAIRED, WAIT, Relay, await_other, own_address_at, reach
+from thinwire.comm import CommunicationError, Credentials
 from thinwire.comm.tcp import TcpCommunicator, is_available
 from thinwire.comm.tcp.connections import Contact
+from thinwire.comm.tls import relay
+from thinwire.comm.tls.relay import CONNECT, MAX_UNPAIRED, WAIT, Relay, await_other, own_address_at, reach
 from thinwire.lab.cli.relay import relay_command
 
 engine = pytest.mark.skipif(not is_available(), reason="the extension was not built")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from thinwire import Mean
-from thinwire.comm import CommunicationError, ElasticCommunicator, LeftOut, Lighthouse, LocalWorld, elastic, forming
-from thinwire.comm.replica import Processes
+from thinwire.comm import CommunicationError, ElasticCommunicator, LeftOut, Lighthouse, LocalWorld
+from thinwire.comm.elastic import communicator, forming
+from thinwire.comm.elastic.replica import Processes
 from thinwire.strategy.transaction import Transaction
 
 SECONDS = 120.0
@@ -21,7 +22,7 @@ SECONDS = 120.0
 def run(monkeypatch):
     """Runs `fn(comm, number)` in a thread for each process; `sizes` has the number of processes of each worker."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(elastic, "ProcessGroupCommunicator", lambda world, seconds: world)
+    monkeypatch.setattr(communicator, "ProcessGroupCommunicator", lambda world, seconds: world)
     monkeypatch.setattr(forming, "CONNECT_SECONDS", SECONDS)
     place = Lighthouse(2, "127.0.0.1")
 

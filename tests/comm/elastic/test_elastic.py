@@ -21,10 +21,11 @@ from helpers.program import Program, wait_until
 from torch._subclasses import FakeTensorMode
 
 from thinwire import Mean
-from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld, elastic, lighthouse
-from thinwire.comm.claims import Claim
-from thinwire.comm.elastic_groups import wait_for_all
-from thinwire.comm.lighthouse import Asker, Missing, meet, torchft
+from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
+from thinwire.comm.elastic import communicator, lighthouse
+from thinwire.comm.elastic.claims import Claim
+from thinwire.comm.elastic.groups import wait_for_all
+from thinwire.comm.elastic.lighthouse import Asker, Missing, meet, torchft
 from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
 
@@ -344,7 +345,7 @@ class OnGpus:
 def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_round(monkeypatch):
     """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(elastic, "require", lambda *args: None)  # there is no GPU
+    monkeypatch.setattr(communicator, "require", lambda *args: None)  # there is no GPU
     monkeypatch.setattr(torchft, "nccl_group", lambda self, timeout: OnGpus())
     place = lighthouse.Lighthouse(2, "127.0.0.1")
     with FakeTensorMode():

@@ -10,8 +10,8 @@ import pytest
 from helpers.keys import another, keys_of
 
 import thinwire as tw
-from thinwire.comm import keys
-from thinwire.comm.tls import Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls import keys
+from thinwire.comm.tls.connections import Listener, Refused, connect_tls, read_frame, send_frame
 
 
 def admission(folder, **options):

@@ -9,12 +9,13 @@ from datetime import timedelta
 import pytest
 from helpers.keys import keys_of
 
-from thinwire.comm import Lighthouse, quorums
-from thinwire.comm.claims import Claim
-from thinwire.comm.lighthouse import client_of
+from thinwire.comm import Lighthouse
+from thinwire.comm.elastic import quorums
+from thinwire.comm.elastic.claims import Claim
+from thinwire.comm.elastic.lighthouse import client_of
+from thinwire.comm.elastic.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
 from thinwire.comm.members import Version
-from thinwire.comm.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
-from thinwire.comm.tls import Refused
+from thinwire.comm.tls.connections import Refused
 
 BEAT = 3.0
 

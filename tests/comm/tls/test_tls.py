@@ -18,10 +18,10 @@ import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.program import wait_until
 
-from thinwire.comm import tls
 from thinwire.comm.store import connected_store, listening_store
-from thinwire.comm.tls import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
-from thinwire.comm.tls_store import MAX_TABLE_BYTES
+from thinwire.comm.tls import connections
+from thinwire.comm.tls.connections import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls.store import MAX_TABLE_BYTES
 
 SOON = timedelta(seconds=20)
 
@@ -97,10 +97,10 @@ def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listene
     """Silent ones, from the same address even; the oldest have to go."""
     silent = []
     before = threading.active_count()
-    for _ in range(4 * tls.MAX_HANDSHAKES):
+    for _ in range(4 * connections.MAX_HANDSHAKES):
         silent.append(socket.create_connection(("127.0.0.1", listener.port)))
-    wait_until(lambda: len(listener._greeting) <= tls.MAX_HANDSHAKES, "the oldest are sent away", 20)
-    assert threading.active_count() - before <= tls.MAX_HANDSHAKES + 2
+    wait_until(lambda: len(listener._greeting) <= connections.MAX_HANDSHAKES, "the oldest are sent away", 20)
+    assert threading.active_count() - before <= connections.MAX_HANDSHAKES + 2
     connection = connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 20)
     send_frame(connection, b"hello")
     assert read_frame(connection) == [b"to", b"hello"]
@@ -230,7 +230,7 @@ def test_a_question_that_has_no_answer_ends_the_connection(question, credentials
 
 
 def test_a_store_holds_so_many_bytes(credentials, monkeypatch):
-    monkeypatch.setattr("thinwire.comm.tls_store.MAX_TABLE_BYTES", 1000)
+    monkeypatch.setattr("thinwire.comm.tls.store.MAX_TABLE_BYTES", 1000)
     store = listening_store("127.0.0.1", 0, SOON, credentials[0])
     theirs = connected_store("127.0.0.1", store.port, SOON, credentials[1])
     theirs.set("a", "x" * 900)
@@ -246,7 +246,7 @@ def test_a_store_holds_so_many_bytes(credentials, monkeypatch):
 
 def test_what_nobody_reads_takes_bounded_memory(credentials, caplog, monkeypatch):
     """Callers that ask for long answers, and do not read them; the next one is refused until they have gone."""
-    monkeypatch.setattr(tls, "MAX_UNREAD_BYTES", 10 << 20)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 10 << 20)
     listener = Listener("127.0.0.1", 0, credentials[0], lambda question: [bytes(3 << 20)] * len(question))
     context = credentials[1].context(server=False)
     silent = []
@@ -272,7 +272,7 @@ def test_what_nobody_reads_takes_bounded_memory(credentials, caplog, monkeypatch
 def test_a_long_question_is_for_stores_only(credentials, listener):
     with connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10) as connection:
         with contextlib.suppress(OSError):
-            send_frame(connection, bytes(tls.MAX_QUESTION_BYTES))
+            send_frame(connection, bytes(connections.MAX_QUESTION_BYTES))
         with pytest.raises(OSError):
             read_frame(connection)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
-from thinwire.comm.claims import Claim
-from thinwire.comm.healing import ROUNDS, TRIES, Healing
-from thinwire.comm.history import History
+from thinwire.comm.elastic.claims import Claim
+from thinwire.comm.elastic.healing import ROUNDS, TRIES, Healing
+from thinwire.comm.elastic.history import History
+from thinwire.comm.elastic.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
+from thinwire.comm.elastic.state_bytes import packed, unpacked
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
-from thinwire.comm.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
-from thinwire.comm.state_bytes import packed, unpacked
-from thinwire.comm.tls import Listener
+from thinwire.comm.tls.connections import Listener
 
 CHUNKS = 12  # and one of the description, and a last one of padding
 

@@ -48,7 +48,7 @@ class Manifest(NamedTuple):
 
     Example:
         >>> import torch
-        >>> from thinwire.comm.state_bytes import packed
+        >>> from thinwire.comm.elastic.state_bytes import packed
         >>> manifest = Manifest.of(packed({"weights": torch.zeros(1 << 19)}))
         >>> manifest.num_chunks, Manifest.parsed(manifest.data()) == manifest
         (4, True)

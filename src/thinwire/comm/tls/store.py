@@ -13,8 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .connections import MAX_FRAME_BYTES, Client, Listener, Refused
 from .credentials import Credentials
-from .tls import MAX_FRAME_BYTES, Client, Listener, Refused
 
 MAX_TABLE_BYTES = 1 << 26
 """Keys and values together; meeting takes some hundred bytes a worker."""
@@ -45,7 +45,7 @@ class TlsStore(dist.Store):
     Example:
         >>> import tempfile
         >>> from datetime import timedelta
-        >>> from thinwire.comm import keys
+        >>> from thinwire.comm.tls import keys
         >>> folder = f"{tempfile.mkdtemp()}/keys"
         >>> keys.new_run(folder, "example", "first")
         >>> ours = TlsStore("127.0.0.1", 0, timedelta(seconds=10), Credentials(folder), listens=True)

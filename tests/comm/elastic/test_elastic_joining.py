@@ -13,8 +13,9 @@ from helpers.elastic_faults import ailing, train
 from helpers.program import Program, wait_until
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator, Lighthouse, forming
-from thinwire.comm.lighthouse import Missing
+from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm.elastic import forming
+from thinwire.comm.elastic.lighthouse import Missing
 from thinwire.comm.members import Diverged, LeftOut
 
 

@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..algorithm import require
-from .addresses import own_address
+from ...algorithm import require
+from ..addresses import own_address
+from ..handle import CommunicationError
+from ..store import connected_store, part_of
+from ..tls.connections import Listener
+from ..tls.credentials import Credentials, parsed_address
 from .claims import MAX_TEXT, Claim, read_claim
-from .credentials import Credentials, parsed_address
-from .handle import CommunicationError
 from .quorums import QuorumClient, Quorums
-from .store import connected_store, part_of
-from .tls import Listener
 
 HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""

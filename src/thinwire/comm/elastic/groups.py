@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..algorithm import require
-from .credentials import Credentials
-from .handle import CommunicationError, reason_of
+from ...algorithm import require
+from ..handle import CommunicationError, reason_of
+from ..tcp import TcpCommunicator, is_available
+from ..tcp.connections import WrongContact
+from ..tls.credentials import Credentials
 from .lighthouse import Missing, store_at, torchft
-from .tcp import TcpCommunicator, is_available
-from .tcp.connections import WrongContact
 
 HANG_UP_TAG = 1  # all messages have tag 0
 Wait = Callable[[], Any]

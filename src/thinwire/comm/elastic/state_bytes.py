@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buffers import as_bytes
+from ..buffers import as_bytes
 
 LENGTH, ALIGNMENT = struct.Struct("<Q"), 16
 DTYPES = {

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .base import Communicator
-from .handle import CommunicationError, reason_of
-from .members import LeftOut
+from ..base import Communicator
+from ..handle import CommunicationError, reason_of
+from ..members import LeftOut
 
 ERRORS: tuple[type[Exception], ...] = (ValueError, LeftOut, CommunicationError)
 """What `on_first` raises on all processes."""

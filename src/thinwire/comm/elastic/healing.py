@@ -20,15 +20,15 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
+from ..handle import CommunicationError, reason_of
+from ..members import LeftOut, LostRounds, Members, Shared
+from ..tls.connections import Listener
+from ..tls.credentials import Credentials
 from .claims import Claim
-from .credentials import Credentials
 from .forming import TRIES
-from .handle import CommunicationError, reason_of
 from .history import History
-from .members import LeftOut, LostRounds, Members, Shared
 from .snapshot import Manifest, Section, Snapshots, root_of
 from .state_bytes import packed, unpacked
-from .tls import Listener
 from .transfer import Source, Transfer
 
 SIZE_FACTOR, SIZE_SLACK_BYTES = 16, 1 << 26

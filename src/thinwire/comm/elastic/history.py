@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from .members import Version
+from ..members import Version
 
 LENGTH = 1000
 """Rounds that a worker remembers; older ones are taken to be the same everywhere."""

@@ -18,12 +18,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .addresses import own_address
-from .agreement import ABSENT, excerpt, fingerprint, parsed
+from ..addresses import own_address
+from ..agreement import ABSENT, excerpt, fingerprint, parsed
+from ..handle import CommunicationError, reason_of
+from ..members import LeftOut
+from ..store import listening_store
+from ..tls.connections import Refused
+from ..tls.credentials import Credentials
+from ..tls.store import TlsStore
 from .claims import Claim, choose, place_of, read_claim
-from .credentials import Credentials
-from .elastic_groups import Groups
-from .handle import CommunicationError, reason_of
+from .groups import Groups
 from .history import History
 from .lighthouse import (
     HEARTBEAT_SECONDS,
@@ -37,11 +41,7 @@ from .lighthouse import (
     store_at,
     try_sockets,
 )
-from .members import LeftOut
 from .replica import Processes
-from .store import listening_store
-from .tls import Refused
-from .tls_store import TlsStore
 
 CONNECT_SECONDS = 5.0
 """How long workers of a new round wait for each other; longer after some failures in a row."""

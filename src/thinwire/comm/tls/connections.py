@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .addresses import oldest_of_busiest
+from ..addresses import oldest_of_busiest
 from .credentials import WRONG, Credentials, name_in
 
 MAX_FRAME_BYTES = 1 << 22
