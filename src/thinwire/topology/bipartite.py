@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from .base import Neighbours
-from .circulant import Groups, OddDistances, odd_powers
+from .circulant import OddDistances, odd_powers
 
 
 class Bipartite(OddDistances):
@@ -24,12 +23,8 @@ class Bipartite(OddDistances):
         """Whether a rank chooses its peer (odd), rather than waiting to be chosen (even)."""
         return rank % 2 == 1
 
-    def _period(self, size: int) -> int:
-        return len(_matchings(self, size))
-
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
-        groups = _matchings(self, size)
-        distances = groups[step % len(groups)]
+        distances = self._distances_at(step, size)
         weight = 1.0 / (len(distances) + 1)
         sign = 1 if self.is_active(rank) else -1
         peers = [(rank + sign * d) % size for d in distances]
@@ -42,11 +37,6 @@ class Bipartite(OddDistances):
                 f"must be even; use {size - 1} or {size + 1} workers, or Exponential()"
             )
         super()._validate(size)
-
-
-@lru_cache(maxsize=256)
-def _matchings(topology: Bipartite, size: int) -> Groups:
-    return topology._groups(size)
 
 
 @dataclass(frozen=True, repr=False)

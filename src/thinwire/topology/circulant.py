@@ -16,7 +16,7 @@ from .base import Neighbours, Topology
 Groups = tuple[tuple[int, ...], ...]  # one group of distances a step, in the order of the period
 
 
-class Circulant(Topology):
+class ByDistance(Topology):
     """A graph given by its distances: `_groups(size)` has one group for each step of the period."""
 
     @abstractmethod
@@ -25,9 +25,16 @@ class Circulant(Topology):
     def _period(self, size: int) -> int:
         return len(_distinct_groups(self, size))
 
-    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+    def _distances_at(self, step: int, size: int) -> tuple[int, ...]:
         groups = _distinct_groups(self, size)
-        distances = groups[step % len(groups)]
+        return groups[step % len(groups)]
+
+
+class Circulant(ByDistance):
+    """Each worker sends to the ranks at the distances after it, and receives from those before it."""
+
+    def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
+        distances = self._distances_at(step, size)
         weight = 1.0 / (len(distances) + 1)
         return Neighbours(
             {(rank + d) % size: weight for d in distances}, {(rank - d) % size: weight for d in distances}, weight
@@ -35,7 +42,7 @@ class Circulant(Topology):
 
 
 @lru_cache(maxsize=256)
-def _distinct_groups(topology: Circulant, size: int) -> Groups:
+def _distinct_groups(topology: ByDistance, size: int) -> Groups:
     groups = tuple(distinct(group, size) for group in topology._groups(size))
     same = (
         len({frozenset(group) for group in groups}) == 1
@@ -122,7 +129,7 @@ def odd_powers(size: int) -> list[int]:
 
 
 @dataclass(frozen=True, repr=False)
-class OddDistances(Topology):
+class OddDistances(ByDistance):
     """Odd distances, forwards and backwards, `peers` of them a step; `_distances(size)` lists them."""
 
     peers: int = 1

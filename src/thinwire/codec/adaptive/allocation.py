@@ -58,11 +58,12 @@ def allocate(values: Matrix, weights: Matrix, budget: float, exact: bool = True)
     )
     price, best = _priced(values, weights, budget)
     best = _filled(values, weights, budget, best)
-    best = min([best, *_uniform(values, weights, budget)], key=lambda choice: _total(values, choice))
+    best = min([best, *_uniform(values, weights, budget)], key=lambda choice: sum_chosen(values, choice))
     return _exact(values, weights, budget, price, best) if exact else best
 
 
-def _total(matrix: Matrix, choice: Choice) -> float:
+def sum_chosen(matrix: Matrix, choice: Choice) -> float:
+    """The sum of what is chosen, one entry of each row."""
     return float(matrix[np.arange(len(choice)), choice].sum())
 
 
@@ -77,16 +78,16 @@ def _at(values: Matrix, weights: Matrix, price: float) -> Choice:
 def _priced(values: Matrix, weights: Matrix, budget: float) -> tuple[float, Choice]:
     """The lowest price at which a choice fits, and this choice."""
     above, price, most = _at(values, weights, 0.0), 0.0, budget * (1 + _ROUNDING)  # `above` exceeds the budget
-    value_above, weight_above = _total(values, above), _total(weights, above)
+    value_above, weight_above = sum_chosen(values, above), sum_chosen(weights, above)
     if weight_above <= most:
         return price, above
     within = np.where(weights <= weights.min(1, keepdims=True), values, np.inf).argmin(1)
-    value_within, weight_within = _total(values, within), _total(weights, within)
+    value_within, weight_within = sum_chosen(values, within), sum_chosen(weights, within)
     while True:
         # The price at which both cost the same. If nothing costs less there, no choice between them is best at any price.
         price = (value_within - value_above) / (weight_above - weight_within)
         middle = _at(values, weights, price)
-        value, weight = _total(values, middle), _total(weights, middle)
+        value, weight = sum_chosen(values, middle), sum_chosen(weights, middle)
         if value + price * weight >= (value_within + price * weight_within) * (1 - _ROUNDING):
             return price, within
         if weight <= most:
@@ -99,7 +100,7 @@ def _filled(values: Matrix, weights: Matrix, budget: float, choice: Choice) -> C
     """Spend what is left: again and again the change that lowers the value most and still fits."""
     choice, rows = choice.copy(), np.arange(len(choice))
     for _ in range(2 * len(choice)):
-        left = budget - _total(weights, choice)
+        left = budget - sum_chosen(weights, choice)
         gains = values[rows, choice][:, None] - values
         gains[weights - weights[rows, choice][:, None] > left] = 0.0
         layer, candidate = np.unravel_index(gains.argmax(), gains.shape)
@@ -119,7 +120,7 @@ def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: C
     """A better choice than `best`, or `best` if there is none."""
     costs = values + price * weights
     excess = costs - costs.min(1, keepdims=True)
-    gap = _total(values, best) - (costs.min(1).sum() - price * budget)
+    gap = sum_chosen(values, best) - (costs.min(1).sum() - price * budget)
     gap = gap * (1 + 1e-9) + _ROUNDING * float(np.abs(costs.min(1)).sum())
     order = np.argsort((excess <= gap).sum(1), kind="stable")
     lightest_after = weights[order].min(1)[::-1].cumsum()[::-1]
@@ -147,4 +148,4 @@ def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: C
     found, at = np.empty_like(best), int(sums[0].argmin())
     for layer, (parents, candidates) in zip(order[::-1], came_from[::-1], strict=True):
         found[layer], at = candidates[at], parents[at]
-    return found if _total(values, found) < _total(values, best) else best
+    return found if sum_chosen(values, found) < sum_chosen(values, best) else best

@@ -41,7 +41,7 @@ from ..quantize.qsgd import QSGD
 from ..sparse.top_k import TopK
 from ..traits import Traits
 from ..types import Key
-from .allocation import Choice, Matrix, allocate
+from .allocation import Choice, Matrix, allocate, sum_chosen
 from .base import UNKNOWN, AdaptiveCodec, Pace
 
 QUANTIZERS: tuple[Codec, ...] = tuple(QSGD(bits=bits) for bits in range(2, 9))
@@ -247,8 +247,7 @@ class Fitted(AdaptiveCodec):
 
     def nbytes_at(self, state: FittedState) -> int:
         """Bytes of the payload of all layers in the present round."""
-        choice = list(state.choice.values())
-        return int(_sizes(self.codecs, tuple(state.numels.values()))[np.arange(len(choice)), choice].sum())
+        return int(sum_chosen(_sizes(self.codecs, tuple(state.numels.values())), _chosen(state)))
 
     def _first_budget(self, numels: Mapping[str, int]) -> float:
         sizes = list(numels.values()) or [_NOMINAL_NUMEL]
@@ -320,7 +319,7 @@ class Fitted(AdaptiveCodec):
         follows = self.budget == LINE
         budget, rate = self._followed(state, rows[:, :2]) if follows else (state.budget, 0.0)
         if not measures and abs(budget - state.budget) <= _SAME * state.budget:
-            budget, choice = state.budget, np.array(list(state.choice.values()))
+            budget, choice = state.budget, _chosen(state)
         else:
             choice = self._choose(state, errors, budget, exact=measures)
         return torch.from_numpy(np.concatenate([[budget, rate], choice, errors.reshape(-1) if measures else []]))
@@ -368,9 +367,9 @@ class Fitted(AdaptiveCodec):
         found = {"bits": 8 * self.nbytes_at(state) / total, "budget_bits": 8 * state.budget / total} if total else {}
         if state.rate:
             found["line_rate"] = state.rate
-        errors, choice = state.matrix() if state.errors else np.zeros((0, 1)), list(state.choice.values())
+        errors, choice = state.matrix() if state.errors else np.zeros((0, 1)), _chosen(state)
         if errors.any():
-            found["error"] = float(errors[np.arange(len(choice)), choice].sum() / errors[:, -1].sum())
+            found["error"] = sum_chosen(errors, choice) / float(errors[:, -1].sum())
         for name, c in state.choice.items():
             found[f"bits/{name}"] = 8 * self.codecs[c].nbytes(state.numels[name]) / max(1, state.numels[name])
         return found
@@ -399,6 +398,10 @@ def _squared(tensors: Sequence[Tensor]) -> Tensor:
 @lru_cache(maxsize=64)
 def _per_layer(fitted: Fitted, choice: tuple[int, ...]) -> PerLayer:
     return PerLayer(tuple(fitted.codecs[c] for c in choice))
+
+
+def _chosen(state: FittedState) -> Choice:
+    return np.array(list(state.choice.values()), dtype=np.int64)
 
 
 @lru_cache(maxsize=64)
