@@ -86,6 +86,44 @@ def test_a_partner_that_asks_again_before_it_has_its_answer_is_named():
     tw.LocalWorld(2).run(worker)
 
 
+def sends_to_one_that_has_gone(comm):
+    """Worker 1 chooses its partner before that one fails, and sends after it has hung up."""
+    chosen, go_on = threading.Event(), threading.Event()
+
+    class Slow(tw.Pairwise):
+        def peer(self, rank, index, size):
+            chosen.set()
+            go_on.wait()
+            return 0
+
+    averager = Slow()
+    state = averager.init([("w", torch.zeros(8))], comm)
+    if comm.rank == 0:
+        channel = comm.open_channel([1], MAX_REASON_BYTES)
+        comm.barrier()
+        channel.send(1, Kind.FAILURE, torch.tensor(list(b"rank 7 raised ValueError"), dtype=torch.uint8))
+        channel.close()
+        comm.barrier()
+        return None
+    state.publish([("w", torch.zeros(8))])
+    exchange = PairwiseExchange(averager, state, comm)
+    exchange.after_step()
+    chosen.wait()
+    comm.barrier()
+    comm.barrier()
+    time.sleep(0.1)  # for the engine to hear of it
+    go_on.set()
+    with pytest.raises(CommunicationError) as caught:
+        exchange.finish()
+    exchange.close()
+    return str(caught.value)
+
+
+def test_why_a_partner_has_gone_is_read_even_if_sending_to_it_fails_first():
+    results = spawn(2, sends_to_one_that_has_gone)
+    assert results[1] == "rank 1: asynchronous averaging has stopped: rank 7 raised ValueError"
+
+
 # ---- what the algorithm promises ----
 
 

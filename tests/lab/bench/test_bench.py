@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -175,6 +176,9 @@ def test_processor_time_of_a_step_is_counted_for_the_thread_that_spends_it():
             pass
 
     def worker(comm):
+        idle = [threading.Thread(target=done.wait) for _ in range(200)]
+        for thread in idle:
+            thread.start()  # that there are many threads costs the step nothing
         with ThreadPoolExecutor(1, thread_name_prefix="helper") as helper:
             helper.submit(spend, 0.0).result()
 
@@ -183,8 +187,12 @@ def test_processor_time_of_a_step_is_counted_for_the_thread_that_spends_it():
                 spend(0.01)
 
             method = TimedMethod("some", False, lambda training, comm: None)
-            return Turns(comm, method, partial(spend, 0.0), step, partial(spend, 0.0)).run(3)[0]
+            try:
+                return Turns(comm, method, partial(spend, 0.0), step, partial(spend, 0.0)).run(3)[0]
+            finally:
+                done.set()
 
+    done = threading.Event()
     [times] = tw.LocalWorld(1).run(worker)
     assert times.thread_seconds["helper_0"] == pytest.approx(0.03, abs=0.004)
     assert times.thread_seconds["training"] == pytest.approx(0.01, abs=0.004)

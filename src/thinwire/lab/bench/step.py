@@ -329,13 +329,13 @@ class Turns:
         self._settle()
         if barrier:
             self.comm.barrier()
-        before = seconds_by_thread()
+        by_thread = seconds_by_thread()
         start, processor_start = time.perf_counter(), time.process_time()
         for _ in range(self.method.rhythm.every):
             training()
         self._settle()
         took = [time.perf_counter() - start, time.process_time() - processor_start]
-        return took, {name: s - before.get(name, 0.0) for name, s in seconds_by_thread().items()}
+        return took, by_thread()
 
     def _settle(self) -> None:
         """Wait for the GPU, if the step runs on one."""

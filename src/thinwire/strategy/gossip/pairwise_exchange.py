@@ -230,12 +230,18 @@ class PairwiseExchange:
 
     def _tell_all(self, kind: Kind) -> bool:
         for peer in self._partners:
-            self._channel.send(peer, kind)
+            self._send(peer, kind)
         return True
 
-    def _send(self, peer: int, kind: Kind, x: Tensor) -> None:
-        with self._state.clock("send"):
-            self._channel.send(peer, kind, x)
+    def _send(self, peer: int, kind: Kind, x: Tensor | None = None) -> None:
+        try:
+            with self._state.clock("send"):
+                self._channel.send(peer, kind, x)
+        except CommunicationError:
+            with contextlib.suppress(CommunicationError):
+                while True:  # its last message may say why it has gone
+                    self._receive([peer])
+            raise
 
     def _receive(self, sources: list[int] | set[int], timeout_seconds: float | None = None) -> Message | None:
         with self._state.clock("wait"):
