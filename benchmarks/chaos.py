@@ -284,6 +284,8 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     if "stuck" in fault.name:
         for number in (victim, (victim + 1) % WORKERS)[: 2 if "two" in fault.name else 1]:
             run.kill(number)
+    if fault.name.startswith("kill"):  # of a worker of two processes, the other one notices and ends
+        run.wait_until(lambda: victim not in run.processes, 30)
     run.listen(0.5)
     if victim in run.processes and not run.processes[victim].is_alive():
         run.kill(victim)

@@ -107,6 +107,12 @@ SINGLE = {"1 bit": "SignNorm()", **QUANTIZED, **SPARSE}
 RIVALS = {"2 bits": "chain(TopK(0.25), QSGD(bits=4))", "3 bits": "chain(TopK(0.4), QSGD(bits=4))"}
 """Other codecs for all layers that fit the same budgets."""
 
+RANKS = {"1 bit": 8, "2 bits": 16, "3 bits": 32, "1 % sparse": 1, "3 % sparse": 4, "10 % sparse": 8}
+"""Of `LowRank` with factors of 6 bits, which fits the same budgets on the GPT."""
+
+
+UNIFORM = ("uniform", "uniform, sparse", "uniform, low rank")
+
 
 def methods() -> dict[tuple[str, str], str]:
     """The notation of every codec, by budget and kind."""
@@ -115,6 +121,8 @@ def methods() -> dict[tuple[str, str], str]:
         found[budget, "uniform"] = codec
         if budget in RIVALS:
             found[budget, "uniform, sparse"] = RIVALS[budget]
+        if budget in RANKS:
+            found[budget, "uniform, low rank"] = f"LowRank({RANKS[budget]}, QSGD(bits=6))"
         found[budget, "fitted"] = f"Fitted({codec})"
     return found
 
@@ -220,8 +228,8 @@ def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
     rows = read(options.results)
     lines = [
-        "| task | named codec | dense | named | best single | fitted | gap closed | MB, best single | MB, fitted | seeds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | named codec | dense | named | best single | fitted | gap closed | MB: named | best single | fitted | seeds |",
+        "|" + "---|" * 11,
     ]
     for label in TASKS:
         of_task = [row for row in rows if row["task"] == label]
@@ -229,7 +237,7 @@ def table(options: argparse.Namespace) -> None:
         for budget in SINGLE:
             ours = [row for row in of_task if row["budget"] == budget and row["seed"] in dense]
             fitted = [row for row in ours if row["kind"] == "fitted"]
-            others = [[r for r in ours if r["kind"] == kind] for kind in ("uniform", "uniform, sparse")]
+            others = [[r for r in ours if r["kind"] == kind] for kind in UNIFORM]
             others = [runs for runs in others if runs]
             if not fitted or not others:
                 continue
@@ -238,8 +246,12 @@ def table(options: argparse.Namespace) -> None:
             named, codec = others[0], SINGLE[budget]
             shown = " / ".join(gap_closed(fitted, runs, dense) for runs in (named, single))
             cells = [label, f"{budget}: `{codec}`", spread(dense.values())]
-            cells += [spread(r["quality"] for r in runs) for runs in (named, single, fitted)] + [shown]
-            cells += [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (single, fitted)]
+            cells += [
+                spread(r["quality"] for r in named),
+                f"{spread(r['quality'] for r in single)}: `{single[0]['codec']}`",
+            ]
+            cells += [spread(r["quality"] for r in fitted), shown]
+            cells += [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
             lines.append(f"| {' | '.join([*cells, str(len(fitted))])} |")
     print("\n".join(lines))
     replace_part(PAGE, "quality", lines)
@@ -290,7 +302,7 @@ def lost(codec: Any, workers: list[dict[str, Tensor]], weighting: str) -> float:
 
 def fit(fitted: Any, workers: list[dict[str, Tensor]]) -> Any:
     """The codec that is chosen from the gradients of all workers."""
-    state = fitted.init_state({name: g.numel() for name, g in workers[0].items()})
+    state = fitted.init_state({name: g.shape for name, g in workers[0].items()})
     statistics = []
     for rank, gradients in enumerate(workers):
         keys = [tw.codec.Key.of(1, name, rank, 0) for name in gradients]

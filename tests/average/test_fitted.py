@@ -195,7 +195,7 @@ def test_a_bound_on_the_error_takes_fewer_bytes():
     errors, choice = state.codec.matrix(), list(state.codec.choice.values())
     found = errors[np.arange(len(choice)), choice].sum()
     assert found <= errors[:, ANY.index(uniform)].sum()
-    numels = list(state.codec.numels.values())
+    numels = state.codec.numels
     assert averager.codec.nbytes_at(state.codec) < 0.9 * uniform.nbytes(numels)
 
 
@@ -206,7 +206,7 @@ def test_relative_errors_do_not_depend_on_the_scale_of_a_layer(uniform):
     def chosen(weighting, scale):
         fitted = tw.Fitted(uniform, candidates=ANY, weighting=weighting)
         xs = {name: x * scale.get(name, 1.0) for name, x in gradients(0, 0)}
-        state = fitted.init_state({name: x.numel() for name, x in xs.items()})
+        state = fitted.init_state({name: x.shape for name, x in xs.items()})
         fitted.observe(state, list(xs.values()), [Key.of(0, name, 0, 0) for name in xs])
         fitted.update(state, fitted.learn(state, [fitted.statistics(state, 1)]), 1)
         return state
@@ -216,7 +216,7 @@ def test_relative_errors_do_not_depend_on_the_scale_of_a_layer(uniform):
     assert plain.choice == scaled.choice
     assert chosen("squared", {}).choice != chosen("squared", scale).choice
     errors, choice = scaled.matrix(), list(scaled.choice.values())
-    relative = errors[:, :-1] / errors[:, -1:] * np.array(list(scaled.numels.values()))[:, None]
+    relative = errors[:, :-1] / errors[:, -1:] * np.array(scaled.numels)[:, None]
     assert relative[np.arange(len(choice)), choice].sum() <= relative[:, ANY.index(uniform)].sum()
 
 
@@ -245,6 +245,51 @@ def test_a_codec_for_each_layer_is_its_parts_by_hand():
         codec.encode(xs[0])
 
 
+LOW = tuple(tw.codec.LowRank(rank, tw.QSGD(bits=6)) for rank in (1, 2))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "scatter_reduce"])
+def test_matrices_of_low_rank_get_a_codec_of_low_rank(exchange):
+    """One layer is of rank 2 and one is noise; a convolution and a vector are there too. All workers hold the same bits."""
+
+    def worker(comm):
+        noise = torch.Generator().manual_seed(comm.rank)
+        low = torch.randn(40, 2, generator=noise) @ torch.randn(2, 60, generator=noise)
+        xs = {
+            "low": low,
+            "noise": torch.randn(40, 60, generator=noise),
+            "kernel": torch.randn(8, 3, 3, 3, generator=noise),
+        }
+        xs["bias"] = torch.ones(30)
+        codec = tw.Fitted(2.0, candidates=(*QUANTIZERS, *LOW), measure_steps=(1,))
+        averager = tw.Mean(codec, EF, exchange=exchange, min_ndim=0)
+        state = averager.init(list(xs.items()), comm)
+        for _ in range(3):
+            given = {name: x.clone() for name, x in xs.items()}
+            averager.step(state, list(given.items()), comm).wait()
+            averager.commit(state)
+        chosen = {name: codec.codecs[choice] for name, choice in state.codec.choice.items()}
+        return chosen, given, codec.nbytes_at(state.codec), sum(x.numel() for x in xs.values())
+
+    results = tw.LocalWorld(2).run(worker)
+    for chosen, given, nbytes, numel in results:
+        assert chosen == results[0][0] and nbytes <= 2.0 / 8 * numel
+        assert chosen["low"] == LOW[1] and chosen["noise"] in QUANTIZERS
+        assert all(torch.equal(x, results[0][1][name]) for name, x in given.items())
+
+
+def test_segments_of_low_rank_keep_their_shapes_beside_others():
+    codecs, xs = (LOW[0], tw.QSGD(bits=3), LOW[0]), [torch.randn(6, 10), torch.randn(4, 5), torch.randn(3, 2, 7)]
+    codec, keys, residuals = PerLayer(codecs), [Key(1, i, 2) for i in range(3)], [torch.empty_like(x) for x in xs]
+    assert codec.traits.needs_shape
+    payload = codec.encode(xs, keys, residuals)
+    shapes = [x.shape for x in xs]
+    assert payload.numel() == codec.nbytes(shapes) == LOW[0].nbytes([shapes[0], shapes[2]]) + codecs[1].nbytes(20)
+    for part, x, key, got, residual in zip(codecs, xs, keys, codec.decode(payload, shapes), residuals, strict=True):
+        torch.testing.assert_close(got, part.decode(part.encode(x, key), x.shape))
+        assert torch.equal(residual, x - got)
+
+
 # ---- the line ----
 
 
@@ -252,7 +297,7 @@ class Line:
     """A simulated run. The network carries what is sent after a first layer until computation ends, and then is waited for."""
 
     def __init__(self, fitted, numels, seconds=0.3, overlap=0.6):
-        self.fitted, self.state = fitted, fitted.init_state({str(i): n for i, n in enumerate(numels)})
+        self.fitted, self.state = fitted, fitted.init_state({str(i): torch.Size([n]) for i, n in enumerate(numels)})
         self.seconds, self.overlap, self.step = seconds, overlap, 0
         norms = torch.linspace(1, 2, len(fitted.codecs) + 1, dtype=torch.float64).flip(0)
         for row in self.state.errors.values():
@@ -436,7 +481,10 @@ def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
         ("Mean(Fitted(3.0), ErrorFeedback(), exchange='all_reduce')", "cannot be added on the wire"),
         ("Mean(Fitted(3.0), ErrorFeedback(), exchange='sparse_reduce')", "use TopK"),
         ("Mean(Fitted(3.0, 'quantizers'), rule=Krum(faulty=1))", "use a codec such as QSGD"),
-        ("chain(TopK(0.1), Fitted(3.0))", "gives each layer a codec of its own, which is not possible here"),
+        (
+            "chain(TopK(0.1), Fitted(3.0, 'quantizers'))",
+            "gives each layer a codec of its own, which is not possible here",
+        ),
         ("chain(Fitted(3.0), Huffman())", "has no symbols of up to 8 bits to code"),
         ("Choco(Ring(), Fitted(3.0))", "gossip asks neighbours only"),
         ("Shards(gradients=Fitted(3.0, 'quantizers'))", "learns from gradients, which is not possible here"),
@@ -444,7 +492,7 @@ def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
         ("Fitted(3.0, error_of=QSGD(bits=4))", "give either budget or error_of"),
         ("Fitted('lines')", "or 'line', got 'lines'"),
         ("Fitted(3.0, 'dense')", "candidates must be one of 'all', 'quantizers', or codecs"),
-        ("Fitted(3.0, (SVD(rank=1),))", "needs the shapes of tensors"),
+        ("Fitted(3.0, (RandomK(0.1, shared=True),))", "with one key on all workers"),
         ("Fitted(3.0, (Threshold(1.0),))", "vary in size"),
         ("Fitted(Fitted(3.0))", "learns from gradients"),
         ("Fitted(0.01)", "give a larger budget or a smaller candidate"),

@@ -1,4 +1,4 @@
-"""The SVD codec: no matrix of its rank is closer, and shapes survive on the way to it."""
+"""The codecs `SVD` and `LowRank`: how close they come, their bytes, and that shapes survive on the way to them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
+from thinwire import kernels
 from thinwire.codec.dense.svd import best_factors, matrix_shape
 
 
@@ -110,9 +111,97 @@ def test_rank_may_follow_a_schedule():
     assert tw.LocalWorld(2).run(worker)[0] == [4 * 8 * 70, 4 * 2 * 70]
 
 
+# ---- LowRank ----
+
+
+def decaying(n, m, seed=0):
+    """A matrix whose singular values fall as those of gradients do."""
+    u, s, v = torch.linalg.svd(randn(n, m, seed=seed), full_matrices=False)
+    return u @ torch.diag(torch.arange(1.0, len(s) + 1) ** -1.0) @ v
+
+
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40), (12, 3, 5)])
+@pytest.mark.parametrize("iterations", [0, 1, 2])
+def test_it_is_subspace_iteration(shape, iterations):
+    """By hand in float64, from the same first Q."""
+    x, key = randn(*shape), tw.codec.Key(1, 2, 3)
+    matrix, rank = x.double().flatten(1), 4
+    start = kernels.uniform(kernels.mix_key(key.mixed(), 0, 0), rank * matrix.shape[1])
+    q = (2 * start.double() - 1).view(rank, -1).t()
+    for _ in range(iterations):
+        p = torch.linalg.qr(matrix @ q).Q
+        q = torch.linalg.qr(matrix.t() @ p).Q
+    p = torch.linalg.qr(matrix @ q).Q
+    codec = tw.codec.LowRank(rank, tw.codec.Identity(), iterations)
+    decoded = codec.decode(codec.encode(x, key), x.shape)
+    torch.testing.assert_close(decoded.double().flatten(1), p @ (p.t() @ matrix), rtol=0, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(20, 60), m=st.integers(20, 60), rank=st.integers(1, 8), seed=st.integers(0, 9))
+def test_iterations_come_close_to_the_best_approximation(n, m, rank, seed):
+    x = decaying(n, m, seed)
+    optimal = torch.linalg.svdvals(x.double())[rank:].square().sum()
+    for iterations, most in ((1, 3.0), (8, 1.1)):
+        residual = torch.empty_like(x)
+        tw.codec.LowRank(rank, tw.codec.Identity(), iterations).encode(x, tw.codec.Key(seed), residual)
+        assert optimal <= residual.double().square().sum() * (1 + 1e-5) <= most * optimal
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e12, 1e30])
+def test_low_rank_at_any_scale(scale):
+    x, codec = decaying(30, 20), tw.codec.LowRank(2, tw.codec.Identity())
+    expected, decoded = (codec.decode(codec.encode(y), y.shape) for y in (x, x * scale))
+    torch.testing.assert_close(decoded, expected * scale, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_its_payload_is_that_of_its_factors():
+    """All columns of P together, then those of Q one by one, matrix by matrix; nothing for empty tensors."""
+    values, shapes = tw.QSGD(bits=4, bucket_size=None), [torch.Size([6, 10]), torch.Size([0, 7]), torch.Size([2, 9])]
+    codec = tw.codec.LowRank(3, values)
+    vectors = [
+        torch.ones(18),
+        *[torch.full((10,), float(i)) for i in (1, 2, 3)],
+        torch.ones(4),
+        torch.ones(9),
+        torch.ones(9),
+    ]
+    payload = values.encode(vectors, [tw.codec.Key()] * len(vectors))
+    assert payload.numel() == codec.nbytes(shapes) == 4 * 7 + 9 + 3 * 5 + 2 + 2 * 5
+    first, empty, second = codec.decode(payload, shapes)
+    assert torch.equal(first, torch.full((6, 10), 6.0)) and torch.equal(second, torch.full((2, 9), 2.0))
+    assert empty.shape == (0, 7)
+
+
+def test_workers_train_to_the_same_bits_with_it():
+    """Over an exchange that cuts matrices between rows, too: each piece is a matrix of its own."""
+
+    def worker(comm, exchange):
+        averager = tw.Mean(tw.codec.LowRank(2), tw.ErrorFeedback(), exchange=exchange)
+        xs = {"w": randn(30, 20, seed=comm.rank), "b": randn(30, seed=9), "k": randn(4, 3, 5, seed=comm.rank)}
+        state, sums = averager.init(list(xs.items()), comm), dict.fromkeys(xs, 0.0)
+        for _ in range(40):
+            given = {name: x.clone() for name, x in xs.items()}
+            averager.step(state, list(given.items()), comm).wait()
+            averager.commit(state)
+            sums = {name: sums[name] + x for name, x in given.items()}
+        return sums
+
+    for exchange in ("all_gather", "scatter_reduce"):
+        first, second = tw.LocalWorld(2).run(worker, exchange)
+        for name, shape in (("w", (30, 20)), ("k", (4, 3, 5))):
+            assert torch.equal(first[name], second[name])
+            mean = (randn(*shape, seed=0) + randn(*shape, seed=1)) / 2
+            assert (first[name] / 40 - mean).norm() < 0.3 * mean.norm()  # memory sends the rest later
+
+
 @pytest.mark.parametrize(
     "build, message",
     [
+        (lambda: tw.codec.LowRank(0), "LowRank: rank must be an integer, 1 or more, got 0"),
+        (lambda: tw.codec.LowRank(2, iterations=-1), "LowRank: iterations must be an integer, 0 or more, got -1"),
+        (lambda: tw.codec.LowRank(2, 4), "LowRank: values must be a codec such as QSGD"),
+        (lambda: tw.codec.LowRank(2, tw.codec.SVD(1)), "needs the shapes of tensors, which is not possible here"),
         (lambda: tw.codec.SVD(rank=0), "rank must be an integer, 1 or more, got 0"),
         (lambda: tw.codec.SVD(rank=1.5), "rank must be an integer, 1 or more, got 1.5"),
         (lambda: tw.chain(tw.TopK(0.1), tw.codec.SVD(rank=1)), "second link"),

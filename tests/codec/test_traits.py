@@ -95,7 +95,7 @@ class Learning(tw.codec.AdaptiveCodec):
 
     pure: tw.codec.Codec = field(default_factory=lambda: tw.QSGD(bits=4))
 
-    def init_state(self, numels=None):
+    def init_state(self, shapes=None):
         return NothingLearned()
 
     def at(self, state):

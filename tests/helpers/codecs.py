@@ -69,6 +69,8 @@ CODECS = [
     tw.chain(tw.codec.DCT(20, divisors=True), tw.codec.BlockwiseTopK(0.01, block=400)),
     tw.codec.SVD(rank=1),
     tw.codec.SVD(rank=5),
+    tw.codec.LowRank(rank=1),
+    tw.codec.LowRank(rank=4, values=tw.QSGD(bits=4)),
     tw.chain(tw.TopK(0.05), tw.QSGD(bits=4)),
     tw.chain(tw.TopK(0.05), tw.codec.Rice()),
     tw.chain(tw.Threshold(1.0), tw.codec.Rice()),

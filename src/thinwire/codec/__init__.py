@@ -12,6 +12,7 @@ from .compose.huffman import Huffman
 from .compose.rice import Rice
 from .compose.transform import DCT, Tiles, Transform
 from .dense.cast import Cast, Identity
+from .dense.low_rank import LowRank
 from .dense.svd import SVD
 from .quantize.bin_means import BinMeans
 from .quantize.dynamic8 import Dynamic8
@@ -36,6 +37,7 @@ __all__ = [
     "NUQSGD",
     "NaturalCompression",
     "QSGD",
+    "LowRank",
     "SVD",
     "Selection",
     "Symbols",

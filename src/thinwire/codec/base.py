@@ -100,10 +100,10 @@ class Codec(Algorithm, ABC):
         xs, keys, residuals = as_list(x), as_list(key), None if residual is None else as_list(residual)
         if len(keys) != len(xs):
             raise ValueError(f"{len(xs)} segments need as many keys, got {len(keys)}")
-        segments = self._as_seen([_float32(s) for s in xs], xs)
+        segments = self.seen([_float32(s) for s in xs])
         if residuals is not None:
             _check_residuals(segments, residuals)
-            residuals = self._as_seen(residuals, xs)
+            residuals = [r.view(s.shape) for r, s in zip(residuals, segments, strict=True)]
         return self.encode_segments(segments, [k.mixed() for k in keys], residuals)
 
     def decode(
@@ -136,7 +136,7 @@ class Codec(Algorithm, ABC):
         self._check_decoding([payload], outs)
         keys = self._decoding_keys(key, len(outs))
         try:
-            self.decode_add_segments(payload, self._as_seen(outs, outs), weight, keys)
+            self.decode_add_segments(payload, self.seen(outs), weight, keys)
         except ValueError as error:
             raise self._undecodable([payload], _numel_of(outs), error) from error
 
@@ -165,7 +165,7 @@ class Codec(Algorithm, ABC):
         self._check_decoding(payloads, outs)
         keys = self._decoding_keys(key, len(outs))
         try:
-            return self.decode_sum_segments(payloads, self._as_seen(outs, outs), weight, keys)
+            return self.decode_sum_segments(payloads, self.seen(outs), weight, keys)
         except ValueError as error:
             raise self._undecodable(payloads, _numel_of(outs), error) from error
 
@@ -273,11 +273,9 @@ class Codec(Algorithm, ABC):
 
     # ---- helpers ----
 
-    def _as_seen(self, tensors: list[Tensor], segments: list[Tensor]) -> list[Tensor]:
-        """Views of contiguous tensors as this codec sees segments: in their shape if it needs it, else as vectors."""
-        if self.traits.needs_shape:
-            return [t.view(s.shape) for t, s in zip(tensors, segments, strict=True)]
-        return [t.view(-1) for t in tensors]
+    def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors as this codec sees segments: as they are if it needs shapes, else views as vectors."""
+        return list(tensors) if self.traits.needs_shape else [t.view(-1) for t in tensors]
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:

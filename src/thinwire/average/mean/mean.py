@@ -198,8 +198,8 @@ class Mean(Averager):
         state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
         state.owner_memory = self._owner_memory(state, comm)
         part = self.codec.traits.adaptive
-        numels = {name: t.numel() for name, t in encoded}
-        state.codec = None if part is None else check_state(part.init_state(numels), part)
+        shapes = {name: t.shape for name, t in encoded}
+        state.codec = None if part is None else check_state(part.init_state(shapes), part)
         if self.rule is not None:
             self.rule.check_size(comm.rank, comm.size)
             state.rule = RuleState.of(self.rule, tensors, comm.size)

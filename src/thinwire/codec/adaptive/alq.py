@@ -103,7 +103,7 @@ class AdaptiveLevels(AdaptiveCodec):
     def _levels(self, learned: Tensor) -> Tensor:
         """The level set, float64, from -1 to 1."""
 
-    def init_state(self, numels: Mapping[str, int] | None = None) -> LevelState:
+    def init_state(self, shapes: Mapping[str, torch.Size] | None = None) -> LevelState:
         return LevelState(self._start())
 
     def at(self, state: LevelState) -> Quantize:

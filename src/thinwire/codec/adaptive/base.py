@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..base import Codec
@@ -58,11 +59,11 @@ class AdaptiveCodec(Codec):
         return ()
 
     @abstractmethod
-    def init_state(self, numels: Mapping[str, int] | None = None) -> Any:
+    def init_state(self, shapes: Mapping[str, torch.Size] | None = None) -> Any:
         """The state before the first round.
 
         Args:
-            numels: elements of each tensor that is encoded, by name; None outside of an averager.
+            shapes: of each tensor that is encoded, by name; None outside of an averager.
         """
 
     @abstractmethod
@@ -107,13 +108,15 @@ class AdaptiveCodec(Codec):
         return {}
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        return self.at(self.init_state()).encode_segments(segments, keys, residuals)
+        codec = self.at(self.init_state())
+        return codec.encode_segments(codec.seen(segments), keys, None if residuals is None else codec.seen(residuals))
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        self.at(self.init_state()).decode_add_segments(payload, outs, weight, keys)
+        codec = self.at(self.init_state())
+        codec.decode_add_segments(payload, codec.seen(outs), weight, keys)
 
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return self.at(self.init_state()).segments_nbytes(numels)
+    def segments_nbytes(self, sizes: list[Any]) -> int:
+        return self.at(self.init_state()).nbytes(sizes)
 
     def symbols(self, numels: list[int]) -> Symbols | None:
         return self.at(self.init_state()).symbols(numels)

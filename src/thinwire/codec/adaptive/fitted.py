@@ -37,6 +37,7 @@ from ..base import Codec
 from ..compose.chain import chain
 from ..compose.per_layer import PerLayer
 from ..dense.cast import Identity
+from ..dense.low_rank import LowRank
 from ..quantize.qsgd import QSGD
 from ..sparse.top_k import TopK
 from ..traits import Traits
@@ -46,8 +47,9 @@ from .base import UNKNOWN, AdaptiveCodec, Pace
 
 QUANTIZERS: tuple[Codec, ...] = tuple(QSGD(bits=bits) for bits in range(2, 9))
 SPARSE: tuple[Codec, ...] = tuple(chain(TopK(ratio), QSGD(bits=4)) for ratio in (0.003, 0.01, 0.03, 0.1, 0.3))
+LOW_RANK: tuple[Codec, ...] = tuple(LowRank(rank, QSGD(bits=6)) for rank in (1, 4, 16))
 CANDIDATES: dict[str, tuple[Codec, ...]] = {
-    "all": (*QUANTIZERS, *SPARSE, Identity()),
+    "all": (*QUANTIZERS, *SPARSE, *LOW_RANK, Identity()),
     "quantizers": (*QUANTIZERS, Identity()),
 }
 
@@ -56,7 +58,7 @@ LINE = "line"
 _START_BITS = 4.0  # of the first rounds under "line"
 _NEAR, _LESS, _MOST_LOSS, _MOST_GROWTH = 0.85, 0.7, 0.25, 4.0  # factors, see above
 _SAME = 0.02  # a change of the budget that is not worth a new choice
-_NOMINAL_NUMEL = 2**20  # of one layer, where the layers are not known
+_NOMINAL = [torch.Size([1024, 1024])]  # where the layers are not known
 
 
 @dataclass
@@ -64,7 +66,7 @@ class FittedState(State):
     """The state of `Fitted`.
 
     Attributes:
-        numels: elements of each layer, by name.
+        shapes: of each layer, by name.
         choice: the position of each layer's candidate, by name.
         errors: for each layer the squared error of every candidate, and the squared norm behind them, float64, of all
             workers together; zeros before the first measurement.
@@ -75,7 +77,7 @@ class FittedState(State):
             joins has none.
     """
 
-    numels: dict[str, int] = config()
+    shapes: dict[str, torch.Size] = config()
     choice: dict[str, int] = shared()
     errors: dict[str, Tensor] = shared()
     budget: float = shared()
@@ -86,6 +88,11 @@ class FittedState(State):
     def __deepcopy__(self, memo: object) -> FittedState:
         """A cheap copy, as every update keeps one: values are replaced, and only `measured` grows."""
         return replace(self, measured=dict(self.measured))
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each layer."""
+        return [shape.numel() for shape in self.shapes.values()]
 
     def matrix(self) -> Matrix:
         """`errors`, (layers, candidates + 1)."""
@@ -114,8 +121,9 @@ class Fitted(AdaptiveCodec):
     Args:
         budget: bits an element, a codec whose bytes on the same layers are the budget and which is then a candidate too,
             or "line"; None with `error_of`. Lower => smaller messages, more error.
-        candidates: "all": `QSGD` of 2 to 8 bits, `TopK` of 0.3 to 30 % with 4 bits, and dense; "quantizers": without the
-            sparse ones, which are biased and need a memory; or codecs of fixed size.
+        candidates: "all": `QSGD` of 2 to 8 bits, `TopK` of 0.3 to 30 % with 4 bits, `LowRank` of rank 1, 4 and 16 with
+            factors of 6 bits, and dense; "quantizers": without the sparse ones and those of low rank, which are biased and need
+            a memory; or codecs of fixed size.
         error_of: the codec whose error on all layers is the bound; in place of `budget`.
         weighting: of the squared error of a layer. "relative": w_l = n_l / |x_l|^2 for n_l elements, the error after an
             optimizer such as Adam has divided by the size of a layer's gradients. "squared": w_l = 1.
@@ -212,8 +220,10 @@ class Fitted(AdaptiveCodec):
 
     @cached_property
     def traits(self) -> Traits:
-        unbiased = all(codec.traits.unbiased for codec in self.codecs)
-        return Traits(unbiased=unbiased, adaptive=self, by_layer=True)
+        each = [codec.traits for codec in self.codecs]
+        needs_shape = any(traits.needs_shape for traits in each)
+        unbiased = all(traits.unbiased for traits in each)
+        return Traits(unbiased=unbiased, needs_shape=needs_shape, adaptive=self, by_layer=True)
 
     @property
     def needs_memory(self) -> bool:
@@ -227,30 +237,30 @@ class Fitted(AdaptiveCodec):
         """One candidate for all layers: that of the first rounds, or under "line" all within the limits."""
         if self.budget != LINE:
             return (self.at(self.init_state()),)
-        bits = {codec: 8 * codec.nbytes(_NOMINAL_NUMEL) / _NOMINAL_NUMEL for codec in self.codecs}
+        bits = {codec: 8 * codec.nbytes(_NOMINAL) / _numel(_NOMINAL) for codec in self.codecs}
         within = [codec for codec in bits if self.limits[0] <= bits[codec] <= self.limits[1]]
         return tuple(sorted(within or [min(bits, key=bits.__getitem__)], key=bits.__getitem__, reverse=True))
 
     # ---- the codec of a round ----
 
-    def init_state(self, numels: Mapping[str, int] | None = None) -> FittedState:
-        numels = dict(numels or {})
-        budget = self._first_budget(numels)
-        start = self._start(numels, budget)
-        zeros = {name: torch.zeros(len(self.codecs) + 1, dtype=torch.float64, device="cpu") for name in numels}
-        return FittedState(numels, dict.fromkeys(numels, start), zeros, budget)
+    def init_state(self, shapes: Mapping[str, torch.Size] | None = None) -> FittedState:
+        shapes = dict(shapes or {})
+        sizes = list(shapes.values()) or _NOMINAL
+        budget = self._first_budget(sizes)
+        start = self._start(sizes, budget)
+        zeros = {name: torch.zeros(len(self.codecs) + 1, dtype=torch.float64, device="cpu") for name in shapes}
+        return FittedState(shapes, dict.fromkeys(shapes, start), zeros, budget)
 
     def at(self, state: FittedState) -> Codec:
         if not state.choice:  # the layers are not known
-            return self.codecs[self._start({}, state.budget)]
+            return self.codecs[self._start(_NOMINAL, state.budget)]
         return _per_layer(self, tuple(state.choice.values()))
 
     def nbytes_at(self, state: FittedState) -> int:
         """Bytes of the payload of all layers in the present round."""
-        return int(sum_chosen(_sizes(self.codecs, tuple(state.numels.values())), _chosen(state)))
+        return int(sum_chosen(_sizes(self.codecs, tuple(state.shapes.values())), _chosen(state)))
 
-    def _first_budget(self, numels: Mapping[str, int]) -> float:
-        sizes = list(numels.values()) or [_NOMINAL_NUMEL]
+    def _first_budget(self, sizes: list[torch.Size]) -> float:
         if self._reference is not None:
             return float(self._reference.nbytes(sizes))
         if self.budget == LINE:
@@ -258,18 +268,17 @@ class Fitted(AdaptiveCodec):
         else:
             assert isinstance(self.budget, (int, float)), "the constructor has checked it"
             bits = self.budget
-        return bits / 8 * sum(sizes)
+        return bits / 8 * _numel(sizes)
 
-    def _start(self, numels: Mapping[str, int], budget: float) -> int:
+    def _start(self, sizes: list[torch.Size], budget: float) -> int:
         """The candidate of the most bytes that fits for all layers; under "line" the smallest if none does."""
         if self._reference is not None:
             return self.codecs.index(self._reference)
-        sizes = list(numels.values()) or [_NOMINAL_NUMEL]
         num_bytes = [codec.nbytes(sizes) for codec in self.codecs]
         fitting = [i for i, n in enumerate(num_bytes) if n <= budget]
         require(
             bool(fitting) or self.budget == LINE,
-            f"Fitted: a budget of {8 * budget / sum(sizes):.4g} bits an element is {budget:.0f} bytes, and the smallest "
+            f"Fitted: a budget of {8 * budget / _numel(sizes):.4g} bits an element is {budget:.0f} bytes, and the smallest "
             f"candidate, {self.codecs[int(np.argmin(num_bytes))]}, takes {min(num_bytes)}; give a larger budget or a smaller "
             "candidate",
         )
@@ -288,13 +297,13 @@ class Fitted(AdaptiveCodec):
         return step in self.measure_steps or (step > 0 and step % self.measure_every == 0)
 
     def observe(self, state: FittedState, segments: Sequence[Tensor], keys: Sequence[Key]) -> None:
-        flat = [x.detach().reshape(-1).to(torch.float32) for x in segments]
-        mixed, lost = [key.mixed() for key in keys], [debug.empty_like(x) for x in flat]
+        xs = [x.detach().to(torch.float32).contiguous() for x in segments]
+        mixed, lost = [key.mixed() for key in keys], [debug.empty_like(x) for x in xs]
         columns = []
         for codec in self.codecs:
-            codec.encode_segments(flat, mixed, lost)
+            codec.encode_segments(codec.seen(xs), mixed, codec.seen(lost))
             columns.append(_squared(lost))
-        found = torch.stack([*columns, _squared(flat)], dim=1)
+        found = torch.stack([*columns, _squared(xs)], dim=1)
         for key, row in zip(keys, found, strict=True):
             state.measured[key.stream] = row
 
@@ -325,15 +334,15 @@ class Fitted(AdaptiveCodec):
         return torch.from_numpy(np.concatenate([[budget, rate], choice, errors.reshape(-1) if measures else []]))
 
     def _choose(self, state: FittedState, errors: Matrix, budget: float, exact: bool) -> Choice:
-        numels = tuple(state.numels.values())
-        lost, num_bytes = self._weights(errors, numels)[:, None] * errors[:, :-1], _sizes(self.codecs, numels)
+        lost = self._weights(errors, state.numels)[:, None] * errors[:, :-1]
+        num_bytes = _sizes(self.codecs, tuple(state.shapes.values()))
         if not errors.any():  # nothing is measured yet
-            return np.full(len(errors), self._start(state.numels, budget))
+            return np.full(len(errors), self._start(list(state.shapes.values()), budget))
         if self.error_of is not None:
             return allocate(num_bytes, lost, lost[:, self.codecs.index(self.error_of)].sum())
         return allocate(lost, num_bytes, max(budget, num_bytes.min(1).sum()), exact)
 
-    def _weights(self, errors: Matrix, numels: tuple[int, ...]) -> Matrix:
+    def _weights(self, errors: Matrix, numels: list[int]) -> Matrix:
         """What a squared error of each layer counts, (layers,)."""
         if self.weighting == "squared":
             return np.ones(len(errors))
@@ -348,7 +357,7 @@ class Fitted(AdaptiveCodec):
         rate = fresh if fresh < state.rate / 2 else max(fresh, _LESS * state.rate)
         factor = max(0.0, rate * slack)
         factor = factor**0.5 if _NEAR < factor < 1 else min(max(factor, _MOST_LOSS), _MOST_GROWTH)
-        fewest, most = (bits / 8 * sum(state.numels.values()) for bits in self.limits)
+        fewest, most = (bits / 8 * sum(state.numels) for bits in self.limits)
         return min(max(self.nbytes_at(state) * factor, fewest), most), rate
 
     def update(self, state: FittedState, learned: Tensor, step: int) -> None:
@@ -363,7 +372,7 @@ class Fitted(AdaptiveCodec):
     def diagnostics(self, state: FittedState) -> dict[str, float]:
         """What is in force: `bits` an element, `budget_bits`, the relative squared `error` as measured, `bits/NAME`, and under
         "line" the `line_rate` in bytes a second, once it is known."""
-        total = sum(state.numels.values())
+        total = sum(state.numels)
         found = {"bits": 8 * self.nbytes_at(state) / total, "budget_bits": 8 * state.budget / total} if total else {}
         if state.rate:
             found["line_rate"] = state.rate
@@ -371,7 +380,7 @@ class Fitted(AdaptiveCodec):
         if errors.any():
             found["error"] = sum_chosen(errors, choice) / float(errors[:, -1].sum())
         for name, c in state.choice.items():
-            found[f"bits/{name}"] = 8 * self.codecs[c].nbytes(state.numels[name]) / max(1, state.numels[name])
+            found[f"bits/{name}"] = 8 * self.codecs[c].nbytes(state.shapes[name]) / max(1, state.shapes[name].numel())
         return found
 
 
@@ -383,7 +392,7 @@ def _stream(name: str) -> int:
 def _check_candidate(codec: object) -> None:
     if not isinstance(codec, Codec):
         raise ValueError(f"Fitted: a candidate must be a codec such as QSGD(bits=4), got {codec!r}")
-    codec.traits.check(codec, "Fitted")
+    codec.traits.check(codec, "Fitted", ("needs_shape",))
     require(
         codec.traits.fixed_size and codec.is_constant,
         f"Fitted: payloads of {codec} vary in size, and the bytes of a choice must be known; use a codec of fixed size",
@@ -397,7 +406,7 @@ def _squared(tensors: Sequence[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _per_layer(fitted: Fitted, choice: tuple[int, ...]) -> PerLayer:
-    return PerLayer(tuple(fitted.codecs[c] for c in choice))
+    return PerLayer(tuple(fitted.codecs[c] for c in choice), fitted.traits.needs_shape)
 
 
 def _chosen(state: FittedState) -> Choice:
@@ -405,6 +414,10 @@ def _chosen(state: FittedState) -> Choice:
 
 
 @lru_cache(maxsize=64)
-def _sizes(codecs: tuple[Codec, ...], numels: tuple[int, ...]) -> Matrix:
+def _sizes(codecs: tuple[Codec, ...], shapes: tuple[torch.Size, ...]) -> Matrix:
     """Bytes of each layer with each candidate, (layers, candidates)."""
-    return np.array([[codec.nbytes(numel) for codec in codecs] for numel in numels], dtype=np.float64)
+    return np.array([[codec.nbytes(shape) for codec in codecs] for shape in shapes], dtype=np.float64)
+
+
+def _numel(sizes: list[torch.Size]) -> int:
+    return sum(size.numel() for size in sizes)

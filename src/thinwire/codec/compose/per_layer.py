@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,12 @@ class Group(NamedTuple):
     positions: list[int]
 
     def of(self, items: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of these segments."""
-        return [items[i] for i in self.positions]
+        """The tensors of these segments, as their codec sees them."""
+        return self.codec.seen([items[i] for i in self.positions])
+
+    def nbytes(self, sizes: Sequence[Size]) -> int:
+        """Bytes of the payload of these segments, for the sizes of all."""
+        return self.codec.nbytes([sizes[i] for i in self.positions])
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,14 +42,19 @@ class PerLayer(Codec):
     Payload: that of each group of segments that one call encodes, in the order of their first segments.
 
     Args:
-        codecs: one for each segment, of fixed size and without demands.
+        codecs: one for each segment, of fixed size, which may need its shape, and without other demands.
+        shaped: whether it counts as a codec that needs shapes even if none of them does, so that exchanges cut tensors in one
+            way whatever the choice.
     """
 
     codecs: tuple[Codec, ...]
+    shaped: bool = False
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(unbiased=all(group.codec.traits.unbiased for group in self._groups), by_layer=True)
+        each = [group.codec.traits for group in self._groups]
+        needs_shape = self.shaped or any(traits.needs_shape for traits in each)
+        return Traits(unbiased=all(traits.unbiased for traits in each), needs_shape=needs_shape, by_layer=True)
 
     def __repr__(self) -> str:
         return f"PerLayer({len(self.codecs)} codecs)"
@@ -79,22 +88,22 @@ class PerLayer(Codec):
             ]
         )
 
-    def segments_nbytes(self, sizes: list[int]) -> int:
+    def segments_nbytes(self, sizes: list[Any]) -> int:
         self._check_number(sizes)
-        return sum(group.codec.segments_nbytes([sizes[i] for i in group.positions]) for group in self._groups)
+        return sum(group.nbytes(sizes) for group in self._groups)
 
     def support(
         self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
     ) -> Selection | None:
         """The positions that a payload carries, all of a segment where its codec sends all; None if every codec does."""
-        numels = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
-        self._check_number(numels)
+        sizes = as_list(size)
+        self._check_number(sizes)
+        numels = [s if isinstance(s, int) else s.numel() for s in sizes]
         found: list[Tensor | None] = [None] * len(numels)
         ends = 0
         for group in self._groups:
-            sizes = [numels[i] for i in group.positions]
-            start, ends = ends, ends + group.codec.segments_nbytes(sizes)
-            kept = group.codec.support(payload[start:ends], sizes, None)
+            start, ends = ends, ends + group.nbytes(sizes)
+            kept = group.codec.support(payload[start:ends], [numels[i] for i in group.positions], None)
             for i, indices in zip(group.positions, kept.indices.split(kept.counts) if kept else (), strict=False):
                 found[i] = indices
         if all(indices is None for indices in found):
@@ -119,7 +128,7 @@ class PerLayer(Codec):
         self._check_number(outs)
         if len(self._groups) == 1:
             return [(self._groups[0], list(payloads))]
-        sizes = [group.codec.segments_nbytes([outs[i].numel() for i in group.positions]) for group in self._groups]
+        sizes = [group.nbytes([out.shape for out in outs]) for group in self._groups]
         parts = [payload.split(sizes) for payload in payloads]
         return [(group, [part[i] for part in parts]) for i, group in enumerate(self._groups)]
 
@@ -131,4 +140,4 @@ class PerLayer(Codec):
 
 @lru_cache(maxsize=256)
 def _picked(codec: PerLayer, positions: tuple[int, ...]) -> PerLayer:
-    return PerLayer(tuple(codec.codecs[i] for i in positions))
+    return PerLayer(tuple(codec.codecs[i] for i in positions), codec.shaped)
