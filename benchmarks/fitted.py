@@ -387,7 +387,7 @@ def step_seconds(
 
 def fit_seconds(fitted: Any, gradients: dict[str, Tensor], rounds: int = 10) -> list[float]:
     """Processor time of one measurement with its choice, of an agreement on a line that changes, and of one on another."""
-    state = fitted.init_state({name: g.numel() for name, g in gradients.items()})
+    state = fitted.init_state({name: g.shape for name, g in gradients.items()})
     keys = [tw.codec.Key.of(1, name, 0, 0) for name in gradients]
     spent: list[list[float]] = [[], [], []]
     for i in range(rounds):

@@ -158,8 +158,8 @@ class Fitted(AdaptiveCodec):
     candidates: str | tuple[Codec, ...] = "all"
     error_of: Codec | None = None
     weighting: str = "relative"
-    measure_steps: tuple[int, ...] = (1, 10)
-    measure_every: int = 100
+    measure_steps: tuple[int, ...] = (1, 10, 50)
+    measure_every: int = 200
     follow_every: int = 5
     wait_share: float = 0.05
     limits: tuple[float, float] = (0.5, 32.0)
