@@ -83,8 +83,8 @@ def lightning_resumes(folder: Path) -> None:
     assert_equal(whole, second)
 
 
-def in_fabric(net: nn.Module) -> nn.Module:
-    """The model in DDP, as Fabric's `setup` returns it."""
+def fabric_of_two() -> Any:
+    """Fabric with DDP, in processes that have been started."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment
 
@@ -108,15 +108,16 @@ def in_fabric(net: nn.Module) -> nn.Module:
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
     fabric.launch()
-    return fabric.setup(net)
+    return fabric
 
 
 def fabric_worker(comm: tw.comm.Communicator) -> torch.Tensor:
     torch.manual_seed(0)
-    net = nn.Linear(3, 2, bias=False)
-    model = in_fabric(net)
+    net, fabric = nn.Linear(3, 2, bias=False), fabric_of_two()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8))) as handle:
-        model(torch.full((1, 3), float(comm.rank))).sum().backward()
+        fabric.backward(model(torch.full((1, 3), float(comm.rank))).sum())
+        optimizer.step()
         assert [name for name, _ in handle.parameters] == ["weight"]
     assert net.weight.grad is not None
     return net.weight.grad
