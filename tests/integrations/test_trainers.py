@@ -123,7 +123,21 @@ def fabric_worker(comm: tw.comm.Communicator) -> torch.Tensor:
     return net.weight.grad
 
 
+def metrics_worker(comm: tw.comm.Communicator) -> float:
+    """The mean squared error over all workers, whose own errors are 1, 4, ..."""
+    from torchmetrics import MeanSquaredError  # it comes with Lightning
+
+    model, error = nn.Linear(3, 2), MeanSquaredError()
+    with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8)), comm=comm):
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            error.update(torch.zeros(4), torch.full((4,), 1.0 + comm.rank))
+            error.compute()
+    return error.compute().item()
+
+
 def lightning_works(folder: Path) -> None:
+    assert spawn(2, metrics_worker) == [2.5, 2.5]
     for gradient in spawn(2, fabric_worker):
         torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
     lightning_resumes(folder)

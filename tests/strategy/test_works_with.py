@@ -196,22 +196,6 @@ def profiled(comm):
     return fingerprint(model)
 
 
-def measured(comm):
-    from torchmetrics import MeanSquaredError  # takes seconds, which the other tests need not wait for
-
-    model, error = make(), MeanSquaredError()
-    optimizer = sgd(model)
-    with tw.compress_gradients(model, BITS, comm=comm):
-        for x, y in data(comm):
-            steps(model, optimizer, [(x, y)])
-            with torch.no_grad():
-                error.update(model(x), y)
-    own = error.sum_squared_error / error.total  # while no worker's numbers have been added
-    means = comm.gather_objects(own.item())
-    torch.testing.assert_close(error.compute().item(), sum(means) / len(means), check_dtype=False)
-    return fingerprint(model) + repr(error.compute().item())
-
-
 def scaled(comm):
     model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=256.0)
     optimizer = sgd(model)
@@ -264,11 +248,13 @@ WORKS: dict[str, Callable] = {
     "Muon": muon,
     "a `DataLoader` with workers": loader_workers,
     "the profiler": profiled,
-    "metrics over all workers, of torchmetrics": measured,
     "`GradScaler`": scaled,
     "accumulation, `no_sync`, clipping": accumulated,
 }
-IN_TRAINERS = {"`fabric.setup` of Lightning": "fabric_worker"}  # as it is in tests/integrations/test_trainers.py
+IN_TRAINERS = {  # their packages take seconds to import: tests/integrations/test_trainers.py runs them
+    "`fabric.setup` of Lightning": "fabric_worker",
+    "metrics over all workers, of torchmetrics": "metrics_worker",
+}
 REFUSED: dict[str, tuple[Callable, str]] = {
     "`ZeroRedundancyOptimizer`, local updates": (zero_local, "ZeroRedundancyOptimizer"),
 }
