@@ -83,8 +83,8 @@ def lightning_resumes(folder: Path) -> None:
     assert_equal(whole, second)
 
 
-def in_fabric(net: nn.Module) -> nn.Module:
-    """The model in DDP, as Fabric's `setup` returns it."""
+def fabric_of_two() -> Any:
+    """Fabric with DDP, in processes that have been started."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment
 
@@ -108,21 +108,36 @@ def in_fabric(net: nn.Module) -> nn.Module:
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
     fabric.launch()
-    return fabric.setup(net)
+    return fabric
 
 
 def fabric_worker(comm: tw.comm.Communicator) -> torch.Tensor:
     torch.manual_seed(0)
-    net = nn.Linear(3, 2, bias=False)
-    model = in_fabric(net)
+    net, fabric = nn.Linear(3, 2, bias=False), fabric_of_two()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8))) as handle:
-        model(torch.full((1, 3), float(comm.rank))).sum().backward()
+        fabric.backward(model(torch.full((1, 3), float(comm.rank))).sum())
+        optimizer.step()
         assert [name for name, _ in handle.parameters] == ["weight"]
     assert net.weight.grad is not None
     return net.weight.grad
 
 
+def metrics_worker(comm: tw.comm.Communicator) -> float:
+    """The mean squared error over all workers, whose own errors are 1, 4, ..."""
+    from torchmetrics import MeanSquaredError  # it comes with Lightning
+
+    model, error = nn.Linear(3, 2), MeanSquaredError()
+    with tw.compress_gradients(model, tw.Mean(tw.QSGD(bits=8)), comm=comm):
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            error.update(torch.zeros(4), torch.full((4,), 1.0 + comm.rank))
+            error.compute()
+    return error.compute().item()
+
+
 def lightning_works(folder: Path) -> None:
+    assert spawn(2, metrics_worker) == [2.5, 2.5]
     for gradient in spawn(2, fabric_worker):
         torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
     lightning_resumes(folder)

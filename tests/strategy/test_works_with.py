@@ -251,6 +251,10 @@ WORKS: dict[str, Callable] = {
     "`GradScaler`": scaled,
     "accumulation, `no_sync`, clipping": accumulated,
 }
+IN_TRAINERS = {  # their packages take seconds to import: tests/integrations/test_trainers.py runs them
+    "`fabric.setup` of Lightning": "fabric_worker",
+    "metrics over all workers, of torchmetrics": "metrics_worker",
+}
 REFUSED: dict[str, tuple[Callable, str]] = {
     "`ZeroRedundancyOptimizer`, local updates": (zero_local, "ZeroRedundancyOptimizer"),
 }
@@ -281,4 +285,6 @@ def test_what_works_leaves_equal_replicas_and_the_rest_is_refused():
 
 def test_the_page_has_these_rows():
     rows = re.findall(r"^\| (.+?) \| (yes|refused)", PAGE.read_text(), re.MULTILINE)
-    assert rows == [*((row, "yes") for row in WORKS), *((row, "refused") for row in REFUSED)]
+    assert rows == [*((row, "yes") for row in (*WORKS, *IN_TRAINERS)), *((row, "refused") for row in REFUSED)]
+    trainers = (PAGE.parents[1] / "tests" / "integrations" / "test_trainers.py").read_text()
+    assert all(f"spawn(2, {worker})" in trainers for worker in IN_TRAINERS.values())

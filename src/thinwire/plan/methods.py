@@ -64,7 +64,7 @@ class Method:
 
     def under(self, optimizer: str | None) -> Measured:
         """What was measured with an optimizer, or with any if None; then it says which, where another one is not near dense."""
-        known = [m for m in self.measured if optimizer in (None, m.optimizer)]
+        known = [m for m in self.measured if optimizer is None or m.optimizer in (optimizer, "any")]
         if known:
             first = known[0]
             if (
@@ -76,7 +76,8 @@ class Method:
                 return replace(first, text=f"{first.text}; {first.optimizer.upper()}{but}")
             return first
         others = sorted({m.optimizer for m in self.measured})
-        return Measured(optimizer or "any", f"not measured{f'; under {others[0]}, it was' if others else ''}")
+        where = f" under {optimizer}, only under {' and '.join(others)}" if others else ""
+        return Measured(optimizer or "any", f"not measured{where}")
 
 
 def methods(workers_per_node: int = 1) -> list[Method]:

@@ -58,6 +58,8 @@ def test_accuracies_are_those_of_the_optimizer(capsys):
     assert main(["plan", *slow]) == 0
     any_of_them = capsys.readouterr().out
     assert "2.4 times" in adam and "SGD, not Adam" not in adam
+    assert re.search(r"DDP, bfloat16 .* not measured under adam, only under sgd", adam)
+    assert re.search(r"4 bits, scatter_reduce .* not measured alone; encodes twice", adam)  # true with any optimizer
     assert re.search(r"4 bits, all_gather is [3-4]\.\d times as fast", " ".join(adam.split()))  # the fastest near dense
     assert "SGD, not Adam" in " ".join(any_of_them.split())
     assert main(["plan", "--optimizer", "lion"]) == 2
