@@ -122,8 +122,8 @@ class Fitted(AdaptiveCodec):
         budget: bits an element, a codec whose bytes on the same layers are the budget and which is then a candidate too,
             or "line"; None with `error_of`. Lower => smaller messages, more error.
         candidates: "all": `QSGD` of 2 to 8 bits, `TopK` of 0.3 to 30 % with 4 bits, `LowRank` of rank 1, 4 and 16 with
-            factors of 6 bits, and dense; "quantizers": without the sparse ones and those of low rank, which are biased and need
-            a memory; or codecs of fixed size.
+            factors of 6 bits (not under "line"), and dense; "quantizers": without the sparse ones and those of low rank, which
+            are biased and need a memory; or codecs of fixed size.
         error_of: the codec whose error on all layers is the bound; in place of `budget`.
         weighting: of the squared error of a layer. "relative": w_l = n_l / |x_l|^2 for n_l elements, the error after an
             optimizer such as Adam has divided by the size of a layer's gradients. "squared": w_l = 1.
@@ -212,6 +212,9 @@ class Fitted(AdaptiveCodec):
     def codecs(self) -> tuple[Codec, ...]:
         """All candidates; the codec of `budget` or `error_of` among them."""
         named = CANDIDATES[self.candidates] if isinstance(self.candidates, str) else self.candidates
+        if self.budget == LINE and isinstance(self.candidates, str):
+            # They take so long to encode that the time of a message says little of the line.
+            named = tuple(codec for codec in named if codec not in LOW_RANK)
         return tuple(dict.fromkeys([*named, *([] if self._reference is None else [self._reference])]))
 
     @property
