@@ -155,6 +155,17 @@ def test_low_rank_at_any_scale(scale):
     torch.testing.assert_close(decoded, expected * scale, rtol=1e-4, atol=1e-6 * scale)
 
 
+def test_another_default_type_changes_nothing():
+    x, codec = decaying(30, 20), tw.codec.LowRank(2)
+    payload = codec.encode(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(codec.encode(x), payload)
+        assert codec.decode(payload, x.shape).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_its_payload_is_that_of_its_factors():
     """All columns of P together, then those of Q one by one, matrix by matrix; nothing for empty tensors."""
     values, shapes = tw.QSGD(bits=4, bucket_size=None), [torch.Size([6, 10]), torch.Size([0, 7]), torch.Size([2, 9])]

@@ -98,7 +98,9 @@ class LowRank(Codec):
 
     def _products(self, payload: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         """What a payload holds, one matrix after the other."""
-        vectors = [torch.zeros(n, device=payload.device) for n in self._numels([x.shape for x in like])]
+        vectors = [
+            torch.zeros(n, dtype=torch.float32, device=payload.device) for n in self._numels([x.shape for x in like])
+        ]
         if vectors:
             self.values.decode_add_segments(payload, vectors, 1.0, [])
         left = iter(vectors)
@@ -135,11 +137,11 @@ class LowRank(Codec):
             alike.setdefault(x.shape, []).append(i)
         found = dict[int, tuple[Tensor, Tensor]]()
         for shape, members in alike.items():
-            (n, m), rank, device = matrix_shape(shape), self._rank(shape), segments[members[0]].device
-            ms, ps = torch.zeros(len(members), n * m, device=device), torch.empty(len(members), n, rank, device=device)
+            (n, m), rank, first = matrix_shape(shape), self._rank(shape), segments[members[0]]
+            ms, ps = first.new_zeros(len(members), n * m), first.new_empty(len(members), n, rank)
             for matrix, i in zip(ms, members, strict=True):
                 matrix[: shape.numel()] = segments[i].reshape(-1)
-            starts = [kernels.uniform(mix_key(keys[i], 0, 0), rank * m, device) for i in members]
+            starts = [kernels.uniform(mix_key(keys[i], 0, 0), rank * m, first.device) for i in members]
             ms, qs = ms.view(len(members), n, m), (2.0 * torch.stack(starts) - 1.0).view(len(members), rank, m)
             for turn in range(self.iterations + 1 if rank else 0):
                 qs = qs if turn == 0 else torch.linalg.qr(qs.mT).Q.mT
