@@ -164,22 +164,11 @@ def test_every_figure_comes_in_three_formats_with_text_in_it(report):
     assert "sent by each worker (MB, log scale)" in svg and "test accuracy (%)" in svg and "ErrorFeedback())" in svg
 
 
-def test_the_same_report_has_the_same_bytes(tmp_path):
-    """Of one figure, since all are saved alike and each takes a second."""
-    write_run(tmp_path / "a")
-    keep_losses(tmp_path / "a")
-    first, second = tmp_path / "first", tmp_path / "second"
-    for out in (first, second):
-        write_report([tmp_path / "a"], out, title="All & more", made_by=f"thinwire {__version__}")
-    assert {file.stem for file in first.glob("figures/*")} == {"loss"}
-    for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf", "figures/loss.png"):
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
-
-
-def keep_losses(folder: Path) -> None:
-    """Leave nothing but losses in a run's metrics."""
-    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_the_same_report_has_the_same_bytes(report, everything, tmp_path):
+    runs, made_by = [everything / "runs", everything / "consensus.json"], f"thinwire {__version__}"
+    write_report(runs, tmp_path, title="All & more", made_by=made_by, names={"Gradients(Mean())": "dense"})
+    for name in ("report.html", "table.csv", "figures/loss.svg", "figures/loss.pdf"):
+        assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
 
 
 def drawn(folder: Path) -> set[str]:
@@ -192,7 +181,8 @@ def drawn(folder: Path) -> set[str]:
 def test_what_was_not_measured_is_left_out(tmp_path):
     write_run(tmp_path / "a")
     assert drawn(tmp_path) == RUN_FIGURES
-    keep_losses(tmp_path / "a")
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert drawn(tmp_path) == {"loss"}
 
 
