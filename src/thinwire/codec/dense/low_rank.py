@@ -77,19 +77,17 @@ class LowRank(Codec):
         return LowRank(self.rank, fn(self.values), self.iterations)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        factors = self._factors(segments, keys)
-        vectors = [v for p, q in factors if len(q) for v in (p.reshape(-1), *q)]
+        vectors, numbered = list[Tensor](), list[int]()
+        for key, (p, q) in zip(keys, self._factors(segments, keys), strict=True):
+            if len(q):
+                vectors += [p.reshape(-1), *q]
+                numbered += [mix_key(key, 1 + i, 0) for i in range(1 + len(q))]
         if not vectors:
             return torch.empty(0, dtype=torch.uint8, device=segments[0].device)
-        numbered = [
-            mix_key(key, 1 + i, 0)
-            for key, (_, q) in zip(keys, factors, strict=True)
-            for i in range(1 + len(q))
-            if len(q)
-        ]
         payload = self.values.encode_segments(vectors, numbered, None)
-        for x, product, r in zip(segments, self._products(payload, segments), residuals or [], strict=False):
-            torch.sub(x, product, out=r)
+        if residuals is not None:
+            for x, product, r in zip(segments, self._products(payload, segments), residuals, strict=True):
+                torch.sub(x, product, out=r)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
