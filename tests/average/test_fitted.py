@@ -278,6 +278,12 @@ def test_matrices_of_low_rank_get_a_codec_of_low_rank(exchange):
         assert all(torch.equal(x, results[0][1][name]) for name, x in given.items())
 
 
+def test_a_budget_of_the_line_has_fast_candidates_unless_others_are_given():
+    assert not any(isinstance(codec, tw.codec.LowRank) for codec in tw.Fitted("line").codecs)
+    assert any(isinstance(codec, tw.codec.LowRank) for codec in tw.Fitted(2.0).codecs)
+    assert tw.Fitted("line", candidates=(*QUANTIZERS, *LOW)).codecs == (*QUANTIZERS, *LOW)
+
+
 def test_segments_of_low_rank_keep_their_shapes_beside_others():
     codecs, xs = (LOW[0], tw.QSGD(bits=3), LOW[0]), [torch.randn(6, 10), torch.randn(4, 5), torch.randn(3, 2, 7)]
     codec, keys, residuals = PerLayer(codecs), [Key(1, i, 2) for i in range(3)], [torch.empty_like(x) for x in xs]

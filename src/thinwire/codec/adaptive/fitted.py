@@ -213,7 +213,7 @@ class Fitted(AdaptiveCodec):
         """All candidates; the codec of `budget` or `error_of` among them."""
         named = CANDIDATES[self.candidates] if isinstance(self.candidates, str) else self.candidates
         if self.budget == LINE and isinstance(self.candidates, str):
-            # They take so long to encode that the time of a message says little of the line.
+            # The budget is that of the line alone: it does not see that these take longer to encode.
             named = tuple(codec for codec in named if codec not in LOW_RANK)
         return tuple(dict.fromkeys([*named, *([] if self._reference is None else [self._reference])]))
 
