@@ -492,8 +492,8 @@ def work(options: argparse.Namespace) -> None:
 
 
 def communicating(handle: Any) -> float:
-    """Seconds so far that steps took beyond computing and encoding: waiting with decoding, and agreements."""
-    return sum(handle.seconds.get(phase, 0.0) for phase in ("blocked", "adapt"))
+    """Seconds so far that steps took beyond computing, encoding and decoding: waiting and agreements."""
+    return sum(handle.seconds.get(phase, 0.0) for phase in ("wait", "adapt"))
 
 
 def line(options: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ def test_the_ledger_counts_what_the_formula_says(size, exchange):
         assert num_bytes[2] == expected
         assert budget == 3 / 8 * sum(map(math.prod, SHAPES.values()))
         children = sum(1 for bit in range(size.bit_length()) if rank < 1 << bit and rank + (1 << bit) < size)
-        agreeing = (size - 1) * (16 + message) + children * (16 + 8 * layers + message)
+        agreeing = (size - 1) * (24 + message) + children * (24 + 8 * layers + message)
         assert num_bytes[1] == expected + agreeing
 
 
@@ -309,26 +309,31 @@ class Line:
         for row in self.state.errors.values():
             row.copy_(norms)
 
-    def run(self, rate, updates, late=(0.0, 0.0)):
-        """The share of a step that waits, before each of some updates; the messages of each worker seem so much later."""
+    def run(self, rate, updates, late=(0.0, 0.0), latency=0.0, decoding=0.0):
+        """The share of a step that waits, before each of some updates; the messages of each worker seem so much later.
+
+        A worker looks at its messages one after the other when it has computed, and decodes each of them.
+        """
         shares = []
         for _ in range(updates):
             num_bytes, free = self.fitted.nbytes_at(self.state), self.overlap * self.seconds
-            carried = num_bytes / rate
-            waited = max(0.0, carried - free)
-            shares.append(waited / (self.seconds + waited))
+            carried, sent = num_bytes / rate, self.seconds - free
             rows = []
             for seconds in late:
-                meter = LineMeter()
+                meter, waited, now, carried_at = LineMeter(), 0.0, self.seconds, 0.0
+                meter.add_latency(latency)
                 meter.begin_round(waited=0.0, now=0.0)
-                sent = self.seconds - free
                 for i in range(4):  # layers are sent one after the other
-                    meter.add(Message(sent + i * carried / 4, sent + (i + 1) * carried / 4 + seconds, num_bytes // 4))
-                meter.commit(now=self.seconds + waited + max(late))
-                meter.begin_round(waited=waited + max(late), now=self.seconds + waited + max(late))
-                rows.append(
-                    self.fitted.statistics(self.state, 1, meter.take(self.fitted.wait_share, now=self.seconds + waited))
-                )
+                    begun = sent + i * free / 4
+                    carried_at = max(begun, carried_at) + carried / 4
+                    arrived = max(now, carried_at + latency + seconds)
+                    waited += arrived - now
+                    meter.add(Message(begun, arrived, num_bytes // 4))
+                    now = arrived + decoding
+                meter.commit()
+                meter.begin_round(waited)
+                rows.append(self.fitted.statistics(self.state, 1, meter.take(self.fitted.wait_share, now)))
+            shares.append((waited - max(late)) / (self.seconds + waited))
             self.step += self.fitted.follow_every
             self.fitted.update(self.state, self.fitted.learn(self.state, rows), self.step)
         return shares
@@ -368,12 +373,31 @@ def test_waiting_for_a_slow_worker_is_not_waiting_for_the_line():
     assert line.state.budget >= before
 
 
+def test_what_even_a_short_message_takes_costs_no_fidelity():
+    """Half a step's time for a round trip, which nothing hides."""
+    line = Line(LINE, MANY)
+    carried = sum(MANY) * 6 / 8  # 6 bits an element beside a step
+    shares = line.run(carried / 0.18, 40, latency=0.15)
+    assert 5.5 < line.fitted.diagnostics(line.state)["bits"] < 8.1
+    assert max(shares[-5:]) < 0.15 / 0.45 + 0.1
+
+
+@pytest.mark.parametrize("bits", [2.0, 3.0, 6.0])
+def test_it_finds_what_the_line_carries_though_messages_are_there_before_they_are_looked_at(bits):
+    """Decoding takes four times as long as a step may wait, and so messages seem slow."""
+    line = Line(replace(LINE, limits=(0.5, 8.0)), MANY)
+    line.state.budget = sum(MANY) * bits / 8
+    shares = line.run(1e12, 12, decoding=0.015)
+    assert shares == [0.0] * 12
+    assert line.fitted.diagnostics(line.state)["budget_bits"] == pytest.approx(8)
+
+
 @pytest.mark.parametrize(("factor", "changes"), [(1.01, False), (1.5, True), (0.5, True)])
 def test_a_budget_that_hardly_changes_leaves_the_choice(factor, changes):
     state = Line(LINE, MANY).state
     state.budget, state.rate = float(LINE.nbytes_at(state)), 1e6
     before = state.budget, dict(state.choice)
-    pace = Pace(1e6, factor / 1e6)
+    pace = Pace(1e6, factor / 1e6, waited=1.0)
     LINE.update(state, LINE.learn(state, [LINE.statistics(state, 1, pace)]), 1)
     assert ((state.budget, state.choice) != before) == changes
 

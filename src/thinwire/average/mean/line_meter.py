@@ -1,12 +1,14 @@
-"""What a worker sees of the line: how fast messages travel, and how much time a step leaves them.
+"""What a worker sees of the line: how fast messages travel, how much time a step leaves them, and how long it waits.
 
-A round sends messages i of b_i bytes at the times t_i; those of all workers have arrived at a_i. Computation ends at e,
-when the worker begins to wait. Bytes of messages i to k travel between t_i and a_k, so the line carries at least
+A round sends messages i of b_i bytes at the times t_i; those of all workers are there at a_i. The worker waits for q seconds
+in all. Without them it would have needed the last message at e = a_n - q. A message without bytes takes L seconds. Bytes of
+messages i to k travel between t_i and a_k, so the line carries at least
 
-    rate  >=  (b_i + ... + b_k) / (a_k - t_i)        for all i <= k
+    rate  >=  (b_i + ... + b_k) / (a_k - t_i - L)        for all i <= k
 
-and the largest of these is the rate: what disturbs a message makes its own estimate smaller. f times the bytes of a round
-arrive w seconds after the end of computation, at most, if
+and the largest of these is taken: what disturbs a message makes its own bound smaller. It is the rate of the line where the
+worker waits. Where it does not, messages are there before it looks, and the bound may be far too small. f times the bytes of
+a round are there w seconds after e, at most, if
 
     f  <=  rate (e + w - t_i) / (b_i + b_(i+1) + ...)        for all i
 
@@ -17,17 +19,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from statistics import median
 from typing import NamedTuple
 
 from ...codec.adaptive.base import Pace
 
+_REMEMBERED = 4  # of the latest latencies, whose least counts
+
 
 class Message(NamedTuple):
-    """When a message was sent and when those of all workers had arrived, in seconds, and its bytes."""
+    """When a message was sent and when those of all workers were there, in seconds; its bytes; and how many collectives,
+    one after the other, carried it."""
 
     sent: float
     arrived: float
     num_bytes: int
+    steps: int = 1
 
 
 class LineMeter:
@@ -37,35 +45,37 @@ class LineMeter:
         >>> meter = LineMeter()
         >>> meter.begin_round(waited=0.0, now=0.0)
         >>> meter.add(Message(sent=1.0, arrived=3.0, num_bytes=200))  # 100 bytes a second
-        >>> meter.commit(now=3.0)
-        >>> meter.begin_round(waited=1.0, now=4.0)  # computation ended at 2.0
-        >>> meter.take(wait_share=0.25, now=4.0)  # may wait for 1 s: 2 s are there for 200 bytes
-        Pace(rate=100.0, slack=0.01)
+        >>> meter.commit()
+        >>> meter.begin_round(waited=1.0)  # it was wanted at 2.0
+        >>> meter.take(wait_share=0.5, now=4.0)  # may wait for 2 s: 3 s are there for 200 bytes
+        Pace(rate=100.0, slack=0.015, waited=0.5)
     """
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._rate = 0.0
-        self._left: list[
-            tuple[float, int]
-        ] = []  # of each round: from a message to the end of computation, bytes from it on
-        self._committed: float | None = None
+        self._left: list[tuple[float, int]] = []  # of each message: seconds until the last is wanted, bytes from it on
+        self._waits: list[float] = []  # of each round, without latency
+        self._latencies: deque[float] = deque(maxlen=_REMEMBERED)
+        self._committed = False
         self._waited = 0.0
         self._since: float | None = None
-        self._num_rounds = 0
 
     def add(self, message: Message) -> None:
         """Note a message that has arrived."""
         self._messages.append(message)
 
-    def commit(self, now: float | None = None) -> None:
+    def add_latency(self, seconds: float) -> None:
+        """Note how long a collective of few bytes took."""
+        self._latencies.append(seconds)
+
+    def commit(self) -> None:
         """Note that the round has ended."""
-        self._committed = time.perf_counter() if now is None else now
+        self._committed = True
 
     def discard(self) -> None:
         """Forget the round."""
-        self._messages.clear()
-        self._committed = None
+        self._messages, self._committed = [], False
 
     def begin_round(self, waited: float, now: float | None = None) -> None:
         """Look at the round before, once it is committed.
@@ -75,19 +85,23 @@ class LineMeter:
             now: by the clock of `time.perf_counter`.
         """
         self._since = (time.perf_counter() if now is None else now) if self._since is None else self._since
-        if self._committed is not None and self._messages:
-            messages, computed = sorted(self._messages), self._committed - (waited - self._waited)
+        if not self._committed:
+            return
+        messages, latency = sorted(self._messages), min(self._latencies, default=0.0)
+        if messages:
+            waits = waited - self._waited
+            wanted = max(message.arrived for message in messages) - waits
             after = 0
             for i in reversed(range(len(messages))):
                 total = 0
                 for last in messages[i:]:
                     total += last.num_bytes
-                    self._rate = max(self._rate, total / max(last.arrived - messages[i].sent, 1e-9))
+                    seconds = last.arrived - messages[i].sent - last.steps * latency
+                    self._rate = max(self._rate, total / max(seconds, 1e-9))
                 after += messages[i].num_bytes
-                self._left.append((computed - messages[i].sent, after))
-            self._num_rounds += 1
-        if self._committed is not None:
-            self._messages, self._committed, self._waited = [], None, waited
+                self._left.append((wanted - messages[i].sent, after))
+            self._waits.append(max(0.0, waits - max(message.steps for message in messages) * latency))
+        self._messages, self._committed, self._waited = [], False, waited
 
     def take(self, wait_share: float, now: float | None = None) -> Pace:
         """What was seen since the last call.
@@ -97,13 +111,13 @@ class LineMeter:
             now: by the clock of `time.perf_counter`.
 
         Returns:
-            NaN for both if there was no round.
+            NaN for all if there was no round.
         """
         now = time.perf_counter() if now is None else now
-        rate, slack = math.nan, math.nan
-        if self._num_rounds and self._since is not None and any(num_bytes for _, num_bytes in self._left):
-            may_wait = wait_share * (now - self._since) / self._num_rounds
-            rate = self._rate
+        pace = Pace(math.nan, math.nan, math.nan)
+        if self._waits and self._since is not None and any(num_bytes for _, num_bytes in self._left):
+            may_wait = wait_share * (now - self._since) / len(self._waits)
             slack = min((left + may_wait) / num_bytes for left, num_bytes in self._left if num_bytes)
-        self._rate, self._left, self._num_rounds, self._since = 0.0, [], 0, now
-        return Pace(rate, slack)
+            pace = Pace(self._rate, slack, median(self._waits) / may_wait if may_wait else math.inf)
+        self._rate, self._left, self._waits, self._since = 0.0, [], [], now
+        return pace

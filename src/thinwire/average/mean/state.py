@@ -90,7 +90,9 @@ class MeanState(State):
         if part.is_due(self.codec, step):
             with self.clock("adapt"):
                 pace = UNKNOWN if part.line_share is None else self.meter.take(part.line_share)
-                statistics = comm.all_gather(part.statistics(self.codec, step, pace).to(device)).wait()
+                own, began = part.statistics(self.codec, step, pace).to(device), time.perf_counter()
+                statistics = comm.all_gather(own).wait()
+                self.meter.add_latency(time.perf_counter() - began)
                 learned = part.learn(self.codec, statistics).to(device)
                 self.codec_before = copy.deepcopy(self.codec)  # until the round is committed
                 part.update(self.codec, comm.broadcast(learned).wait(), step)
@@ -100,13 +102,16 @@ class MeanState(State):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that this worker has waited for others; as `Attachment.blocked_seconds`."""
+        """Seconds that the training has waited for messages. A phase "blocked" has the waiting in the training's thread alone,
+        and decoding too."""
         seconds = self.clock.seconds
-        return seconds.get("blocked", seconds.get("wait", 0.0))
+        waited = seconds.get("wait", 0.0)
+        return min(waited, seconds.get("blocked", waited))
 
     def arrived(self, flight: PendingExchange, decode_seconds: float) -> None:
         """Note that an exchange has ended, so many seconds ago."""
-        self.meter.add(Message(flight.sent, time.perf_counter() - decode_seconds, flight.num_bytes))
+        message = Message(flight.sent, time.perf_counter() - decode_seconds, flight.num_bytes, flight.steps)
+        self.meter.add(message)
 
     def restore_codec(self) -> None:
         """Forget an update of the adaptive part in a round that is discarded."""

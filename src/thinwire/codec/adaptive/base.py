@@ -22,13 +22,15 @@ class Pace(NamedTuple):
     Attributes:
         rate: bytes a second that the line carries.
         slack: seconds that there are for each byte that the worker sends in a round.
+        waited: for the line, over what may be waited.
     """
 
     rate: float
     slack: float
+    waited: float
 
 
-UNKNOWN = Pace(math.nan, math.nan)
+UNKNOWN = Pace(math.nan, math.nan, math.nan)
 
 
 class AdaptiveCodec(Codec):

@@ -8,14 +8,16 @@ Between two updates the codec is `PerLayer`: it encodes all layers with one cand
 choice, so payloads do not contain it.
 
 Following the line. Each worker measures the rate of its messages, and the seconds that a step leaves for each byte: until
-computation ends, and `wait_share` of the step beyond. So many times the bytes of the present choice fit:
+it wants the last message, and `wait_share` of the step beyond. So many times the bytes of the present choice fit:
 
     f = rate * least seconds for a byte
 
 A slow worker or a busy processor makes messages late, and never early, so the largest rate of all workers is that of the line.
 Measured in a few rounds it may still be too low: a rate above half of the one before leaves that one standing, less 30 %.
 The next budget is f times the present bytes, a quarter to four times of them; a little less go half of the way, against
-noise. A change of less than 2 % leaves budget and choice as they are, which saves the search. Between two measurements the
+noise. As long as some worker waits less than half of `wait_share`, nobody knows what the line carries, and f is at least 1.1,
+next 1.2, then 1.4, and so on, up to 2.
+A change of less than 2 % leaves budget and choice as they are, which saves the search. Between two measurements the
 choice is not exact: the search for a price takes half of the time, and is no worse than one candidate for all layers either.
 """
 
@@ -57,6 +59,7 @@ WEIGHTINGS = ("relative", "squared")
 LINE = "line"
 _START_BITS = 4.0  # of the first rounds under "line"
 _NEAR, _LESS, _MOST_LOSS, _MOST_GROWTH = 0.85, 0.7, 0.25, 4.0  # factors, see above
+_IDLE, _FIRST_GROWTH, _LAST_GROWTH = 0.5, 1.1, 2.0  # of what may be waited; factors
 _SAME = 0.02  # a change of the budget that is not worth a new choice
 _NOMINAL = [torch.Size([1024, 1024])]  # where the layers are not known
 
@@ -72,6 +75,7 @@ class FittedState(State):
             workers together; zeros before the first measurement.
         budget: bytes of all layers together, as agreed last.
         rate: bytes a second that the line carries, likewise; 0 where it is not known.
+        growth: the least factor of the next budget if the line is idle, likewise.
         last_update: round of the last update; 0 before the first.
         measured: the same numbers as `errors` of this worker, by the stream of the random key. A worker that
             joins has none.
@@ -82,6 +86,7 @@ class FittedState(State):
     errors: dict[str, Tensor] = shared()
     budget: float = shared()
     rate: float = shared(default=0.0)
+    growth: float = shared(default=_FIRST_GROWTH)
     last_update: int = shared(default=0)
     measured: dict[int, Tensor] = restart(form=WHOLE, default_factory=dict)
 
@@ -113,7 +118,7 @@ class Fitted(AdaptiveCodec):
     layers have the candidate of the most bytes that fits.
 
     `budget="line"` follows the network: the budget is what the line carries while workers compute, between `limits`. Every
-    `follow_every` rounds workers agree on it: they share two numbers. `docs/fitted.md` has the rule.
+    `follow_every` rounds workers agree on it: they share three numbers. `docs/fitted.md` has the rule.
     `handle.diagnostics()` shows what was chosen.
 
     `error_of=codec` asks for the fewest bytes whose error is at most that of this codec on all layers.
@@ -326,15 +331,19 @@ class Fitted(AdaptiveCodec):
         errors = state.matrix()
         measures = rows.shape[1] > len(UNKNOWN)
         if measures:
-            added = rows[:, 2:].sum(0).view(errors.shape).numpy()
+            added = rows[:, len(UNKNOWN) :].sum(0).view(errors.shape).numpy()
             errors = added if np.isfinite(added).all() and added.any() else errors
         follows = self.budget == LINE
-        budget, rate = self._followed(state, rows[:, :2]) if follows else (state.budget, 0.0)
+        budget, rate, growth = (
+            self._followed(state, rows[:, : len(UNKNOWN)]) if follows else (state.budget, 0.0, _FIRST_GROWTH)
+        )
         if not measures and abs(budget - state.budget) <= _SAME * state.budget:
             budget, choice = state.budget, _chosen(state)
         else:
             choice = self._choose(state, errors, budget, exact=measures)
-        return torch.from_numpy(np.concatenate([[budget, rate], choice, errors.reshape(-1) if measures else []]))
+        return torch.from_numpy(
+            np.concatenate([[budget, rate, growth], choice, errors.reshape(-1) if measures else []])
+        )
 
     def _choose(self, state: FittedState, errors: Matrix, budget: float, exact: bool) -> Choice:
         lost = self._weights(errors, state.numels)[:, None] * errors[:, :-1]
@@ -351,22 +360,25 @@ class Fitted(AdaptiveCodec):
             return np.ones(len(errors))
         return np.array(numels) / np.maximum(errors[:, -1], np.finfo(np.float64).tiny)
 
-    def _followed(self, state: FittedState, paces: Tensor) -> tuple[float, float]:
-        """The budget in bytes that suits the line, and its rate, by the module's rule."""
+    def _followed(self, state: FittedState, paces: Tensor) -> tuple[float, float, float]:
+        """The budget in bytes that suits the line, its rate and the next growth, by the module's rule."""
         known = paces[paces.isfinite().all(1)]
         if not len(known):
-            return state.budget, state.rate
-        fresh, slack = float(known[:, 0].max()), float(known[:, 1].min())
+            return state.budget, state.rate, state.growth
+        fresh, slack, waited = float(known[:, 0].max()), float(known[:, 1].min()), float(known[:, 2].min())
         rate = fresh if fresh < state.rate / 2 else max(fresh, _LESS * state.rate)
         factor = max(0.0, rate * slack)
         factor = factor**0.5 if _NEAR < factor < 1 else min(max(factor, _MOST_LOSS), _MOST_GROWTH)
+        growth = _FIRST_GROWTH
+        if waited < _IDLE:
+            factor, growth = max(factor, state.growth), min(2 * state.growth - 1, _LAST_GROWTH)
         fewest, most = (bits / 8 * sum(state.numels) for bits in self.limits)
-        return min(max(self.nbytes_at(state) * factor, fewest), most), rate
+        return min(max(self.nbytes_at(state) * factor, fewest), most), rate, growth
 
     def update(self, state: FittedState, learned: Tensor, step: int) -> None:
         learned, num = learned.to("cpu", torch.float64), len(state.choice)
-        agreed, choice, errors = learned.split([2, num, len(learned) - 2 - num])
-        (state.budget, state.rate), state.last_update = agreed.tolist(), step
+        agreed, choice, errors = learned.split([3, num, len(learned) - 3 - num])
+        (state.budget, state.rate, state.growth), state.last_update = agreed.tolist(), step
         state.choice = dict(zip(state.choice, choice.int().tolist(), strict=True))
         if len(errors):
             state.errors = dict(zip(state.errors, errors.view(num, -1).clone(), strict=True))

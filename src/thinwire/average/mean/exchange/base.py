@@ -266,6 +266,7 @@ class PendingExchange:
 
     Attributes:
         sent: when the first collective was issued.
+        steps: how many collectives were issued, one after the other.
         num_bytes: what this worker has sent so far; 0 without `counts`.
     """
 
@@ -274,6 +275,7 @@ class PendingExchange:
         self._pending: Handle | None = None
         self.finish: Finish | None = None
         """Set once the last collective is issued."""
+        self.steps = 0
         self.num_bytes = -self._ledger_bytes()
         self._begun = begin(job)
         self._issue()
@@ -288,6 +290,7 @@ class PendingExchange:
             self.num_bytes += self._ledger_bytes() - before
 
     def _issue(self) -> None:
+        self.steps += 1
         if not isinstance(self._begun, Generator):
             self.finish = self._begun
             return
