@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .algorithm import require
-from .average import Averager, Pairwise
+from .average import Averager, Mean, Pairwise
 from .average.base import averager_of_part
 from .comm import Communicator, Group, Layout
 from .notation import parse
@@ -145,4 +145,5 @@ def _meant(value: Any, text: str) -> str:
     if not isinstance(value, (Averager, Pairwise)):
         return f'expected a strategy such as "Gradients(Mean())", got {text}'
     name = "Asynchronous" if not value.has_rounds else "Gradients" if value.gives_one_mean else "Gossip"
-    return f'{text} is an averager; write "{name}({text})"'
+    lacks_memory = isinstance(value, Mean) and value.cautions
+    return f'{text} is an averager; write "{name}({text[:-1] + ", ErrorFeedback())" if lacks_memory else text})"'

@@ -16,6 +16,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.keys import keys_of
 from helpers.lost_connections import loses_all_connections
 from helpers.program import programs, wait_until
 from helpers.spawn import retire, run_tcp, spawn
@@ -283,6 +284,22 @@ def chosen_between_machines(comm) -> str:
 
 def test_auto_takes_our_own_connections_between_machines():
     assert spawn(2, chosen_between_machines) == ["TcpCommunicator"] * 2
+
+
+def connected_with(comm, folders: list[str]) -> str:
+    os.environ["THINWIRE_CREDENTIALS"] = folders[comm.rank]
+    try:
+        with connect("tcp", timeout_seconds=10.0) as own:
+            conforms(own)
+            return "connected"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_credentials_of_the_environment_close_connections_to_others(tmp_path):
+    ours, theirs = (keys_of(tmp_path / run, "a", "b") for run in ("ours", "theirs"))
+    assert spawn(2, connected_with, [ours[0].folder, ours[1].folder]) == ["connected"] * 2
+    assert "connected" not in spawn(2, connected_with, [ours[0].folder, theirs[1].folder])
 
 
 def test_gpus_are_not_for_our_own_connections():

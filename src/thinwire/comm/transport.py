@@ -11,6 +11,7 @@ from .addresses import own_address
 from .base import Communicator
 from .process_group import Group, ProcessGroupCommunicator
 from .tcp import TcpCommunicator, is_available
+from .tls.credentials import Credentials
 
 Transport = Literal["auto", "tcp", "gloo", "nccl", "mpi"]
 
@@ -25,7 +26,9 @@ def connect(
 
     Args:
         transport: "tcp" for connections of our own; a name of a backend for those of the group. "auto" takes our own if
-            tensors are in main memory, the extension was built on all workers, and they meet over a network.
+            tensors are in main memory, the extension was built on all workers, and they meet over a network. Our own are
+            encrypted if THINWIRE_CREDENTIALS names this worker's credentials, as it must for all workers or none. The group
+            over which they meet is not.
         group, timeout_seconds, device: see `ProcessGroupCommunicator`.
 
     Raises:
@@ -43,7 +46,7 @@ def connect(
     if transport == "tcp":
         if not on_cpu:
             raise ValueError(f"transport 'tcp' sends from main memory, got device {device}; choose 'auto'")
-        return TcpCommunicator(group, timeout_seconds)
+        return TcpCommunicator(group, timeout_seconds, credentials=Credentials.from_environment())
     comm = ProcessGroupCommunicator(group, timeout_seconds, device)
     if transport != "auto" or comm.size == 1:
         return comm
@@ -51,4 +54,4 @@ def connect(
         comm.ledger = type(comm.ledger)(comm.size)
         return comm
     comm.close()
-    return TcpCommunicator(group, timeout_seconds)
+    return TcpCommunicator(group, timeout_seconds, credentials=Credentials.from_environment())

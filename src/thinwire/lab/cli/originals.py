@@ -21,6 +21,10 @@ TRAIN = {
     "compression.int32_indices": f"{NONE}: an index takes as few bits as it needs",
     "compression.memory.momentum_masking": "--strategy.averager.masking",
     "compression.memory.nesterov": "--strategy.averager.nesterov",
+    # What others call parts of a strategy, and what the recipe chooses
+    "averager": '--strategy "Gradients(Mean(QSGD(bits=4)))", or --strategy.averager for another one in the recipe\'s',
+    "codec": '--strategy "Gradients(Mean(QSGD(bits=4)))", or --strategy.averager.codec for another one in the recipe\'s',
+    "model": "the recipe, such as cifar10-resnet20-dgc; thinwire train --list shows them",
     # The layer-wise study, train_imagenet_nv.py
     "compress": "--strategy.averager.granularity layer (or model)",
     "method": '--strategy.averager.codec "TopK(0.1)"',
