@@ -373,6 +373,23 @@ def test_waiting_for_a_slow_worker_is_not_waiting_for_the_line():
     assert line.state.budget >= before
 
 
+def test_waiting_in_a_round_that_was_abandoned_does_not_count():
+    paces = []
+    for abandoned in (False, True):
+        meter, waited = LineMeter(), 0.0
+        meter.begin_round(waited, now=0.0)
+        if abandoned:
+            waited += 5.0
+            meter.add(Message(0.5, 5.5, 100))
+            meter.discard(waited)
+            meter.begin_round(waited)
+        meter.add(Message(6.0, 8.0, 100))
+        meter.commit()
+        meter.begin_round(waited + 1.0)
+        paces.append(meter.take(0.1, now=8.0))
+    assert paces[0] == paces[1]
+
+
 def test_what_even_a_short_message_takes_costs_no_fidelity():
     """Half a step's time for a round trip, which nothing hides."""
     line = Line(LINE, MANY)

@@ -73,9 +73,13 @@ class LineMeter:
         """Note that the round has ended."""
         self._committed = True
 
-    def discard(self) -> None:
-        """Forget the round."""
-        self._messages, self._committed = [], False
+    def discard(self, waited: float) -> None:
+        """Forget the round.
+
+        Args:
+            waited: seconds that this worker has waited for others so far.
+        """
+        self._messages, self._committed, self._waited = [], False, waited
 
     def begin_round(self, waited: float, now: float | None = None) -> None:
         """Look at the round before, once it is committed.

@@ -367,7 +367,8 @@ class Mean(Averager):
         if state.rule is not None:
             state.rule.judgement = None
         state.flights.clear()
-        state.meter.discard()
+        if self._follows_line:
+            state.meter.discard(state.waited_seconds)
         state.finite, state.was_not_finite = True, False
         state.restore_codec()
 
