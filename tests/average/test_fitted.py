@@ -390,6 +390,17 @@ def test_waiting_in_a_round_that_was_abandoned_does_not_count():
     assert paces[0] == paces[1]
 
 
+def test_waiting_between_two_messages_does_not_make_the_second_late():
+    """Two messages, each sent when the one before is there: without waiting both would be sent at 1.0."""
+    meter = LineMeter()
+    meter.begin_round(waited=0.0, now=0.0)
+    meter.add(Message(1.0, 2.0, 100, waited=0.0))
+    meter.add(Message(2.0, 3.0, 100, waited=1.0))
+    meter.commit()
+    meter.begin_round(waited=2.0)
+    assert tuple(meter.take(wait_share=0.1, now=3.0)) == pytest.approx((100.0, 0.3 / 200, 2.0 / 0.3))
+
+
 def test_what_even_a_short_message_takes_costs_no_fidelity():
     """Half a step's time for a round trip, which nothing hides."""
     line = Line(LINE, MANY)

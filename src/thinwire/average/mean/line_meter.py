@@ -1,8 +1,8 @@
 """What a worker sees of the line: how fast messages travel, how much time a step leaves them, and how long it waits.
 
 A round sends messages i of b_i bytes at the times t_i; those of all workers are there at a_i. The worker waits for q seconds
-in all. Without them it would have needed the last message at e = a_n - q. A message without bytes takes L seconds. Bytes of
-messages i to k travel between t_i and a_k, so the line carries at least
+in all, q_i of them before t_i. Without them it would have needed the last message at e = a_n - q. A message without bytes
+takes L seconds. Bytes of messages i to k travel between t_i and a_k, so the line carries at least
 
     rate  >=  (b_i + ... + b_k) / (a_k - t_i - L)        for all i <= k
 
@@ -10,7 +10,7 @@ and the largest of these is taken: what disturbs a message makes its own bound s
 worker waits. Where it does not, messages are there before it looks, and the bound may be far too small. f times the bytes of
 a round are there w seconds after e, at most, if
 
-    f  <=  rate (e + w - t_i) / (b_i + b_(i+1) + ...)        for all i
+    f  <=  rate (e + w - (t_i - q_i)) / (b_i + b_(i+1) + ...)        for all i
 
 The least over a few rounds counts: what disturbs computation makes it longer.
 """
@@ -29,13 +29,14 @@ _REMEMBERED = 4  # of the latest latencies, whose least counts
 
 
 class Message(NamedTuple):
-    """When a message was sent and when those of all workers were there, in seconds; its bytes; and how many collectives,
-    one after the other, carried it."""
+    """When a message was sent and when those of all workers were there, in seconds; its bytes; how many collectives, one
+    after the other, carried it; and how long the worker had waited in all when it was sent."""
 
     sent: float
     arrived: float
     num_bytes: int
     steps: int = 1
+    waited: float = 0.0
 
 
 class LineMeter:
@@ -103,7 +104,7 @@ class LineMeter:
                     seconds = last.arrived - messages[i].sent - last.steps * latency
                     self._rate = max(self._rate, total / max(seconds, 1e-9))
                 after += messages[i].num_bytes
-                self._left.append((wanted - messages[i].sent, after))
+                self._left.append((wanted - messages[i].sent + max(0.0, messages[i].waited - self._waited), after))
             self._waits.append(max(0.0, waits - max(message.steps for message in messages) * latency))
         self._messages, self._committed, self._waited = [], False, waited
 

@@ -245,6 +245,8 @@ class Mean(Averager):
         job, codec = self._job(state, targets, comm, scale)
         word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
         flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
+        if self._follows_line:
+            flight.waited = state.waited_seconds
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)

@@ -110,8 +110,8 @@ class MeanState(State):
 
     def arrived(self, flight: PendingExchange, decode_seconds: float) -> None:
         """Note that an exchange has ended, so many seconds ago."""
-        message = Message(flight.sent, time.perf_counter() - decode_seconds, flight.num_bytes, flight.steps)
-        self.meter.add(message)
+        arrived = time.perf_counter() - decode_seconds
+        self.meter.add(Message(flight.sent, arrived, flight.num_bytes, flight.steps, flight.waited))
 
     def restore_codec(self) -> None:
         """Forget an update of the adaptive part in a round that is discarded."""

@@ -266,6 +266,7 @@ class PendingExchange:
 
     Attributes:
         sent: when the first collective was issued.
+        waited: how long the caller had waited for messages by then; it says so itself.
         steps: how many collectives were issued, one after the other.
         num_bytes: what this worker has sent so far; 0 without `counts`.
     """
@@ -275,7 +276,7 @@ class PendingExchange:
         self._pending: Handle | None = None
         self.finish: Finish | None = None
         """Set once the last collective is issued."""
-        self.steps = 0
+        self.waited, self.steps = 0.0, 0
         self.num_bytes = -self._ledger_bytes()
         self._begun = begin(job)
         self._issue()
