@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.codec.adaptive.base import Pace
+from thinwire.codec.adaptive.base import LineMeasurement
 from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.lab.train.data import Digits, PlainText
 from thinwire.lab.train.data.base import IGNORE
@@ -399,7 +399,8 @@ def fit_seconds(fitted: Any, gradients: dict[str, Tensor], rounds: int = 10) -> 
             if what == 0:
                 fitted.observe(state, list(gradients.values()), keys)
             copy.deepcopy(state)  # as a round keeps it
-            fitted.update(state, fitted.learn(state, [fitted.statistics(state, step, Pace(1e8, factor / 1e8))]), step)
+            line = LineMeasurement(1e8, factor / 1e8, waited=1.0)
+            fitted.update(state, fitted.learn(state, [fitted.statistics(state, step, line)]), step)
             spent[what].append(time.thread_time() - began)
     return [median(seconds) for seconds in spent]
 

@@ -13,7 +13,7 @@ import torch
 import thinwire as tw
 from thinwire.average.mean.line_meter import LineMeter, Message
 from thinwire.codec import Key
-from thinwire.codec.adaptive.base import Pace
+from thinwire.codec.adaptive.base import LineMeasurement
 from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.membership import load_shared, redistribute, shared_part
 from thinwire.testing import check_averager
@@ -374,7 +374,7 @@ def test_waiting_for_a_slow_worker_is_not_waiting_for_the_line():
 
 
 def test_waiting_in_a_round_that_was_abandoned_does_not_count():
-    paces = []
+    found = []
     for abandoned in (False, True):
         meter, waited = LineMeter(), 0.0
         meter.begin_round(waited, now=0.0)
@@ -386,8 +386,8 @@ def test_waiting_in_a_round_that_was_abandoned_does_not_count():
         meter.add(Message(6.0, 8.0, 100))
         meter.commit()
         meter.begin_round(waited + 1.0)
-        paces.append(meter.take(0.1, now=8.0))
-    assert paces[0] == paces[1]
+        found.append(meter.take(0.1, now=8.0))
+    assert found[0] == found[1]
 
 
 def test_waiting_between_two_messages_does_not_make_the_second_late():
@@ -425,8 +425,8 @@ def test_a_budget_that_hardly_changes_leaves_the_choice(factor, changes):
     state = Line(LINE, MANY).state
     state.budget, state.rate = float(LINE.nbytes_at(state)), 1e6
     before = state.budget, dict(state.choice)
-    pace = Pace(1e6, factor / 1e6, waited=1.0)
-    LINE.update(state, LINE.learn(state, [LINE.statistics(state, 1, pace)]), 1)
+    line = LineMeasurement(1e6, factor / 1e6, waited=1.0)
+    LINE.update(state, LINE.learn(state, [LINE.statistics(state, 1, line)]), 1)
     assert ((state.budget, state.choice) != before) == changes
 
 

@@ -23,7 +23,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from ...codec.adaptive.base import Pace
+from ...codec.adaptive.base import LineMeasurement
 
 _REMEMBERED = 4  # of the latest latencies, whose least counts
 
@@ -49,7 +49,7 @@ class LineMeter:
         >>> meter.commit()
         >>> meter.begin_round(waited=1.0)  # it was wanted at 2.0
         >>> meter.take(wait_share=0.5, now=4.0)  # may wait for 2 s: 3 s are there for 200 bytes
-        Pace(rate=100.0, slack=0.015, waited=0.5)
+        LineMeasurement(rate=100.0, slack=0.015, waited=0.5)
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class LineMeter:
             self._waits.append(max(0.0, waits - max(message.steps for message in messages) * latency))
         self._messages, self._committed, self._waited = [], False, waited
 
-    def take(self, wait_share: float, now: float | None = None) -> Pace:
+    def take(self, wait_share: float, now: float | None = None) -> LineMeasurement:
         """What was seen since the last call.
 
         Args:
@@ -119,10 +119,10 @@ class LineMeter:
             NaN for all if there was no round.
         """
         now = time.perf_counter() if now is None else now
-        pace = Pace(math.nan, math.nan, math.nan)
+        line = LineMeasurement(math.nan, math.nan, math.nan)
         if self._waits and self._since is not None and any(num_bytes for _, num_bytes in self._left):
             may_wait = wait_share * (now - self._since) / len(self._waits)
             slack = min((left + may_wait) / num_bytes for left, num_bytes in self._left if num_bytes)
-            pace = Pace(self._rate, slack, median(self._waits) / may_wait if may_wait else math.inf)
+            line = LineMeasurement(self._rate, slack, median(self._waits) / may_wait if may_wait else math.inf)
         self._rate, self._left, self._waits, self._since = 0.0, [], [], now
-        return pace
+        return line

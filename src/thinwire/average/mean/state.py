@@ -89,8 +89,8 @@ class MeanState(State):
             self.meter.begin_round(self.waited_seconds)
         if part.is_due(self.codec, step):
             with self.clock("adapt"):
-                pace = UNKNOWN if part.line_share is None else self.meter.take(part.line_share)
-                own, began = part.statistics(self.codec, step, pace).to(device), time.perf_counter()
+                line = UNKNOWN if part.line_share is None else self.meter.take(part.line_share)
+                own, began = part.statistics(self.codec, step, line).to(device), time.perf_counter()
                 statistics = comm.all_gather(own).wait()
                 self.meter.add_latency(time.perf_counter() - began)
                 learned = part.learn(self.codec, statistics).to(device)

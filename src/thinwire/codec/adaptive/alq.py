@@ -25,7 +25,7 @@ from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
 from ..traits import Traits
 from ..types import Key
-from .base import UNKNOWN, AdaptiveCodec, Pace
+from .base import UNKNOWN, AdaptiveCodec, LineMeasurement
 from .distributions import TruncatedNormal, TruncatedNormalMixture
 from .level_search import alq, alq_gd, amq
 from .level_sets import exponential_levels, fixed_multiplier
@@ -131,7 +131,7 @@ class AdaptiveLevels(AdaptiveCodec):
         periodic = self.update_every is not None and step > 0 and step % self.update_every == 0
         return periodic or step in self.update_steps
 
-    def statistics(self, state: LevelState, step: int = 0, pace: Pace = UNKNOWN) -> Tensor:
+    def statistics(self, state: LevelState, step: int = 0, line: LineMeasurement = UNKNOWN) -> Tensor:
         nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64, device="cpu")] * 4)
         stats = BucketStatistics.concatenate([nothing, *(state.sample[stream] for stream in sorted(state.sample))])
         return (stats.largest(self.num_buckets) if self.distribution == "mixture" else stats.merged()).to_tensor()

@@ -16,7 +16,7 @@ from ..traits import Traits
 from ..types import Key, Symbols
 
 
-class Pace(NamedTuple):
+class LineMeasurement(NamedTuple):
     """What a worker sees of the line: `thinwire.average.mean.line_meter` measures it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Pace(NamedTuple):
     waited: float
 
 
-UNKNOWN = Pace(math.nan, math.nan, math.nan)
+UNKNOWN = LineMeasurement(math.nan, math.nan, math.nan)
 
 
 class AdaptiveCodec(Codec):
@@ -88,13 +88,13 @@ class AdaptiveCodec(Codec):
         """Whether round `step` must begin with an update, and that update is not made yet."""
 
     @abstractmethod
-    def statistics(self, state: Any, step: int = 0, pace: Pace = UNKNOWN) -> Tensor:
+    def statistics(self, state: Any, step: int = 0, line: LineMeasurement = UNKNOWN) -> Tensor:
         """The observations of this worker: a float64 vector of the same length on all workers.
 
         Args:
             state: of this worker.
             step: the round that begins.
-            pace: of the rounds since the last update; unknown unless `line_share` is a number.
+            line: of the rounds since the last update; unknown unless `line_share` is a number.
         """
 
     @abstractmethod

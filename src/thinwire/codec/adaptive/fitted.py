@@ -45,7 +45,7 @@ from ..sparse.top_k import TopK
 from ..traits import Traits
 from ..types import Key
 from .allocation import Choice, Matrix, allocate, sum_chosen
-from .base import UNKNOWN, AdaptiveCodec, Pace
+from .base import UNKNOWN, AdaptiveCodec, LineMeasurement
 
 QUANTIZERS: tuple[Codec, ...] = tuple(QSGD(bits=bits) for bits in range(2, 9))
 SPARSE: tuple[Codec, ...] = tuple(chain(TopK(ratio), QSGD(bits=4)) for ratio in (0.003, 0.01, 0.03, 0.1, 0.3))
@@ -315,8 +315,8 @@ class Fitted(AdaptiveCodec):
         for key, row in zip(keys, found, strict=True):
             state.measured[key.stream] = row
 
-    def statistics(self, state: FittedState, step: int = 0, pace: Pace = UNKNOWN) -> Tensor:
-        seen = torch.tensor(pace, dtype=torch.float64, device="cpu")
+    def statistics(self, state: FittedState, step: int = 0, line: LineMeasurement = UNKNOWN) -> Tensor:
+        seen = torch.tensor(line, dtype=torch.float64, device="cpu")
         if not self._measures_for(step):
             return seen
         totals = {_stream(name): torch.zeros_like(row) for name, row in state.errors.items()}
@@ -360,9 +360,9 @@ class Fitted(AdaptiveCodec):
             return np.ones(len(errors))
         return np.array(numels) / np.maximum(errors[:, -1], np.finfo(np.float64).tiny)
 
-    def _followed(self, state: FittedState, paces: Tensor) -> tuple[float, float, float]:
+    def _followed(self, state: FittedState, measured: Tensor) -> tuple[float, float, float]:
         """The budget in bytes that suits the line, its rate and the next growth, by the module's rule."""
-        known = paces[paces.isfinite().all(1)]
+        known = measured[measured.isfinite().all(1)]
         if not len(known):
             return state.budget, state.rate, state.growth
         fresh, slack, waited = float(known[:, 0].max()), float(known[:, 1].min()), float(known[:, 2].min())
