@@ -85,9 +85,15 @@ def environment(dry: bool) -> dict[str, str]:
     }
 
 
-def run(part: Part, dry: bool) -> dict[str, Any]:
-    """Run a part in a process of its own, and end it at the limit; what it showed, which is kept."""
-    result: dict[str, Any] = {"title": part.title, "dry_run": dry, "date": time.strftime("%Y-%m-%d %H:%M")}
+def run(part: Part, dry: bool, name: str) -> dict[str, Any]:
+    """Run a part in a process of its own, and end it at the limit; what it showed, which is kept.
+
+    Args:
+        part: what to run.
+        dry: whether to do without a GPU.
+        name: of the device, with the versions.
+    """
+    result: dict[str, Any] = {"title": part.title, "dry_run": dry, "date": time.strftime("%Y-%m-%d %H:%M"), "on": name}
     log = RESULTS / f"{part.name}.log"
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
@@ -158,7 +164,7 @@ def _summary(part: Part, code: int | None, printed: str) -> dict[str, Any]:
 
 def table() -> str:
     """All parts in order of worth, and what was measured below; those that have not run say so."""
-    lines, below = [], []
+    lines, below, places = [], [], dict[str, None]()
     for part in PARTS:
         path = RESULTS / f"{part.name}.json"
         if not path.exists():
@@ -169,7 +175,8 @@ def table() -> str:
         lines.append(f"{part.name:10} {state:13} {result['seconds']:5} s  {part.title}: {result['shown']}")
         lines += [f"{'':10} failed: {name}" for name in result.get("failed", [])]
         below += ["", f"{part.title}, {result['date']}", *result["rows"]] if result.get("rows") else []
-    return "\n".join([*lines, *below])
+        places |= {result["on"]: None}
+    return "\n".join([*lines, *(f"on {place}" for place in places), *below])
 
 
 def device() -> str:
@@ -194,12 +201,13 @@ def main(arguments: list[str]) -> int:
     name = device()
     if not name and not chosen.dry_run:
         sys.exit("no GPU: PyTorch sees no CUDA or ROCm device, so nothing was run; --dry-run needs none")
-    print("dry run: nothing runs on a GPU" if chosen.dry_run else name, flush=True)
+    name = "no GPU, a dry run" if chosen.dry_run else name
+    print(name, flush=True)
     wanted = [part for part in PARTS if part.name in chosen.parts or "all" in chosen.parts]
     results = []
     for part in wanted:
         print(f"{part.name}: about {part.minutes} min ...", flush=True)
-        results.append(run(part, chosen.dry_run))
+        results.append(run(part, chosen.dry_run, name))
     print(table())
     return sum(result["state"] in ("failed", "not finished") for result in results)
 

@@ -199,7 +199,12 @@ def with_shards(comm) -> list[torch.Tensor]:
     net = fully_shard(model(), mesh=dist.init_device_mesh(GPU.type, (comm.size,)))
     with tw.compress_shards(net):
         steps_with(net, torch.optim.SGD(net.parameters(), lr=0.01), comm.rank)
-        return [p.full_tensor().detach().cpu() for p in net.parameters()]
+        # Not `full_tensor`: over Gloo, PyTorch 2.11 crashes where it gathers tensors on a GPU.
+        found = []
+        for p in net.parameters():
+            shards = comm.all_gather(p.to_local().detach().cpu().flatten(), variable=True).wait()
+            found.append(torch.cat(shards).view(p.shape))
+        return found
 
 
 def with_gossip(comm) -> list[torch.Tensor]:

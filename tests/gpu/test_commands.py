@@ -71,7 +71,7 @@ def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, m
     lines = "created: 2/2 workers\\n2 workers [3 items]\\n[gw0] [ 33%] PASSED a\\n[gw1] [ 66%] FAILED b \\n"
     hanging = [sys.executable, "-c", f"import time; print('{lines}', flush=True); time.sleep(60)"]
     monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: hanging)
-    result = script["run"](script["PARTS"][0], dry=True)
+    result = script["run"](script["PARTS"][0], dry=True, name="no GPU")
     assert (result["state"], result["shown"]) == ("not finished", "1 of 3 checks passed")
 
 

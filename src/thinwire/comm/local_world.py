@@ -82,7 +82,8 @@ def _work(
     mail: Mail, world: LocalWorld, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int
 ) -> None:
     try:
-        with LocalCommunicator(rank, world.size, mail) as comm:
+        # A GPU has one thread for the backward passes of all workers, and one that waits there would hold up the others.
+        with torch.autograd.set_multithreading_enabled(False), LocalCommunicator(rank, world.size, mail) as comm:
             results[rank] = fn(comm, *args)
     except BaseException as error:
         mail.fail(rank, error)

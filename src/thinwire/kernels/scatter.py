@@ -188,7 +188,8 @@ def _clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
 def _add(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int], weight: float) -> None:
     factor = float32(weight, values.device)
     for (out, index), value in zip(_checked_pieces(outs, indices, counts), bit.split(values, counts), strict=True):
-        out.index_add_(0, index, value * factor)
+        # Not `index_add_`: on GPUs its atomic additions make zeros of numbers below the normal range.
+        out.scatter_(0, index, out[index] + value * factor)
 
 
 @kernel

@@ -197,11 +197,18 @@ def decode_chunks(chunk: int, chosen: tuple[Tensor, ...], payload: Tensor, outs:
         [chunks.numel() * min(chunk, o.numel()) for chunks, o in zip(chosen, outs, strict=True)]
     )
     for out, chunks, value in zip(outs, chosen, values, strict=True):
-        at = max(0, chunks.numel() - 1) * chunk
-        _rows(out, chunk).index_add_(0, _whole(out, chunk, chunks), value[:at].view(-1, chunk))
-        elements, is_inside = _last_elements(out, chunk, chunks)
-        # Adding -0.0 changes nothing, not even a zero's sign.
-        out.index_add_(0, elements, torch.where(is_inside, value[at:], torch.full_like(value[at:], -0.0)))
+        # Not `index_add_`: on GPUs its atomic additions make zeros of numbers below the normal range.
+        at, rows, whole = max(0, chunks.numel() - 1) * chunk, _rows(out, chunk), _whole(out, chunk, chunks)
+        rows.index_copy_(0, whole, rows[whole] + value[:at].view(-1, chunk))
+        last, size = value[at:], value.numel() - at
+        if size:
+            begin = chunks[-1:].long() * chunk
+            first = begin.clamp(max=out.numel() - size)  # so many elements from there on are inside
+            place = torch.arange(size, device=out.device) - (begin - first)
+            # Adding -0.0 changes nothing, not even a zero's sign.
+            added = torch.where(place >= 0, last[place.clamp(min=0)], torch.full_like(last, -0.0))
+            elements = first + torch.arange(size, device=out.device)
+            out.index_copy_(0, elements, out[elements] + added)
 
 
 def _rows(x: Tensor, chunk: int) -> Tensor:

@@ -137,7 +137,8 @@ def _plan(
     code_bytes = [(n * coding.bits + 7) // 8 for n in numels]
     first_code = starts(code_bytes, 4 * coding.numbers * sum(num_buckets))
     rows = [addresses, residuals, numels, starts(num_buckets)[:-1], first_code[:-1]]
-    return plan_launches(device, rows, tiles_of(numels, coding.tiles.numel), numels, addresses, residuals)
+    tiles = tiles_of(numels, coding.tiles.numel)
+    return plan_launches(device, rows, tiles, numels, addresses, residuals, codes=first_code[:-1])
 
 
 @triton.jit
@@ -251,7 +252,7 @@ def _encode(
     codes, values = RULE(x, first, second, u, level_table, PARAMETERS)
     lost = x - values
     address = payload + _first_code(rows, num_segments, segment, start, BITS)
-    if ALIGNED and VECTOR >= 128:
+    if ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0:
         address = tl.multiple_of(address, 4)
     nbytes = _bytes_of(numel, BITS, VECTOR)
     store_codes(address, tl.where(inside, codes, 0), nbytes, BITS, SIZE, WIDTH, ROWS)
@@ -292,7 +293,7 @@ def _decode(
     for i in range(1 if ADD else num_payloads):
         payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
         address = payload + first_byte
-        if ALIGNED and VECTOR >= 128:
+        if ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0:
             address = tl.multiple_of(address, 4)
         codes = load_codes(address, nbytes, BITS, SIZE, WIDTH, ROWS)
         first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)

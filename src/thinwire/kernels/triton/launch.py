@@ -7,7 +7,8 @@ Uploads come from pinned memory and nothing waits for them.
 
 Alignment. A table's numbers are unknown to the compiler, which then loads element by element. So the segments that begin at
 multiples of 16 bytes, and whose sizes are multiples of 128, are served by a launch of their own (`by_alignment`), whose
-kernel is told so by the constant `VECTOR`. Most buckets have no others.
+kernel is told so by the constant `VECTOR`. Most buckets have no others. What the compiler is told must hold: a GPU stops at
+a wide load from a narrow address, which the interpreter takes.
 
 Numerics. Every kernel is launched with `enable_fp_fusion=False`: the reference rounds after each operation.
 """
@@ -134,8 +135,9 @@ def plan_launches(
     num_tiles: Sequence[int],
     numels: Sequence[int],
     *addresses: Sequence[int],
+    codes: Sequence[int] | None = None,
 ) -> list[Launch]:
-    """A launch for the aligned segments, and one for the others; call it where its result is kept.
+    """A launch for the aligned segments, and one or two for the others; call it where its result is kept.
 
     Args:
         device: of the tables.
@@ -143,35 +145,43 @@ def plan_launches(
         num_tiles: tiles of each segment.
         numels: elements of each.
         addresses: of each, in one or more buffers; 0 for none.
+        codes: where the codes of each begin in a payload, in bytes; None where there are none.
     """
     launches = []
-    for vector, tiles in by_alignment(num_tiles, numels, *addresses):
+    for vector, tiles in by_alignment(num_tiles, numels, *addresses, codes=codes):
         first_tile = starts(tiles)
         launches.append(Launch(uploaded(device, [first_tile[:-1], *rows]), first_tile[-1], vector))
     return launches
 
 
 def by_alignment(
-    num_tiles: Sequence[int], numels: Sequence[int], *addresses: Sequence[int]
+    num_tiles: Sequence[int], numels: Sequence[int], *addresses: Sequence[int], codes: Sequence[int] | None = None
 ) -> list[tuple[int, list[int]]]:
-    """For each launch the constant `VECTOR`, and the tiles of each segment: 0 for those of the other launch.
+    """For each launch the constant `VECTOR`, and the tiles of each segment: 0 for those of the other launches.
 
-    `VECTOR` is what all sizes are multiples of, where all addresses are multiples of 16; else 1.
+    `VECTOR` is what all sizes are multiples of, where all addresses are multiples of 16; else 1. It is `WHOLE_WORDS` only
+    where codes begin at multiples of 4 too: those of a segment of any size move the codes of all that follow.
 
     Example:
         >>> by_alignment([2, 1, 1], [4096, 7, 128], [64, 128, 256])
         [(128, [2, 0, 1]), (1, [0, 1, 0])]
+        >>> by_alignment([2, 1, 1], [4096, 7, 128], [64, 128, 256], codes=[0, 2048, 2052])
+        [(128, [2, 0, 1]), (1, [0, 1, 0])]
+        >>> by_alignment([2, 1, 1], [4096, 8, 128], [64, 128, 256], codes=[0, 2048, 2051])
+        [(128, [2, 0, 0]), (4, [0, 1, 1])]
     """
-    placed = [not any(a % 16 for a in each) for each in zip(*addresses, strict=True)]
-    aligned = [place and n % WHOLE_WORDS == 0 for place, n in zip(placed, numels, strict=True)]
-    if all(aligned):
-        return [(WHOLE_WORDS, list(num_tiles))]
-    rest = [place and n % 4 == 0 for place, n, first in zip(placed, numels, aligned, strict=True) if not first]
-    launches = [
-        (WHOLE_WORDS, [tiles * first for tiles, first in zip(num_tiles, aligned, strict=True)]),
-        (4 if all(rest) else 1, [tiles * (not first) for tiles, first in zip(num_tiles, aligned, strict=True)]),
+    vectors = []
+    for numel, code, *places in zip(numels, codes or [0] * len(numels), *addresses, strict=True):
+        is_placed = not any(place % 16 for place in places)
+        is_whole = numel % WHOLE_WORDS == 0 and code % 4 == 0
+        vectors.append(1 if not is_placed or numel % 4 else WHOLE_WORDS if is_whole else 4)
+    if codes is None and 1 in vectors:  # few elements are in the smaller segments
+        vectors = [1 if vector == 4 else vector for vector in vectors]
+    found = [
+        (vector, [n if each == vector else 0 for n, each in zip(num_tiles, vectors, strict=True)])
+        for vector in (WHOLE_WORDS, 4, 1)
     ]
-    return [(vector, tiles) for vector, tiles in launches if any(tiles)] or launches[:1]
+    return [(vector, tiles) for vector, tiles in found if any(tiles)] or found[:1]
 
 
 def launch_each(function: Any, launches: list[Launch], device: torch.device, *arguments: Any, **constants: Any) -> None:
