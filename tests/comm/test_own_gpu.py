@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import thinwire as tw
 from thinwire.comm import Handle, ProcessGroupCommunicator, process_group
 from thinwire.integrations.state import AllWorkersState
 from thinwire.strategy import base
+from thinwire.strategy.gradients import shard_compression
+from thinwire.strategy.model import shards
 
 CURRENT, OF_GROUP, OF_MODEL = (torch.device("cuda", i) for i in range(3))
 
@@ -98,6 +101,35 @@ def test_a_strategy_connects_on_its_models_device(attach, monkeypatch):
     with pytest.raises(ConnectionError):
         attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert asked == [model.weight.device]
+
+
+@pytest.mark.parametrize(
+    ("module", "connects"),
+    [
+        (
+            shard_compression,
+            lambda device: shard_compression.ShardCompression.connected(mock.Mock(_comm=None), None, device),
+        ),
+        (
+            shards,
+            lambda device: shards.Replica._communicator(
+                mock.Mock(_tensors=[("p", torch.ones(1, device=device))]), None
+            ),
+        ),
+    ],
+    ids=["shards", "replicas of shards"],
+)
+def test_sharded_models_connect_on_their_device(module, connects, monkeypatch):
+    asked = []
+
+    def connect(group, device=None):
+        asked.append(device)
+        raise ConnectionError
+
+    monkeypatch.setattr(module, "ProcessGroupCommunicator", connect)
+    with pytest.raises(ConnectionError):
+        connects(torch.device("meta"))
+    assert asked == [torch.device("meta")]
 
 
 class OnGpus(SimpleNamespace):

@@ -29,7 +29,10 @@ from thinwire.kernels import flags
 
 ROOT = Path(tw.__file__).parent
 OPERATIONS = {"nonzero", "masked_select", "bincount", "_unique2", "equal", "_local_scalar_dense"}
-METHODS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "bincount", "equal")
+METHODS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "cpu")
+METHODS += ("nonzero", "bincount", "equal", "masked_select", "unique")
+FUNCTIONS = ("nonzero", "bincount", "equal", "masked_select", "unique")
+INDEXING, UPLOADS = ("__getitem__", "__setitem__"), ("tensor", "as_tensor")
 
 
 def place() -> str | None:
@@ -64,11 +67,18 @@ class Reads(TorchDispatchMode):
             self.note()
         return func(*args, **(kwargs or {}))
 
-    def noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, which counts while the counter is active; what it calls itself is no other read."""
+    def noted(
+        self, method: Callable[..., Any], waits: Callable[..., bool] = lambda *_, **__: True
+    ) -> Callable[..., Any]:
+        """The method, which counts while the counter is active; what it calls itself is no other read.
+
+        Args:
+            method: of a tensor, or a function.
+            waits: of its arguments, whether a host waits.
+        """
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            if self.is_active:
+            if self.is_active and waits(*args, **kwargs):
                 self.note()
             before, self.inside.reads = getattr(self.inside, "reads", False), True
             try:
@@ -86,12 +96,29 @@ class Reads(TorchDispatchMode):
         return {file: -(-count // times) for file, count in sorted(files.items())}
 
 
+def has_mask(_tensor: torch.Tensor, index: Any, *_value: Any) -> bool:
+    """Whether an index is a mask, whose ones the host counts."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def is_upload(data: Any, *_rest: Any, device: Any = None, **_others: Any) -> bool:
+    """Whether numbers are copied to a device, which the host waits for; main memory goes by the name "cpu"."""
+    return not isinstance(data, torch.Tensor) and isinstance(device, torch.device)
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     counter = Reads()
     monkeypatch.setattr(flags, "in_main_memory", lambda device: False)  # as on a GPU
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, counter.noted(getattr(torch.Tensor, name)))
+    for name in INDEXING:
+        monkeypatch.setattr(torch.Tensor, name, counter.noted(getattr(torch.Tensor, name), has_mask))
+    for name in FUNCTIONS:
+        monkeypatch.setattr(torch, name, counter.noted(getattr(torch, name)))
+    for name in UPLOADS:
+        monkeypatch.setattr(torch, name, counter.noted(getattr(torch, name), is_upload))
     yield counter
     monkeypatch.undo()
     if not fake_driver.ASKED_FOR:  # else what was decoded had not been written
@@ -161,7 +188,7 @@ STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A rou
     },
     "Gradients(Mean(TopK(0.1, sample=0.5), ErrorFeedback()))": COMMIT
     | {
-        "codec/sparse/payload.py": 2,  # of each payload
+        "codec/sparse/payload.py": 3,  # of each payload, and an upload
         "codec/sparse/top_k.py": 1,
         "kernels/triton/select.py": 2,  # one of them in main memory
     },
