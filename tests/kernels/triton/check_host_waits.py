@@ -29,9 +29,8 @@ from thinwire.kernels import flags
 
 ROOT = Path(tw.__file__).parent
 OPERATIONS = {"nonzero", "masked_select", "bincount", "_unique2", "equal", "_local_scalar_dense"}
-METHODS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "cpu")
-METHODS += ("nonzero", "bincount", "equal", "masked_select", "unique")
 FUNCTIONS = ("nonzero", "bincount", "equal", "masked_select", "unique")
+METHODS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", *FUNCTIONS)
 INDEXING, UPLOADS = ("__getitem__", "__setitem__"), ("tensor", "as_tensor")
 
 

@@ -204,10 +204,10 @@ def decode_chunks(chunk: int, chosen: tuple[Tensor, ...], payload: Tensor, outs:
         if size:
             begin = chunks[-1:].long() * chunk
             first = begin.clamp(max=out.numel() - size)  # so many elements from there on are inside
-            place = torch.arange(size, device=out.device) - (begin - first)
+            elements = first + torch.arange(size, device=out.device)
+            place = elements - begin
             # Adding -0.0 changes nothing, not even a zero's sign.
             added = torch.where(place >= 0, last[place.clamp(min=0)], torch.full_like(last, -0.0))
-            elements = first + torch.arange(size, device=out.device)
             out.index_copy_(0, elements, out[elements] + added)
 
 
