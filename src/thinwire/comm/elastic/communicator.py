@@ -27,10 +27,11 @@ Comparing. Every `check_every` rounds each worker also says the hash of what all
 more than half of them is named and healed. Where there is no such majority, all raise an error.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
-`timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). A worker without progress for so long sends
-no more heartbeats either, and the Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died
-before it connected, the others try again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries
-tell the others, and one of them is left out.
+`timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). Rarely, this holds for one that dies too:
+Gloo may not say that a send to it has failed. A worker without progress for so long sends no more heartbeats either, and the
+Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died before it connected, the others try
+again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries tell the others, and one of them is
+left out.
 
 GPUs. Tensors on a GPU go through main memory, as Gloo needs it, or with `backend="nccl"` over a second process group. Votes,
 sizes, and healing go over Gloo in both cases. An operation over NCCL ends on the GPU after its `wait()`, so before the vote the

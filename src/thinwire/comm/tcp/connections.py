@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ..addresses import is_contact, name_of, oldest_of_busiest
 from ..handle import CommunicationError
 from ..tls import relay
-from .handshake import Greeting, introduce, proof
+from .handshake import HUNG_UP, Greeting, introduce, proof
 from .identity import Identity
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Connections:
             return greeting.why
         if session and session.peer_name != self._contacts[peer].name:
             return self._other_name(peer, session)
-        return "" if greeting.accept() else "has hung up"
+        return "" if greeting.accept() else HUNG_UP
 
     def _take(self, greeting: Greeting, session: Session | None) -> None:
         peer = greeting.proven()
@@ -278,8 +278,12 @@ class Connections:
     def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
         connection = greetings.pop(descriptor)[0].connection
         poll.unregister(descriptor)
-        log.warning("rank %d closed a connection from %s, which %s", self._rank, name_of(connection), why)
+        self._tell(name_of(connection), why)
         connection.close()
+
+    def _tell(self, caller: str, why: str) -> None:
+        level = logging.DEBUG if why == HUNG_UP else logging.WARNING  # a worker that ends hangs up too
+        log.log(level, "rank %d closed a connection from %s, which %s", self._rank, caller, why)
 
     # ---- at the relay ----
 
@@ -322,7 +326,7 @@ class Connections:
                 if poll.poll(1000 * min(left, 1.0)) and not greeting.goes_on():
                     why = self._refusal(greeting, session)
                     if why:
-                        log.warning("rank %d closed a connection from the relay, which %s", self._rank, why)
+                        self._tell("the relay", why)
                     else:
                         self._take(greeting, session)
                     return

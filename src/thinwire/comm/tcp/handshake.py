@@ -23,6 +23,7 @@ from typing import Protocol
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 HELLO = struct.Struct(f"<q{NONCE_BYTES}s{PROOF_BYTES}s")
 RANKS = struct.Struct("<qq")
+HUNG_UP = "has hung up"
 
 
 class Stream(Protocol):
@@ -110,6 +111,8 @@ class Greeting:
                 self.why = f"is not of this run: {error}"
             return False
         self._said += part
+        if not self._said:
+            self.why = HUNG_UP
         return bool(part) and len(self._said) < HELLO.size
 
     def _ask(self) -> None:
