@@ -179,7 +179,19 @@ STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A rou
     "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))": COMMIT,
     "Gradients(Mean(TopK(0.1), ErrorFeedback(), exchange='scatter_reduce'))": COMMIT,
     "Gradients(Mean(RandomK(0.1, shared=True)))": COMMIT,
+    "Gradients(Mean(QSGD(bits=4), ErrorFeedback(), exchange='hierarchical', workers_per_node=2))": COMMIT,
+    "Gradients(Mean(TopK(0.1), EF21()))": COMMIT,
+    "Gradients(Mean(QSGD(bits=4), LoCo()))": COMMIT,
+    "Gradients(Mean(LowRank(2, QSGD(bits=6)), ErrorFeedback()))": COMMIT,
+    "Gradients(Mean(Fitted(3.0), ErrorFeedback()))": COMMIT,  # in rounds that do not measure
+    "Gradients(Mean(QSGD(bits=4), clip=ClipByNorm(1.0)))": COMMIT,
+    "Gradients(Mean(QSGD(bits=4), clip=ClipValueByGlobalNorm()))": COMMIT | {"average/mean/clip.py": 2},
+    "Gradients(Mean(QSGD(bits=4), rule=Median()))": COMMIT
+    | {"average/robust/base.py": 1, "average/robust/record.py": 1},
+    "Gradients(Mean(QSGD(bits=4), rule=CenteredClipping(1.0)))": COMMIT
+    | {"average/robust/centered_clipping.py": 3, "average/robust/record.py": 3},
     "Gradients(PowerSGD(rank=2))": {"average/low_rank/power_sgd.py": 1},
+    "Gradients(Dion(rank=2))": {"average/low_rank/dion.py": 1},
     "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9), exchange='sparse_reduce'))": COMMIT
     | {
         "average/mean/exchange/regions.py": 1,  # a bucket

@@ -136,8 +136,8 @@ class RunConfig:
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     transport: Transport = "auto"
     """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") for
-    tensors in main memory between machines; else, and with elastic, Gloo. "mpi" needs a PyTorch that was
-    built with MPI; the others work under mpirun too."""
+    tensors in main memory between machines; else, and with elastic, Gloo. With elastic, "nccl" is experimental: it has never
+    run on a GPU. "mpi" needs a PyTorch that was built with MPI; the others work under mpirun too."""
     measure_lines: bool = False
     """Measure the lines between workers first, about ten seconds, and lay out the averaging by them: the order of ranks, sites
     for hierarchical exchanges, and unequal shares of scatter_reduce. The run's folder keeps the layout for --resume."""
