@@ -30,7 +30,7 @@ def run(monkeypatch):
         ended = threading.Barrier(sum(sizes))
 
         def process(world, number):
-            comm = ElasticCommunicator(place.address, number, timeout_seconds=SECONDS, replica=world)
+            comm = ElasticCommunicator(place.address, number, timeout_seconds=SECONDS / 4, replica=world)
             try:
                 return fn(comm, number)
             finally:
