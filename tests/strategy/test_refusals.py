@@ -84,6 +84,30 @@ def test_a_plain_model_that_ddp_trains_is_refused_in_the_first_forward(is_first)
     spawn(2, inside_ddp_worker, is_first)
 
 
+def wrapped_part_worker(comm, attach):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = sgd(net)
+    handle = attach(net, optimizer)
+    net[0] = DistributedDataParallel(net[0])
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="part '0' of the model is wrapped in DistributedDataParallel, which would"):
+        optimizer.step()
+    handle.detach()
+
+
+def attach_gradients(net, optimizer):
+    return tw.compress_gradients(net, SPARSE)
+
+
+def attach_local(net, optimizer):
+    return tw.local_updates(net, optimizer, tw.Mean(), 2)
+
+
+@pytest.mark.parametrize("attach", [attach_gradients, attach_local])
+def test_a_part_that_ddp_wraps_later_is_refused_in_the_first_step(attach):
+    spawn(2, wrapped_part_worker, attach)
+
+
 def join_worker(comm):
     torch.manual_seed(0)
     net = nn.Linear(3, 2, bias=False)
@@ -135,8 +159,22 @@ def test_swapped_arguments_are_told_so():
     with pytest.raises(ValueError, match="got Sequential; write the model first$"):  # on one line
         tw.compress_gradients(tw.Mean(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     model = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=r"got SGD; attach\(model, optimizer\) takes one$"):  # on one line
-        tw.compress_gradients(model, sgd(model))
+    comes = (
+        r"got SGD; an optimizer comes right after the model, as in attach\(model, optimizer, strategy\)$"  # on one line
+    )
+    for call in (
+        lambda: tw.compress_gradients(model, sgd(model)),
+        lambda: tw.local_updates(model, tw.Mean(), sgd(model), every=2),
+        lambda: tw.gossip_parameters(model, tw.Mix(tw.Ring()), sgd(model)),
+    ):
+        with pytest.raises(ValueError, match=comes):
+            call()
+    with pytest.raises(ValueError, match="got SGD; write the model first, and then the optimizer$"):
+        tw.attach(sgd(model), model)
+    with pytest.raises(
+        ValueError, match=r"got Gradients\(Mean\(\)\); attach\(model, optimizer, Gradients\(Mean\(\)\)\)"
+    ):
+        tw.compress_gradients(model, tw.Gradients(tw.Mean()))
     for strategy in (tw.Gradients(tw.Mean()), "Gradients(Mean())"):  # is not passed over in favour of the default
         with pytest.raises(
             ValueError, match=r"is the optimizer or None, got '?Gradients\(Mean\(\)\)'?; write attach\("

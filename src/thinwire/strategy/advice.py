@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .base import Attachment
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-STEPS_WITHOUT_EPOCH = 1000  # more than most epochs have
+STEPS_WITHOUT_EPOCH = 50  # who sets the epoch where it begins has done so long before
 
 
 def advice(algorithm: Algorithm) -> list[str]:
@@ -77,13 +77,14 @@ class Advisor:
         self._waits_for_epoch, self._steps = follows_epochs(strategy), 0
         self._warn(advice(strategy))
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the optimizer in its first step, and at the epoch in a late one."""
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Look at the optimizer in its first step, and at the epoch in a late one; return whether it is the first."""
         self._steps += 1
         if self._steps == 1:
             self._warn(advice_on_optimizer(self._strategy, optimizer))
         if self._steps == STEPS_WITHOUT_EPOCH and self._waits_for_epoch:
             self._warn([f"{self._strategy} changes by epochs, and still is in epoch 0: call handle.set_epoch(epoch)"])
+        return self._steps == 1
 
     def epoch_begins(self) -> None:
         """The training says which epoch it is."""

@@ -44,7 +44,7 @@ from ..options import require_integer
 from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
-from .model.models import NamedParameters, check_model
+from .model.models import NamedParameters, check_model, refuse_ddp
 from .model.optimizer_step import Arguments, refuse_in_backward
 from .model.shards import Replica
 from .nonfinite import NonfiniteSteps
@@ -326,7 +326,8 @@ class AveragerAttachment(Attachment):
         if self._comm is not None:
             check.own_process(self._comm)
         refuse_in_backward(self.call, optimizer)
-        self._advisor.before_step(optimizer)
+        if self._advisor.before_step(optimizer):
+            refuse_ddp(self.call, self._model)  # a part may have been wrapped since
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, args, kwargs)
 

@@ -97,8 +97,11 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
             not isinstance(model, Algorithm),
             f"the first argument is {model!r}; write the model first, such as attach(model, ..., {model!r})",
         )
+        is_optimizer: bool = isinstance(model, torch.optim.Optimizer)
         self._require(
-            isinstance(model, nn.Module), f"the model must be a module of torch.nn, got {type(model).__name__}"
+            isinstance(model, nn.Module),
+            f"the model must be a module of torch.nn, got {type(model).__name__}"
+            + ("; write the model first, and then the optimizer" if is_optimizer else ""),
         )
         self._require(
             not isinstance(optimizer, (Algorithm, str)),
@@ -138,7 +141,9 @@ class Averaging(Strategy[A_co]):
         value: object = self.averager
         got = type(value).__name__ if isinstance(value, (nn.Module, torch.optim.Optimizer)) else repr(value)
         got += "; write the model first" if isinstance(value, nn.Module) else ""
-        got += "; attach(model, optimizer) takes one" if isinstance(value, torch.optim.Optimizer) else ""
+        if isinstance(value, torch.optim.Optimizer):
+            got += "; an optimizer comes right after the model, as in attach(model, optimizer, strategy)"
+        got += f"; attach(model, optimizer, {value!r}) takes a strategy" if isinstance(value, Strategy) else ""
         self._require(
             isinstance(self.averager, (Averager, Pairwise)),
             averager_hint(self.averager) or f"averager must be an averager such as Mean(), got {got}",

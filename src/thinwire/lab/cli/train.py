@@ -60,7 +60,7 @@ def train_command(options: list[str]) -> None:
         return
     known = recipes()
     if recipe.startswith("-"):
-        raise ValueError(f"the recipe comes first, as in: thinwire train {next(iter(known))} {recipe} ...")
+        raise ValueError(f"the recipe comes before {recipe}, as in: thinwire train {next(iter(known))}")
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = set_variables()
     default = replace(default, workers=environment.size if environment else default.workers)
