@@ -85,6 +85,18 @@ void set(int fd, int level, int option, int value) {
     setsockopt(fd, level, option, &value, sizeof value);  // what a system does not have, it does without
 }
 
+// Whether TCP paces what it sends by the rate that it measures, and does not slow down at each lost packet.
+bool is_bbr(int fd) {
+    char name[16] = {};
+#ifdef TCP_CONGESTION
+    socklen_t size = sizeof name;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return false;
+#else
+    (void)fd;
+#endif
+    return std::strncmp(name, "bbr", 3) == 0;
+}
+
 std::string mismatch(int rank, uint64_t got, uint64_t expected) {
     return "rank " + std::to_string(rank) + " sent a message of " + std::to_string(got) + " bytes, expected " +
            std::to_string(expected) + "; do all workers run the same version and configuration?";
@@ -179,11 +191,13 @@ struct Engine::Peer {
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
+    bool is_steady = false;  // its congestion control is BBR: several connections would disturb each other
     std::string gone;
     bool has_said_goodbye = false;
     Counts counts;
 
-    bool is_long() const { return round_trip > kLong && round_trip < 1e8; }
+    // Whether several connections carry more than one.
+    bool is_long() const { return round_trip > kLong && round_trip < 1e8 && !is_steady; }
     uint64_t chunk_bytes() const { return !is_long() ? kNearChunk : round_trip > kFar ? kFarChunk : kLongChunk; }
     bool has_work() const { return !(small.empty() && again.empty() && bulk.empty()); }
     uint64_t left_of_bulk() const {
@@ -250,6 +264,7 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
     Info info = info_of(fd);
     double least = info.least_round_trip > 0 ? std::min(info.least_round_trip, info.round_trip) : info.round_trip;
     if (least > 0) peer.round_trip = std::min(peer.round_trip, least);
+    peer.is_steady = is_bbr(fd);
     // A line that is silent is given up after a while, and connected anew: TCP itself waits twice as long each time.
     int patience = static_cast<int>(std::max(10.0, 40 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
     set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -489,6 +504,7 @@ Counts Engine::counts(int rank) {
     Lock lock(mutex_);
     Peer& peer = peers_.at(static_cast<size_t>(rank));
     peer.counts.round_trip_seconds = peer.round_trip < 1e8 ? peer.round_trip : 0;
+    peer.counts.is_far = peer.is_long() && peer.round_trip > kFar;
     return peer.counts;
 }
 
@@ -673,6 +689,7 @@ bool Engine::take_work(Connection& c) {
         return true;
     }
     if (is_first && !is_alone) return false;
+    if (peer.is_steady && !is_alone && peer.connections[1].get() != &c) return false;
     while (!peer.again.empty() && peer.again.front()->is_acked) peer.again.pop_front();
     if (peer.again.empty() && peer.bulk.empty()) return false;
     // Near the end of what there is to send, a connection whose window is full leaves it to others.

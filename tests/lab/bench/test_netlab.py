@@ -279,6 +279,28 @@ def test_congestion_control_is_that_of_the_hosts(tmp_path):
 
 
 @needs_lab
+@pytest.mark.parametrize("congestion, least, most", [("cubic", 9, 65), ("bbr", 2, 2)])
+def test_connections_share_a_long_line_unless_tcp_endures_lost_packets(congestion, least, most):
+    """Of both, one is for small messages: under BBR one connection carries the others."""
+    if congestion not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+        pytest.skip(f"this kernel has no {congestion}")
+    code = """if True:
+    import torch, torch.distributed as dist
+    from thinwire.comm.transport import connect
+    dist.init_process_group("gloo")
+    with connect("tcp") as comm:
+        total = sum(comm.all_reduce(torch.ones(250_000)).wait().sum().item() for _ in range(10))
+        if comm.rank == 0:
+            print(total, comm.counts(1).connections)
+    dist.destroy_process_group()"""
+    done = _run(code, "--line", "200mbit,round_trip=50ms", "--congestion", congestion)
+    assert done.returncode == 0, done.stderr
+    total, connections = done.stdout.splitlines()[-1].split()
+    assert float(total) == 10 * 2 * 250_000
+    assert least <= int(connections) <= most
+
+
+@needs_lab
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_the_first_failure_stops_the_others_and_is_returned(failing_rank):
     start = time.monotonic()
