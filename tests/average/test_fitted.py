@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 
@@ -215,9 +216,22 @@ def test_relative_errors_do_not_depend_on_the_scale_of_a_layer(uniform):
     plain, scaled = chosen("relative", {}), chosen("relative", scale)
     assert plain.choice == scaled.choice
     assert chosen("squared", {}).choice != chosen("squared", scale).choice
-    errors, choice = scaled.matrix(), list(scaled.choice.values())
-    relative = errors[:, :-1] / errors[:, -1:] * np.array(scaled.numels)[:, None]
-    assert relative[np.arange(len(choice)), choice].sum() <= relative[:, ANY.index(uniform)].sum()
+
+
+@pytest.mark.parametrize("candidates", [QUANTIZERS, ANY], ids=["quantizers", "any"])
+@pytest.mark.parametrize("bits", [2.6, 3.3, 5.0])
+def test_no_choice_loses_less(candidates, bits):
+    """Against all choices: the sum of relative errors, each times the elements of its layer."""
+    fitted, xs = tw.Fitted(bits, candidates=candidates), dict(gradients(0, 0))
+    state = fitted.init_state({name: x.shape for name, x in xs.items()})
+    fitted.observe(state, list(xs.values()), [Key.of(0, name, 0, 0) for name in xs])
+    fitted.update(state, fitted.learn(state, [fitted.statistics(state, 1)]), 1)
+    errors, rows = state.matrix(), np.arange(len(xs))
+    costs = np.array(state.numels)[:, None] * errors[:, :-1] / errors[:, -1:]
+    num_bytes = np.array([[codec.nbytes(x.shape) for codec in fitted.codecs] for x in xs.values()])
+    every = np.array(list(itertools.product(range(len(fitted.codecs)), repeat=len(xs))))
+    fitting = every[num_bytes[rows, every].sum(1) <= state.budget]
+    assert costs[rows, list(state.choice.values())].sum() == pytest.approx(costs[rows, fitting].sum(1).min(), rel=1e-9)
 
 
 # ---- the codec of one round ----
@@ -543,13 +557,13 @@ def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
             "chain(TopK(0.1), Fitted(3.0, 'quantizers'))",
             "gives each layer a codec of its own, which is not possible here",
         ),
-        ("chain(Fitted(3.0), Huffman())", "has no symbols of up to 8 bits to code"),
+        ("chain(Fitted(3.0, 'sparse'), Huffman())", "has no symbols of up to 8 bits to code"),
         ("Choco(Ring(), Fitted(3.0))", "gossip asks neighbours only"),
         ("Shards(gradients=Fitted(3.0, 'quantizers'))", "learns from gradients, which is not possible here"),
         ("Fitted()", "give either budget or error_of"),
         ("Fitted(3.0, error_of=QSGD(bits=4))", "give either budget or error_of"),
         ("Fitted('lines')", "or 'line', got 'lines'"),
-        ("Fitted(3.0, 'dense')", "candidates must be one of 'all', 'quantizers', or codecs"),
+        ("Fitted(3.0, 'dense')", "candidates must be one of 'low_rank', 'sparse', 'quantizers', or codecs"),
         ("Fitted(3.0, (RandomK(0.1, shared=True),))", "with one key on all workers"),
         ("Fitted(3.0, (Threshold(1.0),))", "vary in size"),
         ("Fitted(Fitted(3.0))", "learns from gradients"),

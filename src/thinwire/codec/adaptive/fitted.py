@@ -49,9 +49,10 @@ from .base import UNKNOWN, AdaptiveCodec, LineMeasurement
 
 QUANTIZERS: tuple[Codec, ...] = tuple(QSGD(bits=bits) for bits in range(2, 9))
 SPARSE: tuple[Codec, ...] = tuple(chain(TopK(ratio), QSGD(bits=4)) for ratio in (0.003, 0.01, 0.03, 0.1, 0.3))
-LOW_RANK: tuple[Codec, ...] = tuple(LowRank(rank, QSGD(bits=6)) for rank in (1, 4, 16))
+LOW_RANK: tuple[Codec, ...] = tuple(LowRank(rank, QSGD(bits=6)) for rank in (1, 2, 4, 8, 16, 32))
 CANDIDATES: dict[str, tuple[Codec, ...]] = {
-    "all": (*QUANTIZERS, *SPARSE, *LOW_RANK, Identity()),
+    "low_rank": (*QUANTIZERS, *LOW_RANK, Identity()),
+    "sparse": (*QUANTIZERS, *SPARSE, Identity()),
     "quantizers": (*QUANTIZERS, Identity()),
 }
 
@@ -126,9 +127,9 @@ class Fitted(AdaptiveCodec):
     Args:
         budget: bits an element, a codec whose bytes on the same layers are the budget and which is then a candidate too,
             or "line"; None with `error_of`. Lower => smaller messages, more error.
-        candidates: "all": `QSGD` of 2 to 8 bits, `TopK` of 0.3 to 30 % with 4 bits, `LowRank` of rank 1, 4 and 16 with
-            factors of 6 bits (not under "line"), and dense; "quantizers": without the sparse ones and those of low rank, which
-            are biased and need a memory; or codecs of fixed size.
+        candidates: "quantizers": `QSGD` of 2 to 8 bits, and dense. "low_rank": also `LowRank` of rank 1 to 32 with factors of 6
+            bits; "sparse": also `TopK` of 0.3 to 30 % with 4 bits. These two are biased and need a memory. Or codecs of fixed
+            size. None is "sparse" under "line", which does not see that a low rank takes longer to encode, and else "low_rank".
         error_of: the codec whose error on all layers is the bound; in place of `budget`.
         weighting: of the squared error of a layer. "relative": w_l = n_l / |x_l|^2 for n_l elements, the error after an
             optimizer such as Adam has divided by the size of a layer's gradients. "squared": w_l = 1.
@@ -160,10 +161,10 @@ class Fitted(AdaptiveCodec):
     """
 
     budget: float | Codec | str | None = None
-    candidates: str | tuple[Codec, ...] = "all"
+    candidates: str | tuple[Codec, ...] | None = None
     error_of: Codec | None = None
     weighting: str = "relative"
-    measure_steps: tuple[int, ...] = (1, 10, 50)
+    measure_steps: tuple[int, ...] = (1, 10, 30, 100)
     measure_every: int = 200
     follow_every: int = 5
     wait_share: float = 0.05
@@ -187,11 +188,11 @@ class Fitted(AdaptiveCodec):
             f"Fitted: error_of must be a codec such as QSGD(bits=4), got {self.error_of!r}",
         )
         for name in ("candidates", "measure_steps", "limits"):
-            if not isinstance(getattr(self, name), str):
+            if not isinstance(getattr(self, name), (str, type(None))):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         words = ", ".join(map(repr, CANDIDATES))
         require(
-            self.candidates in CANDIDATES if isinstance(self.candidates, str) else len(self.candidates) > 0,
+            self.candidates in (None, *CANDIDATES) if not isinstance(self.candidates, tuple) else bool(self.candidates),
             f"Fitted: candidates must be one of {words}, or codecs, got {self.candidates!r}",
         )
         for codec in self.codecs:
@@ -216,10 +217,8 @@ class Fitted(AdaptiveCodec):
     @cached_property
     def codecs(self) -> tuple[Codec, ...]:
         """All candidates; the codec of `budget` or `error_of` among them."""
-        named = CANDIDATES[self.candidates] if isinstance(self.candidates, str) else self.candidates
-        if self.budget == LINE and isinstance(self.candidates, str):
-            # The budget is that of the line alone: it does not see that these take longer to encode.
-            named = tuple(codec for codec in named if codec not in LOW_RANK)
+        word = self.candidates or ("sparse" if self.budget == LINE else "low_rank")
+        named = word if isinstance(word, tuple) else CANDIDATES[word]
         return tuple(dict.fromkeys([*named, *([] if self._reference is None else [self._reference])]))
 
     @property
