@@ -290,10 +290,12 @@ def test_connections_share_a_long_line_unless_tcp_endures_lost_packets(congestio
     dist.init_process_group("gloo")
     with connect("tcp") as comm:
         total = sum(comm.all_reduce(torch.ones(250_000)).wait().sum().item() for _ in range(10))
+        while not comm.all_true(comm.counts(1 - comm.rank).connections >= LEAST):
+            pass
         if comm.rank == 0:
             print(total, comm.counts(1).connections)
     dist.destroy_process_group()"""
-    done = _run(code, "--line", "200mbit,round_trip=50ms", "--congestion", congestion)
+    done = _run(code.replace("LEAST", str(least)), "--line", "200mbit,round_trip=50ms", "--congestion", congestion)
     assert done.returncode == 0, done.stderr
     total, connections = done.stdout.splitlines()[-1].split()
     assert float(total) == 10 * 2 * 250_000
