@@ -32,6 +32,7 @@ constexpr double kFar = 0.015;              // and a very long one, where a wind
 constexpr uint32_t kLongChunk = 1 << 16;
 constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
 constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
+constexpr uint64_t kSteady = 4 << 20;       // with so many bytes left, or fewer, one connection takes them all under BBR
 constexpr int kHold = 1 << 14, kHoldDeep = 1 << 17, kHoldNear = 1 << 20;  // bytes beyond the window
 constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
 constexpr int kSigns = 4;                   // of life, in the time limit, so that a late one does no harm
@@ -191,12 +192,12 @@ struct Engine::Peer {
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
-    bool is_steady = false;  // its congestion control is BBR: several connections would disturb each other
+    bool is_steady = false;  // its congestion control is BBR, under which many connections disturb each other
     std::string gone;
     bool has_said_goodbye = false;
     Counts counts;
 
-    // Whether several connections carry more than one.
+    // Whether TCP slows down at lost packets, and each of many connections should have little to repair.
     bool is_long() const { return round_trip > kLong && round_trip < 1e8 && !is_steady; }
     uint64_t chunk_bytes() const { return !is_long() ? kNearChunk : round_trip > kFar ? kFarChunk : kLongChunk; }
     bool has_work() const { return !(small.empty() && again.empty() && bulk.empty()); }
@@ -504,7 +505,7 @@ Counts Engine::counts(int rank) {
     Lock lock(mutex_);
     Peer& peer = peers_.at(static_cast<size_t>(rank));
     peer.counts.round_trip_seconds = peer.round_trip < 1e8 ? peer.round_trip : 0;
-    peer.counts.is_far = peer.is_long() && peer.round_trip > kFar;
+    peer.counts.is_far = peer.round_trip > kFar && peer.round_trip < 1e8;
     return peer.counts;
 }
 
@@ -689,7 +690,7 @@ bool Engine::take_work(Connection& c) {
         return true;
     }
     if (is_first && !is_alone) return false;
-    if (peer.is_steady && !is_alone && peer.connections[1].get() != &c) return false;
+    if (peer.is_steady && !is_alone && peer.connections[1].get() != &c && peer.left_of_bulk() <= kSteady) return false;
     while (!peer.again.empty() && peer.again.front()->is_acked) peer.again.pop_front();
     if (peer.again.empty() && peer.bulk.empty()) return false;
     // Near the end of what there is to send, a connection whose window is full leaves it to others.
