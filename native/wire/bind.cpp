@@ -137,8 +137,7 @@ NB_MODULE(_engine, m) {
         .def_ro("hedged", &Counts::hedged)
         .def_ro("resent", &Counts::resent)
         .def_ro("duplicates", &Counts::duplicates)
-        .def_ro("round_trip_seconds", &Counts::round_trip_seconds)
-        .def_ro("is_far", &Counts::is_far);
+        .def_ro("round_trip_seconds", &Counts::round_trip_seconds);
     nb::class_<Context>(m, "Context")
         .def(nb::init<const std::string&, const std::string&, const std::string&, const std::string&, uint64_t>(),
              "certificate"_a, "key"_a, "authority"_a, "revoked"_a = "", "records_per_key"_a = uint64_t{1} << 23)

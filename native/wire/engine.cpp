@@ -505,7 +505,6 @@ Counts Engine::counts(int rank) {
     Lock lock(mutex_);
     Peer& peer = peers_.at(static_cast<size_t>(rank));
     peer.counts.round_trip_seconds = peer.round_trip < 1e8 ? peer.round_trip : 0;
-    peer.counts.is_far = peer.round_trip > kFar && peer.round_trip < 1e8;
     return peer.counts;
 }
 

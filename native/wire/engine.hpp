@@ -47,7 +47,6 @@ struct Counts {  // of one peer
     int connections = 0;
     uint64_t chunks = 0, hedged = 0, resent = 0, duplicates = 0;  // chunks sent, sent again in time or after a loss, and dropped
     double round_trip_seconds = 0;
-    bool is_far = false;  // a very long line, for many connections
 };
 
 class Engine {

@@ -216,6 +216,9 @@ def test_relative_errors_do_not_depend_on_the_scale_of_a_layer(uniform):
     plain, scaled = chosen("relative", {}), chosen("relative", scale)
     assert plain.choice == scaled.choice
     assert chosen("squared", {}).choice != chosen("squared", scale).choice
+    errors, choice = scaled.matrix(), list(scaled.choice.values())
+    relative = errors[:, :-1] / errors[:, -1:] * np.array(scaled.numels)[:, None]
+    assert relative[np.arange(len(choice)), choice].sum() <= relative[:, ANY.index(uniform)].sum()
 
 
 @pytest.mark.parametrize("candidates", [QUANTIZERS, ANY], ids=["quantizers", "any"])

@@ -192,7 +192,7 @@ class Fitted(AdaptiveCodec):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         words = ", ".join(map(repr, CANDIDATES))
         require(
-            self.candidates in (None, *CANDIDATES) if not isinstance(self.candidates, tuple) else bool(self.candidates),
+            self.candidates in CANDIDATES if isinstance(self.candidates, str) else self.candidates != (),
             f"Fitted: candidates must be one of {words}, or codecs, got {self.candidates!r}",
         )
         for codec in self.codecs:

@@ -41,6 +41,7 @@ AT_ONCE = 8  # connections to one peer that are being made
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
 NEAR_CONNECTIONS, FAR_CONNECTIONS = 2, 9  # to begin with: one for small messages, the others for large ones
+FAR_SECONDS = 0.015  # round trip of a very long line
 REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
@@ -454,5 +455,5 @@ class Connections:
         except OSError as error:
             errors.append(error)
             return
-        if self._wanted[peer] == NEAR_CONNECTIONS and self._engine.counts(peer).is_far:
+        if self._wanted[peer] == NEAR_CONNECTIONS and self._engine.counts(peer).round_trip_seconds > FAR_SECONDS:
             self._wanted[peer] = FAR_CONNECTIONS
