@@ -25,7 +25,7 @@ from lines import LINES
 from netlab import Lab
 
 OPERATIONS = ("all_reduce", "all_gather", "exchange")
-WARM_BYTES = 4_000_000
+WARM_BYTES, WARM_LARGE_BYTES = 4_000_000, 8_000_000  # large messages have connections of their own
 REPETITIONS, MOST_SECONDS = 9, 20.0
 
 
@@ -49,8 +49,8 @@ def work(transport: str, megabytes: str, warm: str, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with connect(transport) as comm:  # type: ignore[arg-type]
-        peer, warming = 1 - comm.rank, torch.zeros(WARM_BYTES // 4)
-        x = torch.zeros(round(1e6 * float(megabytes)) // 4)
+        peer, x = 1 - comm.rank, torch.zeros(round(1e6 * float(megabytes)) // 4)
+        warming = torch.zeros((WARM_LARGE_BYTES if 4 * x.numel() > WARM_BYTES else WARM_BYTES) // 4)
         received = torch.zeros_like(x)
         operations = {
             "all_reduce": lambda: comm.all_reduce(x),

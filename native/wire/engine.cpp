@@ -29,10 +29,11 @@ constexpr uint64_t kSmall = 1 << 14;        // messages below go first
 constexpr uint64_t kEarly = 64 << 20;       // of one peer, kept for operations that this worker has not started
 constexpr double kLong = 0.003;             // round trip from which a line is a long one
 constexpr double kFar = 0.015;              // and a very long one, where a window of ten packets is the rule after a pause
+constexpr double kSlow = 0.06;              // and one on which repairing a lost packet takes long
 constexpr uint32_t kLongChunk = 1 << 16;
 constexpr uint32_t kFarChunk = 14 * 1024;   // ten packets, which leave at once
 constexpr uint64_t kDeep = 8 << 20;         // with so many bytes left, connections hold more of them, against starving
-constexpr uint64_t kSteady = 4 << 20;       // with so many bytes left, or fewer, one connection takes them all under BBR
+constexpr uint64_t kLight = 4 << 20;        // so many bytes or fewer go over the one connection that endures lost packets
 constexpr int kHold = 1 << 14, kHoldDeep = 1 << 17, kHoldNear = 1 << 20;  // bytes beyond the window
 constexpr uint64_t kAckNear = 1 << 19, kAckFar = 1 << 17;
 constexpr int kSigns = 4;                   // of life, in the time limit, so that a late one does no harm
@@ -86,16 +87,14 @@ void set(int fd, int level, int option, int value) {
     setsockopt(fd, level, option, &value, sizeof value);  // what a system does not have, it does without
 }
 
-// Whether TCP paces what it sends by the rate that it measures, and does not slow down at each lost packet.
-bool is_bbr(int fd) {
-    char name[16] = {};
+// Chooses a connection's congestion control; false if the system has not got it, or does not allow it.
+bool choose(int fd, const char* name) {
 #ifdef TCP_CONGESTION
-    socklen_t size = sizeof name;
-    if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return false;
+    return setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, static_cast<socklen_t>(std::strlen(name))) == 0;
 #else
-    (void)fd;
+    (void)fd, (void)name;
+    return false;
 #endif
-    return std::strncmp(name, "bbr", 3) == 0;
 }
 
 std::string mismatch(int rank, uint64_t got, uint64_t expected) {
@@ -135,6 +134,7 @@ struct Engine::Connection {
     int fd = -1;
     std::shared_ptr<Session> session;  // null: bytes go over the line as they are
     bool is_dead = false, is_blocked = false, is_paused = false, ends = false;
+    bool is_steady = false;  // BBR, which does not slow down at each lost packet, but is disturbed by others of its kind
     // sending
     std::deque<Frame> frames;  // those that are not acknowledged
     size_t unwritten = 0;      // index of the first that is not written whole
@@ -192,15 +192,21 @@ struct Engine::Peer {
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
-    bool is_steady = false;  // its congestion control is BBR, under which many connections disturb each other
+    bool is_heavy = false;                  // more than `kLight` has waited, and some of it does still
     std::string gone;
     bool has_said_goodbye = false;
     Counts counts;
 
-    // Whether TCP slows down at lost packets, and each of many connections should have little to repair.
-    bool is_long() const { return round_trip > kLong && round_trip < 1e8 && !is_steady; }
+    bool is_long() const { return round_trip > kLong && round_trip < 1e8; }
     uint64_t chunk_bytes() const { return !is_long() ? kNearChunk : round_trip > kFar ? kFarChunk : kLongChunk; }
     bool has_work() const { return !(small.empty() && again.empty() && bulk.empty()); }
+    // Whether large messages have living connections of this kind.
+    bool has(bool steady) const {
+        return connections.size() > 1 && std::any_of(connections.begin() + 1, connections.end(), [&](auto& c) {
+                   return c->is_steady == steady && !c->is_dead;
+               });
+    }
+    bool is_light() const { return !is_heavy && has(true); }
     uint64_t left_of_bulk() const {
         uint64_t left = 0;
         for (const Outgoing& out : bulk) left += out.part.bytes - out.next;
@@ -265,7 +271,6 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
     Info info = info_of(fd);
     double least = info.least_round_trip > 0 ? std::min(info.least_round_trip, info.round_trip) : info.round_trip;
     if (least > 0) peer.round_trip = std::min(peer.round_trip, least);
-    peer.is_steady = is_bbr(fd);
     // A line that is silent is given up after a while, and connected anew: TCP itself waits twice as long each time.
     int patience = static_cast<int>(std::max(10.0, 40 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
     set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -279,10 +284,12 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
     // Any limit makes TCP spread a window over the round trip, at its own rate; a burst would overflow the line's queue.
     if (peer.is_long()) set(fd, SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 30);
 #endif
-#ifdef TCP_NOTSENT_LOWAT
-    set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() ? kHold : kHoldNear);
-#endif
     auto c = std::make_unique<Connection>();
+    if (peer.is_long()) c->is_steady = peer.has(false) && !peer.has(true) && peer.round_trip > kSlow && choose(fd, "bbr");
+    if (peer.is_long() && !c->is_steady && !choose(fd, "cubic")) choose(fd, "reno");
+#ifdef TCP_NOTSENT_LOWAT
+    set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() && !c->is_steady ? kHold : kHoldNear);
+#endif
     c->peer = &peer, c->fd = fd, c->session = std::move(session);
     peer.connections.push_back(std::move(c));
     ++peer.counts.connections;
@@ -363,6 +370,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
     }
     for (const Part& part : sends) {
         Peer& peer = peers_[static_cast<size_t>(part.peer)];
+        peer.is_heavy = peer.is_heavy || peer.left_of_bulk() > kLight;
         pump(peer);
         if (peer.is_long()) wake();  // for the time of the next look
     }
@@ -567,9 +575,14 @@ double Engine::tick(double at) {
     Peer* silent = nullptr;  // the longest: the others may wait for it too
     for (Peer& peer : peers_)
         if (peer.gone.empty() && !peer.expected.empty() && (!silent || peer.heard < silent->heard)) silent = &peer;
-    if (silent && at - silent->heard > timeout_) {
-        fail(*silent, "nothing came from rank " + std::to_string(silent->rank) + " in " + limit_text());
-        return 0;
+    if (silent) {
+        // A peer whose connections live may itself wait for one whose connections do not, and says so when its time is up.
+        double left = silent->heard + timeout_ * (silent->counts.connections ? 1.125 : 1.0) - at;
+        if (left <= 0) {
+            fail(*silent, "nothing came from rank " + std::to_string(silent->rank) + " in " + limit_text());
+            return 0;
+        }
+        pause = std::min(pause, left);
     }
     for (Peer& peer : peers_) {
         if (!peer.gone.empty()) continue;
@@ -598,7 +611,8 @@ double Engine::tick(double at) {
 
 // Asks for more connections if work has waited for several round trips while the line had no queue, so was not full.
 void Engine::watch_stripes(Peer& peer, double at) {
-    if (!peer.bulk.empty()) peer.backlog += std::min(at - peer.looked, 0.02);  // over several messages, and not in between
+    if (!peer.bulk.empty() && !peer.is_light())
+        peer.backlog += std::min(at - peer.looked, 0.02);  // over several messages, and not in between
     peer.looked = at;
     if (peer.backlog < 4 * peer.round_trip || peer.counts.connections > kMaxStripes) return;
     std::vector<double> trips;
@@ -689,11 +703,14 @@ bool Engine::take_work(Connection& c) {
         return true;
     }
     if (is_first && !is_alone) return false;
-    if (peer.is_steady && !is_alone && peer.connections[1].get() != &c && peer.left_of_bulk() <= kSteady) return false;
     while (!peer.again.empty() && peer.again.front()->is_acked) peer.again.pop_front();
-    if (peer.again.empty() && peer.bulk.empty()) return false;
+    if (peer.again.empty() && peer.bulk.empty()) {
+        peer.is_heavy = false;
+        return false;
+    }
+    if (c.is_steady == peer.is_heavy && peer.has(!c.is_steady)) return false;
     // Near the end of what there is to send, a connection whose window is full leaves it to others.
-    if (peer.is_long()) {
+    if (peer.is_long() && !c.is_steady) {
         uint64_t left = peer.left_of_bulk();
         deepen(peer, left);
         if (left < 2 * peer.chunk_bytes() * peer.connections.size() && info_of(c.fd).room < 1) return false;
@@ -724,7 +741,7 @@ void Engine::deepen(Peer& peer, uint64_t left) {
     peer.is_deep = is_deep;
 #ifdef TCP_NOTSENT_LOWAT
     for (auto& c : peer.connections)
-        if (!c->is_dead) set(c->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, is_deep ? kHoldDeep : kHold);
+        if (!c->is_dead && !c->is_steady) set(c->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, is_deep ? kHoldDeep : kHold);
 #endif
 }
 

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from ..tls.credentials import Credentials
     from ._engine import Counts
 
-PIECE_BYTES, MAX_PIECES = 1 << 21, 8  # of an all_reduce: one is added up while the next one is on its way
+PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: one is added while the next one is on its way
+SHARD_BYTES = 1 << 22  # of an all_reduce between two near workers, from which each adds up one half, and not both the whole
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
 
@@ -392,8 +393,9 @@ class TcpCommunicator(Communicator):
         if self.size == 1 or flat.numel() == 0:
             reduction([flat], flat)
             return _nothing
-        pieces = flat.tensor_split(max(1, min(MAX_PIECES, check.num_bytes(flat) // PIECE_BYTES)))
-        is_swap = self.size == 2 and root is None and not (self.is_near and len(pieces) > 1)
+        num_bytes = check.num_bytes(flat)
+        is_swap = self.size == 2 and root is None and not (self.is_near and num_bytes >= SHARD_BYTES)
+        pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
         waits = [
             self._start_pair(piece, reduction) if is_swap else self._start_shards(piece, reduction, root)
             for piece in pieces
