@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from ..tls.credentials import Credentials
     from ._engine import Counts
 
-PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: one is added while the next one is on its way
-SHARD_BYTES = 1 << 22  # of an all_reduce between two near workers, from which each adds up one half, and not both the whole
+PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: added while the next piece is on its way
+SHARD_BYTES = 1 << 22  # from which each of two near workers adds up one half of an all_reduce, and not both the whole
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
 
