@@ -133,7 +133,9 @@ def test_long_lines_ask_for_bbr_and_for_large_buffers():
     far = lines(round_trip_seconds=square(0.1))
     found = {f.what: f for f in findings(HOSTS, far)}
     cubic = found["TCP's congestion control is cubic, which slows down at each lost packet of a 100 ms line"]
-    assert cubic.ranks == (0, 1, 2) and cubic.remedy == "sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    assert cubic.ranks == (0, 1, 2)
+    of_system = "for Gloo and NCCL, sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    assert cubic.remedy == f"--transport tcp, whose connections choose theirs; {of_system}"
     send = next(f for what, f in found.items() if what.startswith("one connection may send 4 MB ahead, and"))
     assert int(re.search(r"(\d+)'", send.remedy)[1]) >= 2 * 100 * MB * 0.1
     without = findings([host(rank, available=("cubic", "reno")) for rank in range(3)], far)

@@ -323,7 +323,8 @@ def _congestion(hosts: Sequence[Host], lines: Lines) -> Found:
         line = f"a {1e3 * longest:.0f} ms line"
         what = f"TCP's congestion control is {host.congestion}, which slows down at each lost packet of {line}"
         load = "" if "bbr" in host.available else "modprobe tcp_bbr && "
-        yield rank, what, f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr"
+        system = f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr"
+        yield rank, what, f"--transport tcp, whose connections choose theirs; for Gloo and NCCL, {system}"
 
 
 def _buffers(hosts: Sequence[Host], lines: Lines) -> Found:
