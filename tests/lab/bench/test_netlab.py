@@ -37,7 +37,13 @@ def _why_not() -> str | None:
 
 
 WHY_NOT = _why_not()
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # for the helpers of the tests
 needs_lab = pytest.mark.skipif(WHY_NOT is not None, reason=f"NO NETWORK LAB HERE, netlab is not tested: {WHY_NOT}")
+CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+needs_bbr = pytest.mark.skipif(
+    not (CONTROLS.exists() and {"bbr", "cubic"} <= set(CONTROLS.read_text().split())),
+    reason="this kernel has no BBR or no CUBIC",
+)
 
 
 def _python(code: str, *options: str) -> list[str]:
@@ -45,7 +51,7 @@ def _python(code: str, *options: str) -> list[str]:
 
 
 def _run(code: str, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(_python(code, *options), capture_output=True, text=True, timeout=60)
+    return subprocess.run(_python(code, *options), capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 
 
 def _namespaces(pid: int | None = None) -> list[str]:
@@ -279,30 +285,21 @@ def test_congestion_control_is_that_of_the_hosts(tmp_path):
 
 
 @needs_lab
+@needs_bbr
 @pytest.mark.parametrize("congestion", ["cubic", "bbr"])
 def test_connections_of_a_long_line_multiply_and_one_endures_lost_packets(congestion):
-    if not {congestion, "bbr"} <= set(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()):
-        pytest.skip(f"this kernel has no {congestion}, or no bbr")
     code = """if True:
-    import os, socket, torch, torch.distributed as dist
+    import torch, torch.distributed as dist
+    from helpers.sockets import controls
     from thinwire.comm.transport import connect
-    def controls():
-        for at in os.listdir("/proc/self/fd"):
-            try:
-                with socket.socket(fileno=os.dup(int(at))) as one:
-                    if one.getpeername()[1] and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
-                        yield one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode()
-            except OSError:
-                pass
     dist.init_process_group("gloo")
-    before = list(controls())
+    before = [name for _, name in controls()]
     with connect("tcp") as comm:
-        x = torch.ones(250_000)
-        light = sum(comm.all_reduce(x.fill_(1.0)).wait().sum().item() for _ in range(20))
+        light = sum(comm.all_reduce(torch.ones(250_000)).wait().sum().item() for _ in range(20))
         few = comm.counts(1 - comm.rank).connections
         while not comm.all_true(comm.counts(1 - comm.rank).connections >= 17):
             comm.all_reduce(torch.ones(3_000_000)).wait()
-        used = list(controls())
+        used = [name for _, name in controls()]
         for name in before:
             used.remove(name)
         if comm.rank == 0:
@@ -311,6 +308,36 @@ def test_connections_of_a_long_line_multiply_and_one_endures_lost_packets(conges
     done = _run(code, "--line", "200mbit,round_trip=80ms", "--congestion", congestion)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == [str(20 * 2 * 250_000.0), "9", "1", "True", "True"]
+
+
+@needs_lab
+@needs_bbr
+def test_others_take_over_from_the_connection_that_endures_lost_packets_if_it_is_stuck():
+    code = """if True:
+    import socket, time, torch, torch.distributed as dist
+    from helpers.sockets import controls
+    from thinwire.comm.transport import connect
+    def set_rate(bytes_per_second):
+        for at, name in controls():
+            if comm.rank == 0 and name == "bbr":
+                at.setsockopt(socket.SOL_SOCKET, 47, bytes_per_second)  # SO_MAX_PACING_RATE
+    dist.init_process_group("gloo")
+    with connect("tcp") as comm:
+        x, theirs = torch.ones(750_000), torch.zeros(750_000)
+        while not comm.all_true(comm.counts(1 - comm.rank).connections >= 9):
+            comm.barrier()
+        comm.exchange({1 - comm.rank: x}, {1 - comm.rank: theirs}).wait()
+        set_rate(1000)
+        comm.barrier()
+        begin = time.monotonic()
+        comm.exchange({1 - comm.rank: x}, {1 - comm.rank: theirs.zero_()}).wait()
+        if comm.rank == 1:
+            print(theirs.sum().item(), time.monotonic() - begin < 10)
+        set_rate(1 << 30)  # closing waits for what the connection still has
+    dist.destroy_process_group()"""
+    done = _run(code, "--line", "200mbit,round_trip=80ms", "--congestion", "cubic")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split()[-2:] == ["750000.0", "True"]
 
 
 @needs_lab
