@@ -229,6 +229,11 @@ def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def has_processes() -> bool:
+    """Whether this process has a process group, so that something other than thinwire may average in it."""
+    return dist.is_initialized()
+
+
 def _process_group(group: Group) -> dist.ProcessGroup:
     if not isinstance(group, dist.DeviceMesh):
         return group

@@ -18,7 +18,7 @@ from ...codec import QSGD
 from ...comm import Communicator, Group
 from ...options import require_integer
 from ..advice import log_choice
-from ..model.models import refuse_ddp
+from ..model.ddp import refuse_ddp
 from ..model.optimizer_step import unwrapped
 from ..strategy import Averaging, Rhythm, Runtime
 from .compression import GradientCompression, ddp_hook
