@@ -229,9 +229,11 @@ def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def has_processes() -> bool:
-    """Whether this process has a process group, so that something other than thinwire may average in it."""
-    return dist.is_initialized()
+def num_ranks(group: Group | None = None) -> int:
+    """How many ranks a process group or a mesh has, None for all; 0 if torch.distributed is not initialised."""
+    if not dist.is_initialized():
+        return 0
+    return dist.get_world_size(None if group is None else _process_group(group))
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:

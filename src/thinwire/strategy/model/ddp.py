@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...algorithm import require
-from ...comm.process_group import has_processes
+from ...comm.process_group import num_ranks
 from .models import NamedParameters
 
 
@@ -94,7 +94,7 @@ def _refusals() -> list[DdpRefusal]:
 
 def _existing() -> Iterator[DistributedDataParallel]:
     """Every DDP of the process. No list of them exists; each refers to its class, which the garbage collector can tell."""
-    if has_processes():  # without, none can train, and many workers in threads need not search
+    if num_ranks():  # without processes none can train, and many workers in threads need not search
         kinds = [DistributedDataParallel]
         for kind in kinds:
             kinds += kind.__subclasses__()
