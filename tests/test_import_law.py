@@ -133,7 +133,7 @@ def test_only_the_gradient_strategy_and_the_checks_of_models_know_ddp():
         for path, room in rooms()
         if room in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
     }
-    assert users == {"strategy/gradients/compression.py", "strategy/model/models.py"}
+    assert users == {"strategy/gradients/compression.py", "strategy/model/ddp.py"}
 
 
 def test_the_core_needs_torch_and_numpy_alone():

@@ -15,7 +15,7 @@ from .notation import parse
 from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
 from .strategy.advice import log_choice
-from .strategy.gradients.gradients import default_averager
+from .strategy.gradients.gradients import default_averager, num_workers
 from .topology import Topology
 
 A = TypeVar("A", bound=Attachment)
@@ -69,8 +69,8 @@ def attach(
         model: a plain module, one in `DistributedDataParallel` (`Gradients`), or one under `fully_shard`.
         optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
             `prepare` returned. None suits strategies of gradients and shards.
-        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, or 8 bits under Muon,
-            and says so; docs/first-lines.md has what both reached on small tasks beside dense gradients.
+        strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, 8 bits under Muon, or
+            dense gradients for one worker, and says so; docs/first-lines.md has what they reached on small tasks.
         comm: how to communicate; by default a process group of its own over all workers, or over DDP's.
         replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
             `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
@@ -108,9 +108,9 @@ def attach(
     options["layout"] = measured_layout if layout == "measured" else layout
     if strategy is not None:
         return strategy_of(strategy).attach(model, optimizer, **options)
-    default = Gradients(default_averager(optimizer))
+    default = Gradients(default_averager(num_workers(model, comm, replicas), optimizer))
     handle = default.attach(model, optimizer, **options)
-    log_choice(default, handle.comm.rank)
+    log_choice(default, handle.comm, optimizer)
     return handle
 
 

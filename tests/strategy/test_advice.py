@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.spawn import spawn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.comm import ElasticCommunicator, Lighthouse
 from thinwire.strategy import advice
 
 EF = tw.ErrorFeedback()
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """A process that has logged no choice yet."""
+    monkeypatch.setattr(advice, "_LOGGED", set())
 
 
 def warnings_of(
@@ -36,15 +47,71 @@ def warnings_of(
 
 
 @pytest.mark.parametrize("door", [lambda m, c: tw.compress_gradients(m, comm=c), lambda m, c: tw.attach(m, comm=c)])
-def test_without_a_strategy_gradients_go_in_four_bits_and_rank_0_says_so_once(door, capsys):
+def test_without_a_strategy_gradients_go_in_four_bits_and_rank_0_says_so_once(door, nothing_said, capsys):
     def worker(comm):
-        with door(nn.Linear(2, 2), comm) as handle:
+        with door(nn.Linear(2, 2), comm) as handle, door(nn.Linear(2, 2), comm):  # such as a GAN
             return handle.strategy
 
     assert tw.LocalWorld(2).run(worker) == [tw.Gradients(tw.Mean(tw.QSGD(bits=4)))] * 2
     said = capsys.readouterr().err.splitlines()
-    assert said == ["thinwire: no strategy was given, so it takes Gradients(Mean(QSGD(bits=4)))"]
+    assert said == ["thinwire: no strategy was given; for 2 workers it takes Gradients(Mean(QSGD(bits=4)))"]
     assert tw.parse(said[0].split("takes ")[1]) == tw.Gradients(tw.Mean(tw.QSGD(bits=4)))
+
+
+def test_another_choice_is_said_too_with_what_it_rests_on(nothing_said, capsys):
+    def worker(comm):
+        for optimizer in (torch.optim.AdamW, torch.optim.Muon, torch.optim.SGD):
+            model = nn.Linear(2, 2, bias=False)
+            tw.attach(model, optimizer(model.parameters(), lr=0.1), comm=comm).detach()
+
+    tw.LocalWorld(2).run(worker)
+    assert capsys.readouterr().err.splitlines() == [
+        "thinwire: no strategy was given; for 2 workers under AdamW it takes Gradients(Mean(QSGD(bits=4)))",
+        "thinwire: no strategy was given; for 2 workers under Muon it takes "
+        "Gradients(Mean(QSGD(bits=8), exchange='scatter_reduce'))",
+    ]
+
+
+def choices(**workers):
+    """The averagers of both doors. `ddp` is the process group of a model in DDP."""
+    group = workers.pop("ddp", None)
+
+    def model():
+        plain = nn.Linear(2, 2)
+        return plain if group is None else DistributedDataParallel(plain, process_group=group)
+
+    first, second = model(), model()
+    with tw.compress_gradients(first, **workers) as handle:
+        averagers = [handle.averager]
+    with tw.attach(second, torch.optim.SGD(second.parameters()), **workers) as handle:
+        return [*averagers, handle.averager]
+
+
+def test_one_worker_stays_dense_because_it_sends_nothing(nothing_said, capsys):
+    assert tw.LocalWorld(1).run(lambda comm: choices(comm=comm)) == [[tw.Mean(), tw.Mean()]]
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["thinwire: no strategy was given; for 1 worker it takes Gradients(Mean())"]
+
+
+def group_worker(comm):
+    """Workers are those of the DDP's group, or of `replicas`, or all."""
+    alone = [dist.new_group([rank]) for rank in range(comm.size)][comm.rank]
+    one, several = [tw.Mean()] * 2, [tw.Mean(tw.QSGD(bits=4))] * 2
+    assert choices() == several
+    assert choices(ddp=alone) == one
+    assert choices(ddp=dist.group.WORLD) == several
+    assert choices(replicas=alone) == one
+    assert choices(replicas=dist.init_device_mesh("cpu", (comm.size,))) == several
+
+
+def test_the_choice_counts_the_workers_that_will_average():
+    spawn(2, group_worker)
+
+
+def test_a_worker_that_others_may_join_compresses(nothing_said, capsys):
+    with closing(Lighthouse(1, "127.0.0.1")) as lighthouse, ElasticCommunicator(lighthouse.address, 0, 1) as comm:
+        assert choices(comm=comm) == [tw.Mean(tw.QSGD(bits=4))] * 2
+    assert "for workers that come and go it takes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -67,21 +68,113 @@ def test_a_zero_redundancy_optimizer_is_refused_where_models_differ():
     spawn(2, zero_worker)
 
 
-def inside_ddp_worker(comm, is_first):
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    ddp = DistributedDataParallel(net) if is_first else None
+class Parts(nn.Module):
+    """Runs parts of a model, or uses its parameters itself, and never calls the model."""
+
+    def __init__(self, net, calls):
+        super().__init__()
+        self.net, self.calls = net, calls
+
+    def forward(self, x):
+        if self.calls:
+            return self.net[1](self.net[0](x))
+        for part in self.net:
+            x = nn.functional.linear(x, part.weight, part.bias)
+        return x
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+WRAPS = {"itself": lambda net: net, "parts": lambda net: Parts(net, True), "parameters": lambda net: Parts(net, False)}
+
+
+def inside_ddp_worker(comm, is_first, wrap):
+    net = two_layers()
+    ddp = DistributedDataParallel(WRAPS[wrap](net)) if is_first else None
     handle = tw.compress_gradients(net, SPARSE)
-    ddp = ddp or DistributedDataParallel(net)
-    with pytest.raises(ValueError, match="the model runs inside of DistributedDataParallel"):
+    ddp = ddp or DistributedDataParallel(WRAPS[wrap](net))
+    with pytest.raises(ValueError, match="parameter '0.weight' is trained inside of DistributedDataParallel, which"):
         ddp(torch.ones(1, 3))
-    net(torch.ones(1, 3)).sum()
+    with torch.no_grad():
+        ddp(torch.ones(1, 3))
+    net(torch.ones(1, 3)).sum().backward()
     handle.detach()
-    ddp(torch.ones(1, 3))
+    ddp(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_plain_model_that_ddp_trains_is_refused_in_the_first_forward(is_first, wrap):
+    spawn(2, inside_ddp_worker, is_first, wrap)
+
+
+def local_in_ddp_worker(comm, is_first):
+    net = two_layers()
+    ddp = DistributedDataParallel(Parts(net, True)) if is_first else None
+    handle = tw.local_updates(net, sgd(net), tw.Mean(), 2)
+    ddp = ddp or DistributedDataParallel(Parts(net, True))
+    with pytest.raises(ValueError, match="Local: parameter '0.weight' is trained inside"):
+        ddp(torch.ones(1, 3))
+    handle.detach()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_plain_model_that_ddp_trains_is_refused_in_the_first_forward(is_first):
-    spawn(2, inside_ddp_worker, is_first)
+def test_local_updates_refuse_a_ddp_of_parts(is_first):
+    spawn(2, local_in_ddp_worker, is_first)
+
+
+def train(*models):
+    for model in models:
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def beside_ddp_worker(comm, is_first):
+    generator, critic = two_layers(), two_layers()
+    net = nn.Sequential(two_layers(), two_layers())
+    net[0].requires_grad_(False)
+    # Each of these DDPs averages no parameter that is attached: another model, a trained part on a frozen one, an average of
+    # the weights, a copy made while attached, and a model that DDP is told to ignore.
+    beside = Parts(nn.Sequential(net[0][0], nn.Linear(3, 2)), True)
+    ignoring = Parts(nn.Sequential(generator[0], nn.Linear(3, 2)), True)
+    ignored = [name for name, _ in ignoring.named_parameters() if name.startswith("net.0.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ignored)
+
+    def wrapped():
+        average = copy.deepcopy(generator)
+        return [DistributedDataParallel(model) for model in (critic, beside, average, ignoring)]
+
+    ddps = wrapped() if is_first else []
+    handles = [tw.compress_gradients(generator, SPARSE), tw.compress_gradients(net[1], SPARSE)]
+    ddps = ddps or wrapped()
+    hooked = [len(ddp._forward_pre_hooks) for ddp in ddps]
+    assert hooked == [0, 0, 0, 1]  # which share no parameter pay nothing
+    for _ in range(2):
+        train(*ddps, generator)
+        critic.requires_grad_(False)  # the step of a GAN's generator
+        train(nn.Sequential(nn.Linear(3, 3), generator[0], critic))
+        critic.requires_grad_(True)
+    for handle in handles:
+        handle.detach()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_ddp_that_averages_nothing_attached_is_no_mistake(is_first):
+    spawn(2, beside_ddp_worker, is_first)
+
+
+def former_ddp_worker(comm):
+    net = two_layers()
+    ddp = DistributedDataParallel(Parts(net, True))
+    train(ddp)
+    with tw.compress_gradients(net, SPARSE):
+        train(net)
+    train(ddp)
+
+
+def test_a_ddp_that_trained_before_may_lie_idle():
+    spawn(2, former_ddp_worker)
 
 
 def wrapped_part_worker(comm, attach):
@@ -89,9 +182,8 @@ def wrapped_part_worker(comm, attach):
     optimizer = sgd(net)
     handle = attach(net, optimizer)
     net[0] = DistributedDataParallel(net[0])
-    net(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(ValueError, match="part '0' of the model is wrapped in DistributedDataParallel, which would"):
-        optimizer.step()
+    with pytest.raises(ValueError, match="parameter '0.weight' is trained inside of DistributedDataParallel"):
+        net(torch.ones(1, 3))
     handle.detach()
 
 
@@ -104,7 +196,7 @@ def attach_local(net, optimizer):
 
 
 @pytest.mark.parametrize("attach", [attach_gradients, attach_local])
-def test_a_part_that_ddp_wraps_later_is_refused_in_the_first_step(attach):
+def test_a_part_that_ddp_wraps_later_is_refused_in_the_first_forward(attach):
     spawn(2, wrapped_part_worker, attach)
 
 

@@ -229,6 +229,13 @@ def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def num_ranks(group: Group | None = None) -> int:
+    """How many ranks a process group or a mesh has, None for all; 0 if torch.distributed is not initialised."""
+    if not dist.is_initialized():
+        return 0
+    return dist.get_world_size(None if group is None else _process_group(group))
+
+
 def _process_group(group: Group) -> dist.ProcessGroup:
     if not isinstance(group, dist.DeviceMesh):
         return group

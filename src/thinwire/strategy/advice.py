@@ -10,7 +10,9 @@ import torch
 
 from ..algorithm import Algorithm
 from ..average.base import Averager
+from ..comm import Communicator
 from ..schedule import Schedule
+from .model.optimizer_step import unwrapped
 from .strategy import Averaging
 
 log = logging.getLogger("thinwire")
@@ -95,7 +97,16 @@ class Advisor:
             warnings.warn(line, stacklevel=2)
 
 
-def log_choice(strategy: Algorithm, rank: int) -> None:
-    """Log what was chosen for a user who chose nothing, on rank 0 alone."""
-    if rank == 0:
-        log.info(f"no strategy was given, so it takes {strategy}")
+_LOGGED: set[str] = set()
+"""The choices that this process has logged."""
+
+
+def log_choice(strategy: Algorithm, comm: Communicator, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Log what was chosen for a user who chose nothing, and for what: on rank 0 alone, each choice once in a process."""
+    choice = repr(strategy)
+    if comm.rank or choice in _LOGGED:
+        return
+    _LOGGED.add(choice)
+    workers = "workers that come and go" if comm.is_elastic else f"{comm.size} worker{'s' * (comm.size > 1)}"
+    under = "" if optimizer is None else f" under {type(unwrapped(optimizer)).__name__}"
+    log.info(f"no strategy was given; for {workers}{under} it takes {choice}")

@@ -44,7 +44,8 @@ from ..options import require_integer
 from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
-from .model.models import NamedParameters, check_model, refuse_ddp
+from .model.ddp import refuse_ddp
+from .model.models import NamedParameters, check_model
 from .model.optimizer_step import Arguments, refuse_in_backward
 from .model.shards import Replica
 from .nonfinite import NonfiniteSteps

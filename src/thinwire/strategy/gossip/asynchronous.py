@@ -22,8 +22,9 @@ from ...average.base import NamedTensors
 from ...average.gossip.pairwise import Pairwise
 from ...comm import Communicator
 from ...options import require_integer, require_kind
+from ..model.ddp import DdpRefusal, refuse_ddp
 from ..model.live_parameters import LiveParameters
-from ..model.models import make_equal, refuse_ddp, refuse_ddp_around, refuse_shards, updated_by
+from ..model.models import make_equal, refuse_shards, updated_by
 from ..model.optimizer_step import Arguments, stepping_optimizer
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
@@ -57,7 +58,7 @@ class AsynchronousGossip(OwnModelAttachment):
                 self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached"
             )
             dropped.atexit = False
-            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(DdpRefusal(self.call, self.parameters).end)
             self._on_detach(dropped.detach)
             self._on_detach(lambda: self._exchange.close(self._broken_off_by))
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)

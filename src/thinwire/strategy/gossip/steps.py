@@ -23,8 +23,9 @@ from torch import nn
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...comm import Communicator
+from ..model.ddp import DdpRefusal, refuse_ddp
 from ..model.live_parameters import LiveParameters
-from ..model.models import NamedParameters, make_equal, refuse_ddp, refuse_ddp_around, trained_by, updated_by
+from ..model.models import NamedParameters, make_equal, trained_by, updated_by
 from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, stepping_optimizer, with_closure
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
@@ -59,7 +60,7 @@ class ParameterGossip(OwnModelAttachment):
             self._state, self._record = self._rounds.state, self._rounds.record
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
-            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(DdpRefusal(self.call, parameters).end)
             self._on_detach(self._rounds.to_debiased)
             self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, self._take_part)

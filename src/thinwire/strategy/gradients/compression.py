@@ -26,8 +26,9 @@ from ...codec import Codec
 from ...comm import Communicator
 from ...membership import check_state
 from ..base import AveragerAttachment
+from ..model.ddp import DdpRefusal, refuse_ddp, wrapped_ddp
 from ..model.mean_model import holding_mean
-from ..model.models import kind_of, make_equal, refuse_ddp, refuse_ddp_around, trainable, values_of, wrapped_ddp
+from ..model.models import kind_of, make_equal, trainable, values_of
 from ..model.optimizer_step import Arguments, once_gradients_are_there
 from ..model.shards import is_sharded
 from ..strategy import Runtime
@@ -198,7 +199,7 @@ class GradientCompression(AveragerAttachment):
         with self._attaching() as comm:
             make_equal(self._model, comm)
             self._begin(comm)
-            self._on_detach(refuse_ddp_around(self.call, self._model).remove)
+            self._on_detach(DdpRefusal(self.call, self.parameters).end)
             self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
             self._on_detach(self._buckets.remove)
 

@@ -16,30 +16,45 @@ from ...average.base import Averager
 from ...average.mean.mean import Mean
 from ...codec import QSGD
 from ...comm import Communicator, Group
+from ...comm.process_group import num_ranks
 from ...options import require_integer
 from ..advice import log_choice
-from ..model.models import refuse_ddp
+from ..model.ddp import refuse_ddp, wrapped_ddp
 from ..model.optimizer_step import unwrapped
 from ..strategy import Averaging, Rhythm, Runtime
 from .compression import GradientCompression, ddp_hook
 
 
-def default_averager(optimizer: torch.optim.Optimizer | None = None) -> Averager:
+def num_workers(model: nn.Module, comm: Communicator | None, replicas: Group | None) -> int | None:
+    """How many workers will average the model's gradients, before they are connected; None where they come and go."""
+    if comm is not None:
+        return None if comm.is_elastic else comm.size
+    ddp = wrapped_ddp(model)
+    return num_ranks(replicas if ddp is None else ddp.process_group)
+
+
+def default_averager(workers: int | None, optimizer: torch.optim.Optimizer | None = None) -> Averager:
     """What averages the gradients of a user who names no averager: unbiased, without memory, at least 3 times fewer bytes.
 
+    A single worker sends nothing: it stays dense, as compression would cost it time and accuracy for nothing.
     4 bits reach dense training under SGD and AdamW. Muon sets all singular values of an update to one, so it enlarges the noise
     in the small ones; it gets 8 bits, by the exchange whose bytes do not grow with the number of workers. docs/first-lines.md
-    has what both reached.
+    has what both reached, and why the line does not count.
 
     Args:
+        workers: their number; None where they come and go.
         optimizer: what steps on the gradients, where that is known. Every class with "Muon" in its name counts as Muon.
 
     Example:
         >>> import torch
         >>> weights = [torch.zeros(2, 2)]
-        >>> default_averager(torch.optim.AdamW(weights)), default_averager(torch.optim.Muon(weights))
+        >>> default_averager(4, torch.optim.AdamW(weights)), default_averager(4, torch.optim.Muon(weights))
         (Mean(QSGD(bits=4)), Mean(QSGD(bits=8), exchange='scatter_reduce'))
+        >>> default_averager(1)
+        Mean()
     """
+    if workers == 1:
+        return Mean()
     if optimizer is not None and any("Muon" in cls.__name__ for cls in type(unwrapped(optimizer)).__mro__):
         return Mean(QSGD(bits=8), exchange="scatter_reduce")
     return Mean(QSGD(bits=4))
@@ -133,7 +148,8 @@ def compress_gradients(
 ) -> GradientCompression:
     """Attach `Gradients(averager, **options)` to a model; any optimizer may step on it. See `attach` for the arguments.
 
-    Without an averager it takes `Mean(QSGD(bits=4))`, and says so. For Muon use `attach(model, optimizer)`, which takes 8 bits.
+    Without an averager it takes `Mean(QSGD(bits=4))`, or `Mean()` for one worker, and says so. For Muon use
+    `attach(model, optimizer)`, which takes 8 bits.
 
     Example:
         >>> import torch, thinwire as tw
@@ -143,10 +159,11 @@ def compress_gradients(
         >>> tw.LocalWorld(1).run(worker)
         [Gradients(Mean(), bucket_bytes=1048576)]
     """
-    strategy = Gradients(default_averager() if averager is None else averager, **options)
+    chosen = default_averager(num_workers(model, comm, replicas)) if averager is None else averager
+    strategy = Gradients(chosen, **options)
     handle = strategy.attach(model, comm=comm, replicas=replicas, scaler=scaler, seed=seed)
     if averager is None:
-        log_choice(strategy, handle.comm.rank)
+        log_choice(strategy, handle.comm)
     return handle
 
 

@@ -66,8 +66,9 @@ from ...membership import (
 from ...streams import WorkStream, refuse_capture
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
+from ..model.ddp import DdpRefusal, refuse_ddp
 from ..model.live_parameters import LiveParameters
-from ..model.models import make_equal, refuse_ddp, refuse_ddp_around, trainable, unexpanded, updated_by, values_of
+from ..model.models import make_equal, trainable, unexpanded, updated_by, values_of
 from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
@@ -190,7 +191,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._on_detach(refuse_ddp_around(self.call, model).remove)
+            self._on_detach(DdpRefusal(self.call, self.parameters).end)
             self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)

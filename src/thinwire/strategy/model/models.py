@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from ...algorithm import require
 from ...comm import Communicator
@@ -115,47 +111,6 @@ def refuse_shards(call: str, model: nn.Module) -> None:
             not is_sharded(t),
             f"{call}: {name!r} is a DTensor, and {call} needs workers that hold whole parameters, as shards of a "
             "model must be averaged at the same step; use Gossip or Local, with replicas=mesh['replicate']",
-        )
-
-
-def refuse_ddp(call: str, model: nn.Module) -> None:
-    """Raise a ValueError if the model is wrapped in DistributedDataParallel, or has a part that is."""
-    for name, module in model.named_modules():
-        where = f"part {name!r} of the model" if name else "the model"
-        require(
-            not isinstance(module, DistributedDataParallel),
-            f"{call}: {where} is wrapped in DistributedDataParallel, which would average its gradients densely besides; pass "
-            "the plain module",
-        )
-
-
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
-)
-"""Wrappers of a whole model: the library, its class, and where that keeps what it wraps."""
-
-
-def wrapped_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The model in DDP, also inside of what torch.compile or Fabric's `setup` makes of it; None for another model."""
-    for name, kind, inner in _WRAPPERS:
-        library = sys.modules.get(name)  # no such wrapper exists unless somebody imported it
-        if library is not None and isinstance(model, getattr(library, kind)):
-            return wrapped_ddp(getattr(model, inner))
-    return model if isinstance(model, DistributedDataParallel) else None
-
-
-def refuse_ddp_around(call: str, model: nn.Module) -> RemovableHandle:
-    """Make the model's forward pass raise a ValueError inside of DDP, whose own average would replace ours."""
-    return model.register_forward_pre_hook(partial(_require_outside_ddp, call))
-
-
-def _require_outside_ddp(call: str, module: nn.Module, args: object) -> None:
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and any(part is module for part in ddp.modules()):
-        raise ValueError(
-            f"{call}: the model runs inside of DistributedDataParallel, which averages its gradients densely besides, so that "
-            f"nothing is saved; train the plain model, or give the wrapped one to compress_gradients"
         )
 
 
