@@ -6,6 +6,7 @@ A hook in the forward pass of such a DDP raises; one that shares no parameter ge
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class DdpRefusal:
     def __init__(self, call: str, parameters: NamedParameters):
         self._call, self._names = call, {id(p): name for name, p in parameters}
         _REFUSALS[id(self)] = self
+        _see_new_ones()
         for ddp in _existing():
             self.watch(ddp, ddp.module)
 
@@ -118,5 +120,7 @@ def _on_registration(module: nn.Module, name: str, part: nn.Module | None) -> No
             refusal.watch(module, part)
 
 
-# It stays, as taking it off would disturb threads that build modules.
-register_module_module_registration_hook(_on_registration)
+@functools.cache
+def _see_new_ones() -> None:
+    """From the first strategy on, for good: taking the hook off would disturb threads that build modules."""
+    register_module_module_registration_hook(_on_registration)
