@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from functools import cache
 from pathlib import Path
 
 import thinwire as tw
@@ -52,29 +53,35 @@ SAME_FLOOR = {("memory", "codec"), ("membership", "schedule"), ("options", "sche
 CORE_NEEDS = {"torch", "numpy", "thinwire"}
 
 
-def rooms():
+@cache
+def rooms() -> list[tuple[Path, str]]:
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
         room = room_of(path.relative_to(SOURCE).with_suffix("").parts)
         if room not in ("__init__", "lab.__init__"):
-            yield path, room
+            found.append((path, room))
+    return found
 
 
 def room_of(parts: tuple[str, ...]) -> str:
     return ".".join(parts[:2]) if parts[0] == "lab" else parts[0]
 
 
-def imports(path: Path):
+@cache  # most tests read all files
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute dotted names of everything that a file imports, and whether at its top level."""
     package = ("thinwire", *path.relative_to(SOURCE).parent.parts)
     tree = ast.parse(path.read_text())
     top = set(map(id, tree.body))
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
+            found += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             stem = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((f"{stem}.{alias.name}", id(node) in top) for alias in node.names)
+            found += [(f"{stem}.{alias.name}", id(node) in top) for alias in node.names]
+    return found
 
 
 def test_nothing_imports_upwards():
