@@ -120,6 +120,13 @@ def check_kind(path: Path) -> None:
         raise ValueError(f"cannot draw to {path.name!r}: the file must end in {', '.join(FORMATS)}")
 
 
+def lay_out(figure: Figure) -> None:
+    """Fix the places of axes and legend, so that they are the same in all formats and are not computed for each."""
+    with styled():
+        figure.draw_without_rendering()
+    figure.set_layout_engine(None)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure; the suffix chooses the format (.png, .pdf, .svg).
 

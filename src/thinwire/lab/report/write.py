@@ -17,7 +17,7 @@ from .groups import grouped
 from .metrics import main_metric
 from .page import Page, as_html
 from .runs import Problem, find
-from .style import FORMATS, save
+from .style import FORMATS, lay_out, save
 from .tables import Comparison, as_csv, as_markdown, comparison
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def write_report(
 
 def _save(path: Path, figure: Figure | None) -> str:
     """Write a figure in all formats, or remove the files of an earlier report; returns its SVG, "" without a figure."""
+    if figure is not None:
+        lay_out(figure)
     for suffix in FORMATS:
         if figure is None:
             path.with_suffix(suffix).unlink(missing_ok=True)
