@@ -278,35 +278,34 @@ def _values(x: Tensor, scale: Tensor, key: int) -> Tensor:
     return torch.where(scale.isfinite() & (scale > 0), values, torch.zeros_like(values))
 
 
-def _planes(numel: int, ternary: Ternary) -> list[tuple[int, int]]:
-    """(elements, words) of each block of a segment; see docs/wire.md."""
-    num_digits = ternary.num_digits
-    whole, rest = divmod(numel, BLOCK_WORDS * num_digits)
-    return [(BLOCK_WORDS * num_digits, BLOCK_WORDS)] * whole + [(rest, -(-rest // num_digits))] * (rest > 0)
-
-
 def _pack_digits(digits: Tensor, ternary: Ternary) -> Tensor:
-    num_digits, words = ternary.num_digits, [torch.empty(0, dtype=torch.int64, device=digits.device)]
+    num_digits, num_whole = ternary.num_digits, _num_in_whole_blocks(digits.numel(), ternary)
     powers = torch.pow(ternary.base, torch.arange(num_digits, device=digits.device))
-    planes = _planes(digits.numel(), ternary)
-    for block, (numel, width) in zip(bit.split(digits, [numel for numel, _ in planes]), planes, strict=True):
-        padded = torch.nn.functional.pad(block.long(), (0, width * num_digits - numel)).view(num_digits, width)
-        words.append((padded * powers[:, None]).sum(0))
-    return torch.cat(words).to(torch.uint8 if ternary.base == 3 else torch.int32).view(torch.uint8)
+    whole, rest = digits[:num_whole].long(), digits[num_whole:].long()
+    width = -(-rest.numel() // num_digits)
+    padded = torch.nn.functional.pad(rest, (0, width * num_digits - rest.numel()))
+    blocks = whole.view(-1, num_digits, BLOCK_WORDS), padded.view(1, num_digits, width)
+    words = torch.cat([(block * powers[:, None]).sum(1).flatten() for block in blocks])
+    return words.to(torch.uint8 if ternary.base == 3 else torch.int32).view(torch.uint8)
 
 
 def _unpack_digits(payload: Tensor, numel: int, ternary: Ternary) -> Tensor:
-    base = ternary.base
+    base, num_words = ternary.base, _num_in_whole_blocks(numel, ternary) // ternary.num_digits
     words = payload.long() if base == 3 else payload.clone().view(torch.int32).long() & _MASK32
-    digits, planes = [torch.empty(0, dtype=torch.int64, device=payload.device)], _planes(numel, ternary)
-    for word, (count, _) in zip(bit.split(words, [width for _, width in planes]), planes, strict=True):
-        block = []
+    digits = []
+    for word in (words[:num_words].view(-1, BLOCK_WORDS), words[num_words:].unsqueeze(0)):
+        blocks = []
         for _ in range(ternary.num_digits):
             quotient = ((word.double() + 0.5) * (1.0 / base)).floor().long()
-            block.append(word - quotient * base)
+            blocks.append(word - quotient * base)
             word = quotient
-        digits.append(torch.cat(block)[:count])
-    return torch.cat(digits)
+        digits.append(torch.stack(blocks, 1).flatten())
+    return torch.cat(digits)[:numel]
+
+
+def _num_in_whole_blocks(numel: int, ternary: Ternary) -> int:
+    """Elements of a segment that lie in blocks of full length; those after them are one shorter block. See docs/wire.md."""
+    return numel - numel % (BLOCK_WORDS * ternary.num_digits)
 
 
 def _with_scales(xs: list[Tensor], scales: Tensor, bucket_size: int) -> Iterable[tuple[Tensor, Tensor]]:
