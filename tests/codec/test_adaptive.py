@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -312,6 +313,7 @@ def digits_network():
     return nn.Sequential(*layers)
 
 
+@cache
 def digits_gradients(steps, num_workers=4):
     """Gradients of all weights of a small convolutional network in training, at each of `steps` on each worker."""
     from sklearn.datasets import load_digits
